@@ -2,24 +2,65 @@
 
 They answer as `services.SimulatedStudent` does. Here is how long that takes, depending on the load, and what happens
 under a fault. A server outlives the backend objects that stand for it one after the other.
+
+New weights reach a student's server in one of four ways (`Update`). Where requests are in flight meanwhile, a response
+has tokens of several versions, and its spans say which.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Self
 
+import msgspec
 import numpy as np
 
-from spot_async.errors import DeadlineExceededError, ProcessDiedError, ThrottledError, TransientError
-from spot_async.testing.replies import INITIAL_VERSION, capabilities
-from spot_async.testing.services import VOCAB_SIZE, SimulatedStudent
-from spot_async.types import Capabilities, WeightSnapshot
+from spot_async.errors import (
+    DeadlineExceededError,
+    Exchange,
+    PermanentError,
+    PoisonedReplyError,
+    ProcessDiedError,
+    RequestError,
+    ServerRestartedError,
+    ThrottledError,
+    TransientError,
+)
+from spot_async.testing.replies import INITIAL_VERSION, capabilities, generation
+from spot_async.testing.services import (
+    VOCAB_SIZE,
+    SimulatedStudent,
+    SimulatedTeacher,
+    finish_reason,
+    rng_of,
+    sampled_tokens,
+)
+from spot_async.testing.shared_processor import SharedProcessor
+from spot_async.types import (
+    Capabilities,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    VersionSpan,
+    WeightSnapshot,
+    WeightVersion,
+)
 
-ROUNDING_TOKENS = 1e-6
+LONGEST_DELAY_S = 20.0  # of a reply that comes late
+
+# What a server does with requests in flight when it gets new weights. It allows none (drain). Or they wait (keep), wait
+# and are computed again up to where they were (retract), or end with an error (abort).
+Update = Literal["drain", "keep", "retract", "abort"]
+# What may be wrong with one reply. The first four are answers of the server, or what a client finds wrong in them; a
+# reply may break off, come late, or never come.
+ReplyFault = Literal["bad request", "server error", "throttled", "nonsense", "reset", "cut off", "late", "never"]
+# What may be wrong with one weight update: the server refuses, the connection breaks off before or after it has the
+# weights, it dies half-way, or nothing happens until the deadline.
+UpdateFault = Literal["refused", "reset", "unheard", "dies", "hangs"]
 
 
 @dataclass(frozen=True)
@@ -36,77 +77,12 @@ class Rates:
         return min(self.tokens_per_s_each, self.tokens_per_s / requests)
 
 
-class SharedProcessor:
-    """Does several jobs at once, each at `rate(number of jobs)`. Nothing moves while it is paused.
+class Held(NamedTuple):
+    """Weights that a server holds, from the moment at which any request has got `each_got`."""
 
-    All jobs move at the same speed. So a job is done when the amount that any job would have got since the start has
-    reached that job's end, and a heap of ends is enough.
-    """
-
-    def __init__(self, rate: Callable[[int], float]) -> None:
-        self._rate = rate
-        self._jobs: dict[int, asyncio.Future[None]] = {}
-        self._ends: list[tuple[float, int]] = []  # a heap of (`_each_got` at the job's end, job)
-        self._each_got = 0.0
-        self._until_s = 0.0  # `_each_got` is counted up to here
-        self._started = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._paused = False
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    async def do(self, amount: float) -> None:
-        self._advance()
-        number, done = self._started, asyncio.get_running_loop().create_future()
-        self._started += 1
-        self._jobs[number] = done
-        heapq.heappush(self._ends, (self._each_got + amount, number))
-        self._plan()
-        try:
-            await done
-        finally:
-            self._advance()
-            self._jobs.pop(number, None)
-            self._plan()
-
-    def pause(self, paused: bool) -> None:
-        self._advance()
-        self._paused = paused
-        self._plan()
-
-    def fail(self, error: Exception) -> None:
-        """End all jobs with `error`."""
-        for done in self._jobs.values():
-            if not done.done():
-                done.set_exception(error)
-        self._jobs.clear()
-        self._plan()
-
-    def _advance(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if self._jobs and not self._paused:
-            self._each_got += self._rate(len(self._jobs)) * (now_s - self._until_s)
-        self._until_s = now_s
-
-    def _plan(self) -> None:
-        while self._ends and self._ends[0][1] not in self._jobs:
-            heapq.heappop(self._ends)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._ends and not self._paused:
-            left = max(0.0, self._ends[0][0] - self._each_got)
-            self._timer = asyncio.get_running_loop().call_later(left / self._rate(len(self._jobs)), self._finish)
-
-    def _finish(self) -> None:
-        self._timer = None
-        self._advance()
-        while self._ends and self._ends[0][0] <= self._each_got + ROUNDING_TOKENS:
-            done = self._jobs.pop(heapq.heappop(self._ends)[1], None)
-            if done is not None and not done.done():
-                done.set_result(None)
-        self._plan()
+    each_got: float
+    version: WeightVersion
+    contents: str  # what it read of them
 
 
 @dataclass(eq=False)
@@ -118,19 +94,29 @@ class SimulatedServer:
     starts: int = 0
     most_in_flight: int | None = None  # further requests are refused with 429
     misses: int = 0  # how many weight updates it refuses from now on
+    update: Update = "drain"
+    read: Callable[[str], str] = str  # returns the contents of a weight directory, of which one may be ""
+    reply_faults: deque[ReplyFault] = field(default_factory=deque)  # of its next replies
+    update_faults: deque[UpdateFault] = field(default_factory=deque)  # of its next updates
 
     def __post_init__(self) -> None:
         self.processor = SharedProcessor(self.rates.each)
-        self.version = INITIAL_VERSION
+        self.held = [Held(0.0, INITIAL_VERSION, "")]  # oldest first
         self.is_running = False
+        self._is_updating = False
         self._thawed = asyncio.Event()
         self._thawed.set()
         self.ended = asyncio.Event()
 
-    async def start(self) -> None:
+    @property
+    def version(self) -> WeightVersion:
+        return self.held[-1].version
+
+    async def start(self, contents: str = "") -> None:
+        """Start a process, which holds the initial weights, or what somebody else gave it."""
         await asyncio.sleep(self.rates.start_s)
         self.starts += 1
-        self.version = INITIAL_VERSION
+        self._hold(INITIAL_VERSION, contents)
         self.is_running = True
         self.ended.clear()
         self.thaw()
@@ -138,7 +124,9 @@ class SimulatedServer:
     def stop(self) -> None:
         """End it on purpose, so that nobody's `watch` raises."""
         self.is_running = False
-        self.processor.fail(TransientError(f"{self.name}: connection reset"))
+        self._is_updating = False
+        self.processor.fail(self.failure(TransientError, "connection reset"))
+        self.processor.pause(False, "update")
         self.thaw()
 
     def kill(self) -> None:
@@ -156,7 +144,7 @@ class SimulatedServer:
 
     def connect(self) -> None:
         if not self.is_running:
-            raise TransientError(f"{self.name}: connection refused")
+            raise self.failure(TransientError, "connection refused")
 
     async def answers(self) -> None:
         """Return once it is not frozen."""
@@ -164,32 +152,83 @@ class SimulatedServer:
         await self._thawed.wait()
         self.connect()
 
+    async def load(self, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Load new weights, as `update` says. Raises AssertionError for what no run may do."""
+        await self.answers()
+        fault: UpdateFault | None = self.update_faults.popleft() if self.update_faults else None
+        if self.misses:
+            self.misses, fault = self.misses - 1, "reset"
+        if fault == "refused":
+            raise self.failure(TransientError, "cannot load the weights", status=500)
+        if fault == "reset":
+            raise self.failure(TransientError, "connection reset")
+        assert not self._is_updating, f"{self.name} gets weights while it loads others"
+        in_flight, process = len(self.processor), self.starts
+        assert self.update != "drain" or not in_flight, f"{self.name} gets weights with {in_flight} requests in flight"
+        if self.update == "abort":
+            self.processor.fail(TransientError(f"{self.name}: the server aborted the request"))
+        self._is_updating = True
+        self.processor.pause(True, "update")
+        try:
+            contents = self.read(snapshot.directory)
+            if fault == "hangs":
+                await asyncio.sleep(deadline - asyncio.get_running_loop().time())
+                raise self.failure(DeadlineExceededError, "the weights were not loaded in time")
+            again_s = in_flight * self.rates.request_tokens / self.rates.tokens_per_s
+            await asyncio.sleep(self.rates.update_s + (again_s if self.update == "retract" else 0.0))
+            if fault == "dies":
+                self.kill()
+            await self.answers()
+            if self.starts != process:
+                raise self.failure(TransientError, "connection reset")
+            assert self.read(snapshot.directory) == contents, f"{snapshot.directory} changed under {self.name}"
+            self._hold(snapshot.version, contents)
+        finally:
+            if self.starts == process:
+                self._is_updating = False
+                self.processor.pause(False, "update")
+        if fault == "unheard":
+            raise self.failure(TransientError, "connection reset")
 
-class SimulatedReplica(SimulatedStudent):
-    """A student's backend object for a simulated server. Entering it starts the server."""
+    def failure(self, kind: type[RequestError], words: str, status: int | None = None) -> Any:
+        """Return a failed request, as a client would see it. Without a status there was no reply."""
+        error = kind(f"{self.name}: {words}")
+        error.exchange = Exchange(self.name, "POST", "/", 0, {}, status)
+        return error
 
-    def __init__(self, server: SimulatedServer, mean_tokens: int = 40) -> None:
+    def _hold(self, version: WeightVersion, contents: str) -> None:
+        self.held.append(Held(self.processor.each_got, version, contents))
+
+
+class _OnServer:
+    """A backend object for a simulated server. Entering it starts the server, or `attaches` to one that runs."""
+
+    def __init__(self, server: SimulatedServer, *, attaches: bool = False) -> None:
         self.server = server
-        self.requests = 0
-        self.mean_tokens = mean_tokens
-
-    @property
-    def version(self):  # type: ignore[no-untyped-def, override]
-        return self.server.version
+        self._attaches = attaches
+        self._process = 0
 
     async def __aenter__(self) -> Self:
-        await self.server.start()
+        if self._attaches:
+            self.server.connect()
+        else:
+            await self.server.start()
+        self._process = self.server.starts
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self.server.stop()
+        if not self._attaches:
+            self.server.stop()
 
     async def watch(self) -> None:
+        if self._attaches:  # nobody watches a process of others
+            await asyncio.get_running_loop().create_future()
         await self.server.ended.wait()
         raise ProcessDiedError(f"{self.server.name} was killed by SIGKILL")
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        return capabilities(VOCAB_SIZE)
+        found = capabilities(VOCAB_SIZE, in_flight_updates=self.server.update != "drain")
+        return msgspec.structs.replace(found, version=None) if self._attaches else found
 
     async def ping(self, *, deadline: float) -> None:
         try:
@@ -197,18 +236,116 @@ class SimulatedReplica(SimulatedStudent):
                 await self.server.answers()
         except TimeoutError:
             raise DeadlineExceededError(f"{self.server.name}: no answer to a ping") from None
-
-    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        await self.server.answers()
-        if self.server.misses:
-            self.server.misses -= 1
-            raise TransientError(f"{self.server.name}: connection reset")
-        await asyncio.sleep(self.server.rates.update_s)
-        await self.server.answers()
-        self.server.version = snapshot.version
+        self._check_process()
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
-        self.server.connect()
-        if self.server.most_in_flight is not None and len(self.server.processor) >= self.server.most_in_flight:
-            raise ThrottledError(f"{self.server.name}: HTTP 429", retry_after_s=1.0)
-        await self.server.processor.do(tokens + self.server.rates.request_tokens)
+        """Take as long as the server takes. Raises what may go wrong with a reply."""
+        server = self.server
+        server.connect()
+        self._check_process()
+        if server.most_in_flight is not None and len(server.processor) >= server.most_in_flight:
+            raise ThrottledError(f"{server.name}: HTTP 429", retry_after_s=1.0)
+        fault: ReplyFault | None = server.reply_faults.popleft() if server.reply_faults else None
+        amount = tokens + server.rates.request_tokens
+        match fault:
+            case "bad request":
+                raise server.failure(PermanentError, "HTTP 400", status=400)
+            case "server error":
+                raise server.failure(TransientError, "HTTP 500", status=500)
+            case "throttled":
+                raise ThrottledError(f"{server.name}: HTTP 429", retry_after_s=float(rng.exponential(2.0)))
+            case "reset":
+                await server.processor.do(rng.random() * amount)
+                raise server.failure(TransientError, "connection reset")
+        await server.processor.do(amount)
+        match fault:
+            case "nonsense":
+                raise server.failure(PoisonedReplyError, "a reply with NaN", status=200)
+            case "cut off":
+                raise server.failure(TransientError, "the reply broke off")
+            case "late":
+                await asyncio.sleep(LONGEST_DELAY_S * rng.random())
+            case "never":
+                await asyncio.get_running_loop().create_future()
+
+    def _check_process(self) -> None:
+        if self.server.starts != self._process:
+            raise ServerRestartedError(f"{self.server.name} is another process than before")
+
+
+class SimulatedReplica(_OnServer, SimulatedStudent):
+    """A student's backend object for a simulated server."""
+
+    def __init__(self, server: SimulatedServer, mean_tokens: int = 40, *, attaches: bool = False) -> None:
+        super().__init__(server, attaches=attaches)
+        self.requests = 0
+        self.mean_tokens = mean_tokens
+
+    @property
+    def version(self):  # type: ignore[no-untyped-def, override]
+        return self.server.version
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        """Sample a response. Where weights come meanwhile, the tokens after that are those that they would sample."""
+        self.requests += 1
+        began, held = self.server.processor.each_got, len(self.server.held) - 1
+        rng = rng_of(sampling.seed, self.version)
+        token_ids = sampled_tokens(rng, sampling, self.mean_tokens)
+        logprobs = -rng.random(len(token_ids), dtype=np.float32)
+        await self._work(len(token_ids), rng)
+        spans = self._spans(len(token_ids), began, self.server.held[held:])
+        last = token_ids[-1]
+        for span in spans[1:]:
+            rng, tokens = rng_of(sampling.seed, span.version), span.end - span.start
+            token_ids[span.start : span.end] = rng.integers(2, VOCAB_SIZE, tokens)
+            logprobs[span.start : span.end] = -rng.random(tokens)
+        token_ids[-1] = last  # how long it gets is the first weights' to decide
+        return msgspec.structs.replace(
+            generation(token_ids, logprobs, finish_reason=finish_reason(token_ids)), version_spans=spans
+        )
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        self._check_process()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.server.load(snapshot, deadline)
+        except TimeoutError:
+            raise self.server.failure(DeadlineExceededError, "the weights were not loaded in time") from None
+        self._check_process()
+
+    def _spans(self, tokens: int, began: float, held: Sequence[Held]) -> tuple[VersionSpan, ...]:
+        """Return which weights sampled the tokens. `began` is what any request had got when this one began."""
+        began += self.server.rates.request_tokens
+        changed = [held[0], *(new for old, new in pairwise(held) if new.version != old.version)]
+        starts = [0, *(min(tokens, max(0, int(each.each_got - began))) for each in changed[1:])]
+        return tuple(
+            VersionSpan(start, end, each.version)
+            for start, end, each in zip(starts, [*starts[1:], tokens], changed, strict=True)
+            if start < end
+        )
+
+
+class SimulatedTeacherReplica(_OnServer, SimulatedTeacher):
+    """A teacher's backend object for a simulated server: it scores, and writes responses of its own."""
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        rng = rng_of("teacher", sampling.seed)
+        token_ids = sampled_tokens(rng, sampling, mean_tokens=40)
+        await self._work(len(token_ids), rng)
+        return generation(token_ids, -rng.random(len(token_ids)), finish_reason=finish_reason(token_ids))

@@ -18,6 +18,7 @@ import numpy as np
 from spot_async.errors import VersionMismatchError
 from spot_async.testing.replies import INITIAL_VERSION, generation, whole_scores
 from spot_async.types import (
+    FinishReason,
     FloatArray,
     Generation,
     IntArray,
@@ -47,8 +48,22 @@ class Latency:
         return (self.base_s + self.per_token_s * tokens) * (1.0 + self.spread * float(rng.random()))
 
 
-def _rng(*parts: object) -> np.random.Generator:
+def rng_of(*parts: object) -> np.random.Generator:
+    """Return a generator that these parts decide."""
     return np.random.Generator(np.random.PCG64(zlib.crc32(repr(parts).encode())))
+
+
+def sampled_tokens(rng: np.random.Generator, sampling: SamplingSettings, mean_tokens: int) -> IntArray:
+    """Return a response of random length that ends with the end token, unless it is as long as it may be."""
+    length = int(min(sampling.max_tokens, 1 + rng.geometric(1 / mean_tokens)))
+    token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
+    if length < sampling.max_tokens:
+        token_ids[-1] = END_TOKEN
+    return token_ids
+
+
+def finish_reason(token_ids: IntArray) -> FinishReason:
+    return "stop" if token_ids[-1] == END_TOKEN else "length"
 
 
 @dataclass
@@ -71,15 +86,11 @@ class SimulatedStudent:
     ) -> Generation:
         self.requests += 1
         version = self.version
-        rng = _rng(sampling.seed, version)
-        length = int(min(sampling.max_tokens, 1 + rng.geometric(1 / self.mean_tokens)))
-        token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
-        if length < sampling.max_tokens:
-            token_ids[-1] = END_TOKEN
-        await self._work(length, rng)
-        is_whole = length < sampling.max_tokens
-        logprobs = -rng.random(length, dtype=np.float32)
-        return generation(token_ids, logprobs, version=version, finish_reason="stop" if is_whole else "length")
+        rng = rng_of(sampling.seed, version)
+        token_ids = sampled_tokens(rng, sampling, self.mean_tokens)
+        await self._work(len(token_ids), rng)
+        logprobs = -rng.random(len(token_ids), dtype=np.float32)
+        return generation(token_ids, logprobs, version=version, finish_reason=finish_reason(token_ids))
 
     async def candidate_logprobs(
         self,
@@ -89,22 +100,26 @@ class SimulatedStudent:
         candidate_ids: IntArray,
         *,
         temperature: float,
-        expected_version: WeightVersion,
+        expected_version: WeightVersion | None,
         deadline: float,
     ) -> FloatArray:
         self.requests += 1
-        if expected_version != self.version:
-            raise VersionMismatchError(f"the server holds {self.version}, not {expected_version}")
+        self._check_version(expected_version)
         if len(positions) and int(positions.max()) >= len(response_ids):
             raise ValueError("position outside the response")
-        rng = _rng("candidates", prompt_ids.tobytes() + response_ids.tobytes(), self.version)
+        rng = rng_of("candidates", prompt_ids.tobytes() + response_ids.tobytes(), self.version)
         await self._work(0, rng)
+        self._check_version(expected_version)
         logits = rng.normal(size=candidate_ids.shape)
         return np.asarray(logits - 1.0 - np.log(np.exp(logits).sum(-1, keepdims=True)), dtype=np.float32)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         await asyncio.sleep(self.latency.base_s)
         self.version = snapshot.version
+
+    def _check_version(self, expected: WeightVersion | None) -> None:
+        if expected not in (None, self.version):
+            raise VersionMismatchError(f"the server holds {self.version}, not {expected}")
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         await asyncio.sleep(self.latency.of(tokens, rng))
@@ -130,10 +145,13 @@ class SimulatedTeacher:
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        rng = _rng("teacher", prompt_ids.tobytes() + response_ids.tobytes())
-        await asyncio.sleep(self.latency.of(len(response_ids), rng))
+        rng = rng_of("teacher", prompt_ids.tobytes() + response_ids.tobytes())
+        await self._work(len(response_ids), rng)
         logits = rng.normal(scale=2.0, size=(len(response_ids), VOCAB_SIZE))
         return whole_scores(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), response_ids, top_k)
+
+    async def _work(self, tokens: int, rng: np.random.Generator) -> None:
+        await asyncio.sleep(self.latency.of(tokens, rng))
 
 
 @dataclass
@@ -151,7 +169,7 @@ class SimulatedVerifier:
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         await asyncio.sleep(self.latency_s)
-        return Verdict.CORRECT if _rng(problem.id, response_text).random() < self.share_correct else Verdict.WRONG
+        return Verdict.CORRECT if rng_of(problem.id, response_text).random() < self.share_correct else Verdict.WRONG
 
 
 @dataclass
