@@ -31,7 +31,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 LONG_PAUSE_S = 60.0  # people are told of pauses at least this long
 # A longer pause counts as none asked for: no quota that is worth waiting for lasts longer than a day.
@@ -83,7 +83,7 @@ class RequestError(SpotError):
     the number of attempts. None of this is part of the message.
     """
 
-    failure_class: ClassVar[FailureClass] = FailureClass.PERMANENT
+    failure_class: FailureClass = FailureClass.PERMANENT
     exchange: Exchange | None = None
     was_sent: bool = True  # False: it never left this process, so it says nothing about the server
     stage: str | None = None
@@ -105,7 +105,15 @@ class RequestTooLargeError(PermanentError):
 
 
 class VersionMismatchError(PermanentError):
-    """The server no longer holds the weight version that the request asked for."""
+    """The server does not hold the weight version that the request asked for.
+
+    `may_pass`: an update is the reason, and a later attempt may be answered. Then it is retried as a `TransientError`.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        if may_pass:
+            self.failure_class = FailureClass.TRANSIENT
 
 
 class ThrottledError(RequestError):

@@ -109,12 +109,13 @@ class CandidateScorer(Protocol):
         candidate_ids: IntArray,
         *,
         temperature: float,
-        expected_version: WeightVersion,
+        expected_version: WeightVersion | None,
         deadline: float,
     ) -> FloatArray:
         """Return the log-probabilities (N, k) of `candidate_ids` (N, k) at `positions` (N,), at `temperature`.
 
-        Raises `VersionMismatchError` when the server holds other weights than `expected_version`.
+        All of them are of the same weights: `expected_version`, or where that is None those that the server holds when
+        it answers. Raises `VersionMismatchError` when it holds others, or when they changed while it answered.
         """
         ...
 
@@ -265,9 +266,18 @@ class PromptStages(Protocol):
         ...
 
     async def candidate_logprobs(
-        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        version: WeightVersion | None = None,
     ) -> FloatArray:
-        """Return the behaviour policy's log-probabilities (N, k) of candidates at response positions (N,)."""
+        """Return the student's log-probabilities (N, k) of candidates at response positions (N,).
+
+        `version` names the weights that sampled the response. A strict run asks of these. A run with staleness asks of
+        the live weights, which may be newer, and so does None.
+        """
         ...
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:

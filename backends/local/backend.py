@@ -231,7 +231,7 @@ class LocalBackend:
         candidate_ids: IntArray,
         *,
         temperature: float,
-        expected_version: WeightVersion,
+        expected_version: WeightVersion | None,
         deadline: float,
     ) -> FloatArray:
         if not candidate_ids.size:
@@ -245,9 +245,12 @@ class LocalBackend:
             expected_version=expected_version,
             timeout_s=_time_left(deadline),
         )
+        since = self._held.now()
 
         def check(reply: api.CandidateReply) -> api.CandidateReply:
-            if reply.version != expected_version:
+            if expected_version is None:
+                self._held.check(reply.version, since)
+            elif reply.version != expected_version:
                 raise PoisonedReplyError(f"is of weights {reply.version}, but {expected_version} were asked for")
             check_candidates(reply.logprobs, candidate_ids)
             return reply

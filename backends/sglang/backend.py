@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from spot_async.base.tasks import gather
-from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError, VersionMismatchError
+from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError
 from spot_async.models.alignment import branch_prefix_length
 from spot_async.spending.prices import Size
 from spot_async.types import (
@@ -223,7 +223,7 @@ class SglangBackend(RemoteBackend):
         candidate_ids: IntArray,
         *,
         temperature: float,
-        expected_version: WeightVersion,
+        expected_version: WeightVersion | None,
         deadline: float,
     ) -> FloatArray:
         if not candidate_ids.size:
@@ -233,9 +233,7 @@ class SglangBackend(RemoteBackend):
         self._limits.check_positions(positions, response_ids)
         asked = zip(_prefixes(prompt_ids, response_ids, positions), candidate_ids, strict=True)
         found = await self.next_tokens(asked, 0, temperature, deadline)
-        other = next((each.version for each in found if each.version != expected_version), None)
-        if other is not None:
-            raise VersionMismatchError(f"{self._name}: holds weights {other}, not the {expected_version} asked for")
+        self._names.require([each.version for each in found], expected_version)
         return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:

@@ -8,10 +8,10 @@ and read the names in replies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from spot_async.errors import ServerRestartedError
+from spot_async.errors import ServerRestartedError, VersionMismatchError
 from spot_async.types import WeightVersion
 
 INITIAL = WeightVersion(0, 0)
@@ -50,6 +50,22 @@ class HeldWeights:
             )
         return version
 
+    def require(self, versions: Collection[WeightVersion], expected: WeightVersion | None) -> None:
+        """Raise `VersionMismatchError` unless all parts of an answer are of `expected`, or of any one version if None.
+
+        The parts may be of several versions because the weights were updated in between. Then the answer may be asked
+        for again, as it may while an update to `expected` is under way.
+        """
+        other = next((version for version in versions if version != expected), None)
+        if expected is None:
+            if len(set(versions)) > 1:
+                raise VersionMismatchError(f"{self._server}: the weights changed while it answered", may_pass=True)
+        elif other is not None:
+            is_coming = expected in self._versions[self._confirmed + 1 :]
+            raise VersionMismatchError(
+                f"{self._server}: holds weights {other}, not the {expected} asked for", may_pass=is_coming
+            )
+
 
 class WeightNames:
     """The same for servers that name their weights. A model that is not a student has only one version."""
@@ -71,6 +87,10 @@ class WeightNames:
     def now(self) -> SentNames:
         """Return the reader of the names in a reply. Take it before sending the request."""
         return SentNames(self, self._held.now())
+
+    def require(self, versions: Collection[WeightVersion], expected: WeightVersion | None) -> None:
+        """Check the parts of an answer, as `HeldWeights.require`."""
+        self._held.require(versions, expected)
 
     def read(self, name: str | None, since: int) -> WeightVersion:
         """Return the version that a name in a reply means; see `SentNames.version`."""

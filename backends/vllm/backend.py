@@ -279,7 +279,7 @@ class VllmBackend(RemoteBackend):
         candidate_ids: IntArray,
         *,
         temperature: float,
-        expected_version: WeightVersion,
+        expected_version: WeightVersion | None,
         deadline: float,
     ) -> FloatArray:
         """Score candidates. The temperature must be 1, at which the student's own log-probabilities are."""
@@ -305,7 +305,7 @@ class VllmBackend(RemoteBackend):
         return logprobs
 
     async def _chosen_singly(
-        self, prefixes: Sequence[list[int]], candidate_ids: IntArray, expected: WeightVersion, deadline: float
+        self, prefixes: Sequence[list[int]], candidate_ids: IntArray, expected: WeightVersion | None, deadline: float
     ) -> FloatArray:
         """Return (N, k) by one request per position for its top-k, then one for each token that is not among those."""
         top_k = min(self._found.max_logprobs, self._server.files.vocab_size, CANDIDATE_TOP_K)
@@ -324,8 +324,7 @@ class VllmBackend(RemoteBackend):
             functools.partial(self._client.next_token, prefixes[n], token_id, deadline=deadline)
             for n, token_id in missing
         )
-        for row in (*widest, *singles):
-            self._expect(expected, version_spans(names, row.spans, 1))
+        self._expect(expected, [version_spans(names, row.spans, 1) for row in (*widest, *singles)])
         for (n, token_id), row in zip(missing, singles, strict=True):
             found[n][token_id] = float(row.logprobs[0])
         rows = [[found[n][token_id] for token_id in tokens] for n, tokens in enumerate(candidate_ids.tolist())]
@@ -337,7 +336,7 @@ class VllmBackend(RemoteBackend):
         response_ids: IntArray,
         positions: IntArray,
         candidate_ids: IntArray,
-        expected: WeightVersion,
+        expected: WeightVersion | None,
         deadline: float,
     ) -> FloatArray:
         """Return (N, k) by one request for all. It asks for no tokens at positions in between."""
@@ -355,11 +354,13 @@ class VllmBackend(RemoteBackend):
             [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
             [wanted.get(position, []) for position in range(first, last + 1)],
             start=decision_row(len(prompt_ids), first),
-            check=lambda spans: self._expect(expected, version_spans(names, spans, 1)),
+            check=lambda spans: self._expect(expected, [version_spans(names, spans, 1)]),
             deadline=deadline,
         )
         if updates != self._updates:  # the reply names only the weights of the token sampled after these rows
-            raise VersionMismatchError(f"{self._name}: the weights changed while candidates were scored")
+            raise VersionMismatchError(
+                f"{self._name}: the weights changed while candidates were scored", may_pass=expected is None
+            )
         count = candidate_ids.shape[1]
         return np.stack(
             [
@@ -374,8 +375,11 @@ class VllmBackend(RemoteBackend):
             needs = self._found.weights_need
             raise ConfigError(f"{self._server.section}: the server takes no weights: it needs {needs}")
         self._updates += 1
-        with self._standstill.loading(), self._names.updating(snapshot.version):
-            await self._updater.update(snapshot, deadline=deadline)
+        try:
+            with self._standstill.loading(), self._names.updating(snapshot.version):
+                await self._updater.update(snapshot, deadline=deadline)
+        finally:
+            self._updates += 1  # what is asked during an update may still be answered in part by the weights before
 
     @property
     def sleeps_while_training(self) -> bool:
@@ -405,10 +409,8 @@ class VllmBackend(RemoteBackend):
 
         return await gather(ask(request) for request in requests)
 
-    def _expect(self, expected: WeightVersion, spans: Sequence[VersionSpan]) -> None:
-        for span in spans:
-            if span.version != expected:
-                raise VersionMismatchError(f"{self._name}: holds weights {span.version}, {expected} were asked for")
+    def _expect(self, expected: WeightVersion | None, parts: Sequence[Sequence[VersionSpan]]) -> None:
+        self._names.require([span.version for spans in parts for span in spans], expected)
 
 
 def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:

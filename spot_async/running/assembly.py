@@ -68,6 +68,7 @@ def make_stages(
         common=plan.common,
         capabilities=services.capabilities,
         kept_scores=services.kept_scores,
+        live_candidates=config.max_staleness > 0,
         events=events,
     )
 

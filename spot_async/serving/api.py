@@ -121,7 +121,7 @@ class CandidateRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: IntArray  # (T,)
     positions: IntArray  # (N,) 0-based response positions
     candidate_ids: IntArray  # (N, k)
-    expected_version: WeightVersion
+    expected_version: WeightVersion | None  # None: those that it holds then
     temperature: float = 1.0
     timeout_s: float
 

@@ -105,6 +105,7 @@ class Stages:
         common: CommonVocabulary | None = None,
         capabilities: Mapping[str, Capabilities] | None = None,
         kept_scores: KeptScores | None = None,
+        live_candidates: bool = False,
         events: Channel | None = None,
     ) -> None:
         """Make the stages of a run whose services are known.
@@ -113,6 +114,8 @@ class Stages:
         * `common`: None where all softmaxes are equally wide.
         * `capabilities`: what the servers offer, by role. A role that is missing may be asked for everything.
         * `kept_scores`: the teacher's scores that are kept, if any are.
+        * `live_candidates`: candidates are asked of the weights that the student's servers hold then, and not of those
+          that sampled the response, which may be gone.
         * `events`: the channel to publish on; None makes a new one.
         """
         self.services = services
@@ -122,6 +125,7 @@ class Stages:
         self.common = common or CommonVocabulary()
         self.capabilities = capabilities or {}
         self.kept_scores = kept_scores
+        self.live_candidates = live_candidates
         self.events = events or Channel()
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
@@ -288,8 +292,14 @@ class BoundStages:
         return scores.logprobs
 
     async def candidate_logprobs(
-        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        version: WeightVersion | None = None,
     ) -> FloatArray:
+        expected = None if self._stages.live_candidates else version
         return await self._stages.candidates.ask(
             (self._prompt.ordinal,),
             lambda student, deadline: student.candidate_logprobs(
@@ -298,7 +308,7 @@ class BoundStages:
                 positions,
                 candidate_ids,
                 temperature=self._stages.sampling.temperature,
-                expected_version=version,
+                expected_version=expected,
                 deadline=deadline,
             ),
             session=self._session,

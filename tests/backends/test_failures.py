@@ -266,6 +266,7 @@ def sendings(error: RequestError, attempts: int, *, limit: int = 50) -> int:
 def test_each_class_of_failure_has_a_budget_of_its_own() -> None:
     assert sendings(errors.PermanentError("400"), 8) == 1
     assert sendings(errors.VersionMismatchError("other weights"), 8) == 1
+    assert sendings(errors.VersionMismatchError("other weights", may_pass=True), 8) == 8
     assert sendings(errors.DeadlineExceededError("late"), 8) == 1
     assert sendings(errors.TransientError("reset"), 8) == 8
     assert sendings(errors.PoisonedReplyError("NaN"), 8) == 2

@@ -30,6 +30,7 @@ from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,
+    FailureClass,
     PermanentError,
     PoisonedReplyError,
     ServerRestartedError,
@@ -66,6 +67,31 @@ async def test_a_server_with_the_v2_model_runner_gives_all_candidates_at_once(co
         assert stand_in.calls == ["/inference/v1/generate"]
         with pytest.raises(VersionMismatchError, match="holds weights"):
             await ask(V1)
+
+
+@pytest.mark.parametrize("chosen_tokens", [True, False])
+async def test_live_candidates_are_of_one_version_or_asked_for_again(chosen_tokens: bool, connect: Connect) -> None:
+    async with connect(chosen_tokens=chosen_tokens) as (backend, stand_in):
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        positions, candidates = np.array([1, 3], np.int32), np.array([[5], [7]], np.int32)
+
+        async def ask() -> Any:
+            return await backend.candidate_logprobs(
+                PROMPT, RESPONSE, positions, candidates, temperature=1.0, expected_version=None, deadline=soon()
+            )
+
+        before = await ask()
+        stand_in.delay = "/inference/v1/generate"  # one request is computed after the update
+
+        async def update() -> None:
+            await stand_in.held.wait()
+            await backend.update_weights(snapshot, deadline=soon())
+            stand_in.go_on.set()
+
+        answer, _ = await asyncio.gather(ask(), update(), return_exceptions=True)
+        assert isinstance(answer, VersionMismatchError)
+        assert answer.failure_class is FailureClass.TRANSIENT
+        np.testing.assert_array_equal(await ask(), before)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.31.0"])

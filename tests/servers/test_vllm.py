@@ -196,7 +196,7 @@ async def test_candidates_are_exact_whatever_their_rank_and_of_the_version_asked
     generated = beside.result()
     tokens = [*PROMPT.tolist(), *generated.token_ids.tolist()]
     expect_rollout(generated, decisions(dense_logprobs(models.student, tokens), PROMPT, generated.token_ids))
-    with pytest.raises(VersionMismatchError, match=r"holds weights 0\.0, 0\.1 were asked for"):
+    with pytest.raises(VersionMismatchError, match=r"holds weights 0\.0, not the 0\.1 asked for"):
         await ask(V1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -176,14 +177,18 @@ def test_candidates_at_chosen_positions(random_architecture: Models, engine_for:
     )
 
 
-def test_candidates_of_other_weights_are_refused(random_architecture: Models, engine_for: Engines) -> None:
+def test_candidates_of_other_weights_are_refused_and_of_any_are_not(
+    random_architecture: Models, engine_for: Engines
+) -> None:
     engine = engine_for(random_architecture())
     chosen = {"positions": np.array([0], np.int32), "candidate_ids": np.array([[1]], np.int32)}
     request = candidate_request(*prompts([9, 5]), expected_version=WeightVersion(0, 3), **chosen)
     task = submit(engine, request)
+    live = submit(engine, msgspec.structs.replace(request, expected_version=None))
     engine.step()
     with pytest.raises(VersionMismatchError, match=r"weights 0\.3.*holds 0\.0"):
         task.future.result(timeout=0)
+    assert live.future.result(timeout=0).version == WeightVersion(0, 0)
 
 
 def test_which_of_equal_tokens_are_among_a_rows_best_does_not_depend_on_its_neighbours():

@@ -28,6 +28,7 @@ class Recorder:
         self.temperatures = []
         self.verdicts = list(verdicts)
         self.verified = 0
+        self.asked_versions = []
 
     async def generate(self, prompt_ids, sampling, *, top_k=0, session=None, deadline):
         self.generated.append((prompt_ids.tolist(), sampling))
@@ -51,8 +52,11 @@ class Recorder:
             entropy_upper=zeros,
         )
 
-    async def candidate_logprobs(self, prompt_ids, response_ids, positions, candidate_ids, *, temperature, **rest):
+    async def candidate_logprobs(
+        self, prompt_ids, response_ids, positions, candidate_ids, *, temperature, expected_version, deadline
+    ):
         self.temperatures.append(temperature)
+        self.asked_versions.append(expected_version)
 
     async def verify(self, problem, text, *, deadline):
         self.verified += 1
@@ -61,7 +65,7 @@ class Recorder:
 
 def bound(
     recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), end_token="replace", run_seed=0, prompt=PROMPT,
-    kept_scores=None, **services,
+    kept_scores=None, live_candidates=False, **services,
 ):  # fmt: skip
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
@@ -74,6 +78,7 @@ def bound(
         max_running_prompts=1,
         max_probes_per_prompt=8,
         kept_scores=kept_scores,
+        live_candidates=live_candidates,
     )
     return stages.for_prompt(prompt)
 
@@ -214,6 +219,15 @@ async def test_all_log_probabilities_are_asked_for_at_the_rollouts_temperature()
     await stages.candidate_logprobs(RESPONSE, positions, candidates, version=WeightVersion(0, 0))
     assert recorder.generated[0][1].temperature == 0.7
     assert recorder.temperatures == [0.7, 0.7]
+
+
+@pytest.mark.parametrize(("is_live", "asked"), [(False, WeightVersion(0, 3)), (True, None)])
+async def test_candidates_are_asked_of_the_responses_weights_or_of_the_live_ones(is_live, asked):
+    recorder = Recorder()
+    stages = bound(recorder, live_candidates=is_live)
+    positions, candidates = np.zeros(1, np.int32), np.zeros((1, 2), np.int32)
+    await stages.candidate_logprobs(RESPONSE, positions, candidates, version=WeightVersion(0, 3))
+    assert recorder.asked_versions == [asked]
 
 
 async def test_samples_of_a_group_have_seeds_of_their_own_and_the_first_has_a_single_rollouts():

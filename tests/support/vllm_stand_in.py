@@ -73,6 +73,8 @@ class StandIn:
         self.broken: set[str] = set()  # every answer
         self.held = asyncio.Event()
         self.hold: str | None = None
+        self.delay: str | None = None  # the next request of this path is answered once `go_on` is set
+        self.go_on = asyncio.Event()
         self.answers_developers = True
         self.metrics: list[str] = []
 
@@ -168,6 +170,10 @@ class StandIn:
                 lengths = [line.split(":")[1] for line in head.splitlines() if line.startswith("content-length")]
                 body = await reader.readexactly(int(lengths[0])) if lengths else b""
                 path = head.split()[1]
+                if path == self.delay:
+                    self.delay = None
+                    self.held.set()
+                    await self.go_on.wait()
                 status, reply = self.answer(path, json.loads(body) if body and body != b"null" else None)
                 if path == self.hold:  # the work is done, but the answer never comes
                     self.held.set()

@@ -273,7 +273,7 @@ class Engine:
             self._fail(group, error)
 
     def _refuse_version(self, task: ScoreTask | CandidateTask) -> bool:
-        if isinstance(task, ScoreTask) or task.request.expected_version == self.version:
+        if isinstance(task, ScoreTask) or task.request.expected_version in (None, self.version):
             return False
         message = f"asked of weights {task.request.expected_version}, but the server holds {self.version}"
         _refuse(task.future, VersionMismatchError(message))

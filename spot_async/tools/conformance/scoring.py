@@ -200,7 +200,7 @@ async def candidate_temperature(subject: Subject) -> Finding:
 
 
 async def candidate_version(subject: Subject) -> Finding:
-    """Candidates that are asked of weights that are not served are refused, with an error that says so."""
+    """Candidates of weights that are not served are refused by name, and those of whichever are served are exact."""
     if subject.version is None:
         raise NotOffered("nobody knows which weights the server holds, and it takes no others")
     other = WeightVersion(subject.version.lineage + 7, subject.version.step + 7)
@@ -208,8 +208,16 @@ async def candidate_version(subject: Subject) -> Finding:
     try:
         await subject.candidates(prompt, response, positions, ids, version=other)
     except VersionMismatchError:
-        return Finding(f"asked of {other} while {subject.version} is served: VersionMismatchError")
-    raise Violation(f"asked of {other} while {subject.version} is served, but answered")
+        pass
+    else:
+        raise Violation(f"asked of {other} while {subject.version} is served, but answered")
+    live = await subject.candidates(prompt, response, positions, ids, is_live=True)
+    exact = await subject.exact(prompt, response)
+    nats = largest(live, of_tokens(exact[positions], ids))
+    require_close(
+        nats, subject.tolerance_nats, "log-probabilities of candidates, asked of whichever weights are served"
+    )
+    return Finding(f"asked of {other} while {subject.version} is served: VersionMismatchError", nats)
 
 
 def _responses(subject: Subject) -> list[tuple[IntArray, IntArray]]:

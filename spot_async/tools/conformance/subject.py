@@ -138,6 +138,7 @@ class Subject:
         *,
         temperature: float = 1.0,
         version: WeightVersion | None = None,
+        is_live: bool = False,
     ) -> FloatArray:
         reply: FloatArray = await self.backend.candidate_logprobs(
             prompt_ids,
@@ -145,7 +146,7 @@ class Subject:
             positions,
             candidate_ids,
             temperature=temperature,
-            expected_version=version or self.version or WeightVersion(0, 0),
+            expected_version=None if is_live else version or self.version or WeightVersion(0, 0),
             deadline=self.deadline(),
         )
         return reply

@@ -67,6 +67,7 @@ async def update_under_way(subject: Subject) -> Finding:
             require_close(met.nats, subject.tolerance_nats, "log-probabilities of tokens before and after the switch")
             return Finding(f"{met.switched} of {IN_FLIGHT} responses of {tokens} tokens have tokens of both", met.nats)
     if met.given_up:
+        require(not subject.capabilities.in_flight_updates, "in_flight_updates is said, but responses are given up")
         raise NotOffered("responses under way are given up when weights come, to be asked for again")
     raise NotOffered(f"responses of {tokens} tokens were over before new weights came")
 

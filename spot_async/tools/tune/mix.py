@@ -101,7 +101,12 @@ class NotedStages:
         return await self._noted("reference", lambda stages: stages.reference_logprobs(response_ids))
 
     async def candidate_logprobs(
-        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, *, version: WeightVersion
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        version: WeightVersion | None = None,
     ) -> FloatArray:
         return await self._noted(
             "candidates",
