@@ -203,7 +203,11 @@ class QueueConfig(Section):
     """The bounded queue of finished supervision in front of the trainer."""
 
     order: Literal["admission"] = Field("admission", description="batches are made in admission order")
-    capacity_prompts: int | None = Field(None, description="most admitted prompts; default: one batch", gt=0)
+    capacity_prompts: int | None = Field(
+        None,
+        description="most admitted prompts; default: `max_staleness` + 1 batches",
+        gt=0,
+    )
     capacity_bytes: PositiveInt = Field(
         1 << 30, description="most bytes of all admitted prompts together; running ones count with their worst case"
     )
@@ -315,21 +319,32 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
-        if self.max_staleness > 0:
-            raise ValueError(f"max_staleness={self.max_staleness}: only 0 (strict) is built so far")
-        capacity, batch = self.queue.capacity_prompts, self.training.batch_size
-        if capacity is not None and capacity < batch:
-            raise ValueError(
-                f"queue.capacity_prompts={capacity} holds less than one batch (training.batch_size={batch}): "
-                f"raise it to {batch} or more"
-            )
+        self._check_queue()
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
         return self
 
+    def _check_queue(self) -> None:
+        capacity, batch = self.queue.capacity_prompts, self.training.batch_size
+        least = self._batches_at_once * batch
+        if capacity is None or capacity >= least:
+            return
+        strict = f"one batch (training.batch_size={batch}): raise it to {least} or more"
+        asynchronous = (
+            f"the {self._batches_at_once} batches of training.batch_size={batch} that max_staleness="
+            f"{self.max_staleness} lets be under way: raise it to {least} or more, or lower max_staleness"
+        )
+        raise ValueError(
+            f"queue.capacity_prompts={capacity} holds less than {asynchronous if self.max_staleness else strict}"
+        )
+
+    @property
+    def _batches_at_once(self) -> int:
+        return self.max_staleness + 1
+
     @property
     def queue_capacity_prompts(self) -> int:
-        return self.queue.capacity_prompts or self.training.batch_size
+        return self.queue.capacity_prompts or self._batches_at_once * self.training.batch_size
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

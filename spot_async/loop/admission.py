@@ -22,7 +22,8 @@ Finished = tuple[int, Sequence[Sample]]  # a prompt's ordinal, and its samples
 
 class PromptState(StrEnum):
     RUNNING = "running"  # its coroutine is at work
-    QUEUED = "queued"  # supervision finished, not yet in published weights
+    QUEUED = "queued"  # supervision finished, in no batch yet
+    BATCHED = "batched"  # in the batch that is being trained on
     TRAINED = "trained"
     LEFT_OUT = "left_out"  # in a batch, but none of its samples could be trained on
     DEAD = "dead"  # a request of it failed for good
@@ -30,17 +31,26 @@ class PromptState(StrEnum):
     UNPAID = "unpaid"  # it needed a request that the budget has no money for
 
 
-class AdmissionBook:
-    """Holds every admitted prompt by its ordinal, in exactly one state. Those that run or are queued have a place."""
+WITH_SAMPLES = (PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
 
-    def __init__(self, *, batch_size: int, max_staleness: int, capacity_prompts: int, capacity_bytes: int) -> None:
+
+class AdmissionBook:
+    """Holds every admitted prompt by its ordinal, in exactly one state.
+
+    Those that run, are queued or are in a batch have a place.
+    """
+
+    def __init__(
+        self, *, batch_size: int, iterations: int, max_staleness: int, capacity_prompts: int, capacity_bytes: int
+    ) -> None:
         self._batch_size = batch_size
+        self._iterations = iterations
         self._max_staleness = max_staleness
         self._capacity_prompts = capacity_prompts
         self._capacity_bytes = capacity_bytes
         self._states: dict[int, PromptState] = {}
         self._counts: Counter[PromptState] = Counter()
-        self._places: dict[int, int] = {}  # bytes: reserved while it runs, really held once it is queued
+        self._places: dict[int, int] = {}  # bytes: reserved while it runs, really held once it is finished
         self._held_bytes = 0
         self._waiting: dict[int, Sequence[Sample]] = {}  # finished and in no batch yet
         self._unsettled: deque[int] = deque()  # in admission order; the first one still runs
@@ -79,14 +89,16 @@ class AdmissionBook:
         """The bytes that finished prompts hold and that are reserved for running ones."""
         return self._held_bytes
 
-    def may_admit(self, worst_case_bytes: int, *, version: int) -> bool:
+    def may_admit(self, worst_case_bytes: int, *, served: int) -> bool:
         """Return whether one more prompt has room and keeps every sample within `max_staleness` updates of its weights.
 
-        `version` counts published updates. With staleness 0 a batch is admitted only once the weights that all its
-        samples must come from are live (Algorithm 1).
+        `served` is the step of the weights that all student servers hold. With staleness 0 a batch is admitted only
+        once the weights that all its samples must come from are served (Algorithm 1). No prompt is admitted that no
+        iteration is left for.
         """
-        most = (self._max_staleness + version + 1) * self._batch_size
-        return self._counts[PromptState.RUNNING] + self._with_samples < most and self._has_room(worst_case_bytes)
+        batches = min(self._max_staleness + served + 1, self._iterations)
+        is_early = self._counts[PromptState.RUNNING] + self._with_samples >= batches * self._batch_size
+        return not is_early and self._has_room(worst_case_bytes)
 
     # What happens to prompts. Each raises ValueError for what cannot happen, such as training on a prompt twice.
 
@@ -124,15 +136,15 @@ class AdmissionBook:
         if len(self._ready) < self._batch_size:
             return None
         ordinals = [self._ready.popleft() for _ in range(self._batch_size)]
+        for ordinal in ordinals:
+            self._move(ordinal, PromptState.QUEUED, PromptState.BATCHED)
         return [(ordinal, self._waiting.pop(ordinal)) for ordinal in ordinals]
 
     def trained(self, batch: Iterable[Finished]) -> None:
-        """Note that a batch that was taken is in published weights or was left out of training, and free its places."""
+        """Note that a batch that was taken is trained, as far as it was not left out, and free its places."""
         for ordinal, samples in batch:
-            if ordinal in self._waiting:
-                raise ValueError(f"prompt {ordinal} is in no batch")
             has_trained = any(sample.supervision is not None for sample in samples)
-            self._move(ordinal, PromptState.QUEUED, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
+            self._move(ordinal, PromptState.BATCHED, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
             self._free_place(ordinal)
 
     def leave_over(self) -> None:
@@ -146,8 +158,7 @@ class AdmissionBook:
     @property
     def _with_samples(self) -> int:
         """How many prompts finished with samples: in the queue, in the batch being trained on, or in an earlier one."""
-        counts = self._counts
-        return counts[PromptState.QUEUED] + counts[PromptState.TRAINED] + counts[PromptState.LEFT_OUT]
+        return sum(self._counts[state] for state in WITH_SAMPLES)
 
     def _has_room(self, worst_case_bytes: int) -> bool:
         """Return whether there is a place for one more prompt.

@@ -15,17 +15,22 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import PromptState
 from spot_async.stages.stage import Stage
 from spot_async.stages.wait_clock import Wait
-from spot_async.types import Prompt, Sample, TrainReport
+from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, WeightVersion
 
 if TYPE_CHECKING:
     from spot_async.loop.orchestrator import Orchestrator
 
-Pump = Literal["train"]  # goes from phase to phase, and is in one at a time
-Phase = Literal["wait for batch", "train", "update weights", "evaluate"]  # of an iteration, in order
-# What a run waits for in each phase, in words for people. Stages tell more about supervision.
+# The train pump goes from "wait for batch" to "evaluate" in each iteration; it waits in the last two until weights that
+# are new enough are served. The publish pump goes from "wait for weights" to "evaluate" for each weights that it sends.
+# Each pump is in one phase at a time.
+Pump = Literal["train", "publish"]
+Phase = Literal["wait for batch", "train", "wait for weights", "drain", "update weights", "evaluate"]
+# What a pump waits for in each phase, in words for people. Stages tell more about supervision.
 WAITS_FOR: dict[Phase, str] = {
     "wait for batch": "supervision",
     "train": "the trainer",
+    "wait for weights": "new weights",
+    "drain": "requests under way, before the weight update",
     "update weights": "the weight update",
     "evaluate": "the evaluation",
 }
@@ -90,17 +95,35 @@ class PhaseTimes:
 
     wait_for_batch: float = 0.0  # the trainer waits for supervision
     train: float = 0.0
-    update_weights: float = 0.0
-    evaluate: float = 0.0
+    update_weights: float = 0.0  # the trainer waits until the weights that it may not be ahead of are served
+    evaluate: float = 0.0  # the same, for an evaluation of them
     waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for
 
 
+class WeightsServed(Event, frozen=True):
+    """All student servers hold an iteration's weights, and an evaluation that was due is made. Prompts are admitted."""
+
+    iteration: int  # whose weights they are; the first one is 1
+    version: WeightVersion
+    at_s: float
+
+
+class Evaluated(Event, frozen=True):
+    """An iteration's weights were evaluated. In a strict run this comes before the iteration is finished."""
+
+    iteration: int
+    result: EvaluationResult
+    weights: WeightSnapshot
+    seconds: float
+
+
 class IterationFinished(Event, frozen=True):
+    """An iteration is trained, and the trainer need not wait for weights that are served."""
+
     iteration: int  # the first one is 1
     samples: Sequence[Sample]
     report: TrainReport
     times_s: PhaseTimes
-    evaluation: EvaluationResult | None = None  # of the new weights, where one was due
 
     @property
     def made_no_step(self) -> bool:

@@ -1,7 +1,12 @@
 """Runs Algorithm 1 as one structured program: admit prompts, supervise them, train on batches, update weights.
 
-Two pumps share one TaskGroup. Admission starts a policy's coroutine for each prompt, as soon as the book allows it.
-Training takes batches in admission order and sends the new weights to the student's servers.
+Three loops share one TaskGroup. Admission starts a policy's coroutine for each prompt, as soon as the book allows it.
+The train pump trains on batches in admission order. The publish pump (`publishing.py`) sends the new weights to the
+student's servers.
+
+`trained` is the trainer's step, `served` that of the weights that new prompts are sampled from. The trainer may be
+`max_staleness` steps ahead of them, and another one while it waits for them. A strict run is one with staleness 0: the
+same code, in which the loops wait for each other.
 
 The orchestrator knows neither what a policy computes nor what a backend is. It has no clock of its own, so it runs
 unchanged on the simulator's virtual time.
@@ -11,30 +16,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import structlog
 
-from spot_async.base.retry import RetryPolicy
-from spot_async.base.tasks import gather, sent_again
+from spot_async.base.tasks import gather
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
-from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState
-from spot_async.loop.events import IterationFinished, Phase, PhaseBegan, PhaseEnded, PhaseTimes, PromptEnded
+from spot_async.loop.events import IterationFinished, PhaseTimes, PromptEnded
+from spot_async.loop.phases import Phases
+from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.plugin_contract import is_ours, supervise
 from spot_async.stages.stages import Stages
-from spot_async.stages.wait_clock import Wait, WaitClock, seconds_by_stage
+from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
-from spot_async.types import Prompt, Supervision, WeightSnapshot, WeightVersion
+from spot_async.types import Prompt, Supervision, WeightVersion
 
 LAST_WAKE_TIMEOUT_S = 30.0  # for waking servers that sleep when the run ends
-WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 # So many prompts given up without an answer, with none finished in between, mean that the endpoint is down.
 UNANSWERED_IN_A_ROW = 3
 
@@ -52,10 +55,6 @@ class OrchestratorSettings:
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
     max_dead_share: float  # of the prompts finished so far, once these are as many as a batch
-
-
-# Measures the live weights after an iteration (the first one is 1), or returns None when no evaluation is due.
-LiveEvaluation = Callable[[int], Awaitable[EvaluationResult | None]]
 
 
 @dataclass
@@ -89,6 +88,7 @@ class Orchestrator:
         self.stages = stages
         self.book = AdmissionBook(
             batch_size=settings.batch_size,
+            iterations=settings.iterations,
             max_staleness=settings.max_staleness,
             capacity_prompts=settings.capacity_prompts,
             capacity_bytes=settings.capacity_bytes,
@@ -97,24 +97,45 @@ class Orchestrator:
         self._prompts = iter(prompts)
         self._policy = policy
         self._trainer = trainer
-        self._weight_sinks = weight_sinks
-        self._evaluate = evaluate
         self._sleepers = sleepers
-        self._version = WeightVersion(lineage=0, step=0)
+        self._trained = WeightVersion(lineage=0, step=0)
         self._no_more_prompts = False
+        self._is_over = False  # nothing is trained any more
         self._changed = asyncio.Event()  # the book, the weights, or what may still be admitted
+        self._publisher = WeightPublisher(
+            weight_sinks,
+            stages,
+            timeout_s=settings.weight_update_timeout_s,
+            drains=settings.max_staleness > 0 and not _updates_in_flight(stages),
+            evaluation=evaluate,
+            changed=self._changed,
+        )
         self._unanswered_in_a_row = 0
         self._last_death = ""
         self._waits = WaitClock(stages.all)
         self._events = stages.events
         self._events.subscribe(self._waits)
+        self._phases = Phases("train", stages.events)
+
+    @property
+    def trained(self) -> WeightVersion:
+        """The newest weights that the trainer has made."""
+        return self._trained
+
+    @property
+    def served(self) -> WeightVersion:
+        """The weights that new prompts are sampled from, or older ones than a server already holds."""
+        return self._publisher.served
 
     async def run(self) -> None:
         """Train until nothing is left to do. Raise an ExceptionGroup of the failures that ended the run earlier."""
         async with asyncio.TaskGroup() as group:
-            admission = group.create_task(self._admit_prompts(), name="admission")
+            group.create_task(self._admit_prompts(), name="admission")
+            group.create_task(self._publisher.run(), name="publishing")
             await self._train_batches()
-            admission.cancel()
+            self._is_over = True
+            self._changed.set()
+            self._publisher.complete()
         self.book.leave_over()
 
     async def _admit_prompts(self) -> None:
@@ -122,14 +143,18 @@ class Orchestrator:
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
                 size_bytes = self._worst_case_bytes(prompt)
-                while self.state.spent is None and not self.book.may_admit(size_bytes, version=self._version.step):
+                while not self._admits_none and not self.book.may_admit(size_bytes, served=self.served.step):
                     await self._change()
-                if self.state.spent is not None:
+                if self._admits_none:
                     break
                 self.book.admit(prompt.ordinal, size_bytes)
                 group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
         self._no_more_prompts = True
         self._changed.set()
+
+    @property
+    def _admits_none(self) -> bool:
+        return self._is_over or self.state.spent is not None
 
     async def _next_batch(self) -> list[Finished] | None:
         """Wait for a whole batch and return it; None once no prompt that could fill it will come any more."""
@@ -196,7 +221,7 @@ class Orchestrator:
     async def _train_batches(self) -> None:
         for number in range(1, self._settings.iterations + 1):
             times = PhaseTimes()
-            phase = self._phase_began(number, "wait for batch")
+            phase = self._phases.begin(number, "wait for batch")
             batch = await self._next_batch()
             self._check_dead_share()
             if batch is None:
@@ -204,49 +229,50 @@ class Orchestrator:
             ordinals = [ordinal for ordinal, _ in batch]
             waits = self._waits.take(phase.at_s, asyncio.get_running_loop().time())
             times.waited_for = seconds_by_stage(waits)
-            times.wait_for_batch = self._phase_ended(phase, ordinals, waits)
+            times.wait_for_batch = self._phases.end(phase, ordinals, waits)
             samples = [sample for _, group in batch for sample in group]
 
-            phase = self._phase_began(number, "train")
+            phase = self._phases.begin(number, "train")
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
             async with self._asleep():
                 report = await self._trainer.train(number - 1, trained)
-            times.train = self._phase_ended(phase, ordinals)
-
-            phase = self._phase_began(number, "update weights")
-            deadline = phase.at_s + self._settings.weight_update_timeout_s
-            await gather(self._update_weights(sink, report.snapshot, deadline) for sink in self._weight_sinks)
-            times.update_weights = self._phase_ended(phase, ordinals)
-
-            evaluation = None
-            # Before more prompts are admitted, so that nothing else is asked of the student meanwhile.
-            if self._evaluate is not None:
-                phase = self._phase_began(number, "evaluate")
-                evaluation = await self._evaluate(number)
-                times.evaluate = asyncio.get_running_loop().time() - phase.at_s
-                if evaluation is not None:  # one was due
-                    self._phase_ended(phase, ordinals)
-
+            times.train = self._phases.end(phase, ordinals)
             self.book.trained(batch)
-            self._version = report.snapshot.version
+            self._changed.set()
+            self._trained = report.snapshot.version
+            self._publisher.offer(number, report.snapshot)
+
+            await self._wait_for_served(number, ordinals, times)
             self.state.iteration = number
             self._changed.set()
-            self._events.publish(IterationFinished(number, samples, report, times, evaluation))
+            self._events.publish(IterationFinished(number, samples, report, times))
 
-    async def _update_weights(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
-        """Send new weights to one sink, with retries, since a sink that failed still serves the old ones."""
-        update = partial(sink.update_weights, snapshot, deadline=deadline)
-        # A run has few sinks, whose attempts need no spreading.
-        await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
+    async def _wait_for_served(self, number: int, ordinals: Sequence[int], times: PhaseTimes) -> None:
+        """Wait until the trainer is no more than `max_staleness` steps ahead, and after the last iteration none.
+
+        No batch could be complete earlier: its last prompts are admitted then.
+        """
+        is_last = number == self._settings.iterations
+        step = self._trained.step - (0 if is_last else self._settings.max_staleness)
+        publisher = self._publisher
+        phase = self._phases.begin(number, "update weights")
+        while publisher.confirmed.step < step:
+            await self._change()
+        times.update_weights = self._phases.end(phase, ordinals)
+        if publisher.served.step < step:
+            phase = self._phases.begin(number, "evaluate")
+            while publisher.served.step < step:
+                await self._change()
+            times.evaluate = self._phases.end(phase, ordinals)
 
     def _check_feed(self, trained: Sequence[Supervision]) -> None:
         settings = self._settings
         try:
             check_feed(
-                trained, vocab_size=settings.vocab_size, live=self._version, max_staleness=settings.max_staleness
+                trained, vocab_size=settings.vocab_size, live=self._trained, max_staleness=settings.max_staleness
             )
         except WrongSupervisionError as wrong:
             if is_ours(self._policy):
@@ -278,16 +304,11 @@ class Orchestrator:
         deadline = loop.time() + self._settings.weight_update_timeout_s
         await gather(each.wake(deadline=deadline) for each in self._sleepers)
 
-    def _phase_began(self, iteration: int, name: Phase) -> PhaseBegan:
-        began = PhaseBegan("train", iteration, name, asyncio.get_running_loop().time())
-        self._events.publish(began)
-        return began
-
-    def _phase_ended(self, began: PhaseBegan, ordinals: Sequence[int], waits: Sequence[Wait] = ()) -> float:
-        """Publish that a phase ends now, and return its seconds."""
-        ended_s = asyncio.get_running_loop().time()
-        self._events.publish(PhaseEnded(began.pump, began.iteration, began.name, began.at_s, ended_s, ordinals, waits))
-        return ended_s - began.at_s
-
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)
+
+
+def _updates_in_flight(stages: Stages) -> bool:
+    """Whether the student's servers load weights while requests are under way. Servers that nobody asked do not."""
+    student = stages.capabilities.get("student")
+    return student is not None and student.in_flight_updates

@@ -55,7 +55,7 @@ class Dispatcher(Generic[B]):
         self._router = Router()
         # It needs no capacity of its own, since stages send no more requests than their limits allow.
         self._room: WaitingRoom[Errand, HeldLease[B]] = WaitingRoom(
-            self._grant, self._give_back, lets_pass=lambda errand: errand.is_suspected
+            self._grant, HeldLease.give_back, lets_pass=lambda errand: errand.is_suspected
         )
         self._said: Counter[str] = Counter()  # how many lines there were, by kind
         self._warn = warn
@@ -68,7 +68,7 @@ class Dispatcher(Generic[B]):
         errand.check()
         lease = await self._room.enter(errand)
         if errand.is_convicted:  # a server that had it before may have ended while it waited here
-            self._give_back(lease)
+            lease.give_back()
             errand.check()
         return lease
 
@@ -100,12 +100,6 @@ class Dispatcher(Generic[B]):
                 return None
         grant = None if self._rate_limit is None else self._rate_limit.grant(errand.tokens)
         return HeldLease(replica, errand, now_s, self._released, grant=grant)
-
-    def _give_back(self, lease: HeldLease[B]) -> None:
-        """Take back a lease that was not used."""
-        lease.give_back()
-        self._forgo(lease)
-        self.admit()
 
     def _forgo(self, lease: HeldLease[B]) -> None:
         """Give back the room under the rate limit, unless the lease's request was sent."""

@@ -70,6 +70,10 @@ class Lease(Protocol[S_co]):
         """The replica's name; empty if there is only one."""
         ...
 
+    def give_back(self) -> None:
+        """Give back a lease that was not used, in place of entering it."""
+        ...
+
     async def __aenter__(self) -> S_co:
         """Return the replica's service."""
         ...
@@ -101,6 +105,9 @@ class OneService(Generic[S]):
 
     async def lease(self, errand: Errand) -> Lease[S]:
         return self
+
+    def give_back(self) -> None:
+        pass
 
     async def __aenter__(self) -> S:
         return self._service

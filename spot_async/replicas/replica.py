@@ -329,8 +329,9 @@ class HeldLease(Generic[B]):
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def give_back(self) -> None:
-        """Give back a lease that was not used."""
-        self._replica.released(self)
+        """Give back a lease that was not used. Nothing is learned from it."""
+        self.revoke("it was not used")
+        self._end(None)
 
     async def __aenter__(self) -> B:
         if self._reason is not None:  # revoked between granting and entering, so its service may have been left

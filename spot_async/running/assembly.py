@@ -15,7 +15,8 @@ from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.plan import TrainPlan, sleeps_while_training
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
-from spot_async.loop.orchestrator import LiveEvaluation, Orchestrator, OrchestratorSettings
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.services import OpenServices

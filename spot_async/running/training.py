@@ -26,6 +26,7 @@ from spot_async.errors import BudgetSpentError, StorageError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import ServersStarting, StepBegan
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Verifier
 from spot_async.replicas.leasing import ServicePool
@@ -212,7 +213,7 @@ class TrainingRun:
         )
         self._events.subscribe(log)
         student = services.student
-        evaluate = partial(self._evaluate_live, student)
+        evaluate = LiveEvaluation(partial(evaluation_is_due, self._config), partial(self._evaluate_live, student))
         return make_orchestrator(self._config, self._plan, stages, self._trainer, [student], evaluate)
 
     async def _evaluate(self, student: Student, when: str, weights: Path) -> EvaluationResult | None:
@@ -234,9 +235,7 @@ class TrainingRun:
         return result
 
     async def _evaluate_live(self, student: Student, iteration: int) -> EvaluationResult | None:
-        """Return the evaluation of the live weights, or None if none is due: an `orchestrator.LiveEvaluation`."""
-        if not evaluation_is_due(self._config, iteration):
-            return None
+        """Return the evaluation of the weights that are served: what a `LiveEvaluation` measures."""
         result = await self._evaluate(student, f"{iteration:06d}", self._directory.weights_after(iteration))
         if iteration < self._plan.schedule.iterations:  # otherwise training is over
             self._begin(f"training with {self._config.policy.kind}", self._results.orchestrator)

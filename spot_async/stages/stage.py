@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -23,6 +24,7 @@ from spot_async.base.waiting_room import Priority, WaitingRoom
 from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
 from spot_async.replicas.leasing import Errand, Lease, ServicePool
 from spot_async.stages.events import RequestAsked, RequestEnded
+from spot_async.stages.gate import Gate
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -82,8 +84,12 @@ class Stage(Generic[S]):
         mailbox_capacity: int,
         jitter: Callable[[], float],
         events: Channel | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        """Make a stage without requests. Where `events` is given, it publishes its requests there."""
+        """Make a stage without requests. Where `events` is given, it publishes its requests there.
+
+        Its requests pass `gate` on their way to a server.
+        """
         self.name = name
         self.concurrency = concurrency
         self.counters = StageCounters()
@@ -94,6 +100,7 @@ class Stage(Generic[S]):
         self._retry = retry
         self._jitter = jitter
         self._events = events or Channel()
+        self._gate = gate or Gate()
         self._slots_taken = 0
         self._room: WaitingRoom[OpenRequest, Literal[True]] = WaitingRoom(
             self._take_slot, self._free_slot, capacity=mailbox_capacity
@@ -182,7 +189,7 @@ class Stage(Generic[S]):
         failures: Counter[FailureClass] = Counter()  # each class has retries of its own
         while True:
             try:
-                async with await self._lease(pending) as service:
+                async with self._leased(pending) as service:
                     result = await self._send(request, service, pending.deadline)
                     if work is not None:
                         pending.work = work(result)
@@ -208,22 +215,42 @@ class Stage(Generic[S]):
             pending.replica = None
             await asyncio.sleep(delay_s)
 
-    async def _lease(self, pending: OpenRequest) -> Lease[S]:
-        """Return a lease for the next attempt. The deadline counts from the first lease; later waiting extends it."""
+    @asynccontextmanager
+    async def _leased(self, pending: OpenRequest) -> AsyncIterator[S]:
+        """Hold a lease for the next attempt. The deadline counts from the first lease; later waiting extends it."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         pending.replica = None
-        lease = await self._pool.lease(pending)
-        pending.attempts += 1
-        pending.replica = lease.replica
-        granted = loop.time()
-        if pending.started_s is None:
-            pending.started_s = granted
-            pending.deadline = granted + self._timeout_s
-            self.counters.waited_s += granted - pending.asked_s
-        else:
-            pending.deadline += granted - asked
-        return lease
+        lease = await self._inside(pending)
+        try:
+            pending.attempts += 1
+            pending.replica = lease.replica
+            granted = loop.time()
+            if pending.started_s is None:
+                pending.started_s = granted
+                pending.deadline = granted + self._timeout_s
+                self.counters.waited_s += granted - pending.asked_s
+            else:
+                pending.deadline += granted - asked
+            async with lease as service:
+                yield service
+        finally:
+            self._gate.leave()
+
+    async def _inside(self, pending: OpenRequest) -> Lease[S]:
+        """Pass the gate and return a lease."""
+        while True:
+            await self._gate.enter()
+            try:
+                lease = await self._pool.lease(pending)
+            except BaseException:
+                self._gate.leave()
+                raise
+            if self._gate.is_open:
+                return lease
+            # It was closed while this request waited for a lease. Whoever closed it must not wait for this one too.
+            lease.give_back()
+            self._gate.leave()
 
     async def _send(self, request: Callable[[S, float], Awaitable[T]], service: S, deadline: float) -> T:
         try:

@@ -29,6 +29,7 @@ from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.spending.teacher_cache import KeptScores
+from spot_async.stages.gate import Gate
 from spot_async.stages.stage import Stage
 from spot_async.stages.verdicts import ask_verdict
 from spot_async.types import (
@@ -130,6 +131,7 @@ class Stages:
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
         self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
+        self.student_gate = Gate()  # closed while the student's servers are drained
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
         requests = requests_per_prompt(samples=max_samples_per_prompt, probes=max(1, max_probes_per_prompt))
@@ -144,6 +146,7 @@ class Stages:
                 mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,
                 events=self.events,
+                gate=self.student_gate if STAGE_SERVERS[name] == "student" else None,
             )
 
         self.rollout = stage("rollout", services.generator, config.rollout)

@@ -24,6 +24,7 @@ from spot_async.errors import RequestError
 from spot_async.evaluation.results import EvaluationResult, paired_change
 from spot_async.loop.events import (
     WAITS_FOR,
+    Evaluated,
     IterationFinished,
     Phase,
     PhaseBegan,
@@ -61,6 +62,7 @@ class RunConsole:
         self._left = ""
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
+        self._evaluation: EvaluationResult | None = None  # the newest one, until an iteration's line has said it
         self._rate = TokenRate()
         self._started_s = self._said_s = time.monotonic()
 
@@ -82,10 +84,12 @@ class RunConsole:
                 self._replicas = event.replicas
             case StepBegan():
                 self._show_step(event.name, event.orchestrator)
-            case PhaseBegan():
+            case PhaseBegan(pump="train"):
                 self._phase = event.name
             case ResponseJudged():
                 self._show_progress(event.finished, event.total)
+            case Evaluated():
+                self._evaluation = event.result
             case IterationFinished():
                 self._show_iteration(event)
             case PromptEnded(error=RequestError()):
@@ -111,6 +115,7 @@ class RunConsole:
         means = mean_metrics(result.samples)
         self._accuracy = accuracy_words(means)
         self._see_progress(result.iteration, self._iterations)
+        evaluation, self._evaluation = self._evaluation, None
         if result.made_no_step:
             self.warn(no_step_words(result))
         if self.console.is_terminal:
@@ -122,7 +127,7 @@ class RunConsole:
             f"loss {train['loss']:.4f}" if "loss" in train else "",
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
-            evaluation_words(result.evaluation),
+            evaluation_words(evaluation),
             self._left,
         ]
         self.say(" · ".join(part for part in parts if part))

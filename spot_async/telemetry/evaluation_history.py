@@ -13,7 +13,7 @@ from typing import Literal
 
 from spot_async.base.events import Event
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import IterationFinished
+from spot_async.loop.events import Evaluated
 from spot_async.run_directory.layout import RunDirectory
 
 Criterion = Literal["avg", "pass"]
@@ -40,8 +40,8 @@ class EvaluationHistory:
         self._criterion = criterion
 
     def on(self, event: Event) -> None:
-        if isinstance(event, IterationFinished) and event.evaluation is not None:
-            self.add(event.iteration, event.evaluation, Path(event.report.snapshot.directory))
+        if isinstance(event, Evaluated):
+            self.add(event.iteration, event.result, Path(event.weights.directory))
 
     def result_after(self, iteration: int) -> EvaluationResult | None:
         """Return the newest evaluation if it was made after `iteration`, else None."""

@@ -58,9 +58,9 @@ class TrainerClock:
 
     def on(self, event: Event) -> None:
         match event:
-            case PhaseBegan():
+            case PhaseBegan(pump="train"):
                 self._phase = event.name
-            case PhaseEnded():
+            case PhaseEnded(pump="train"):
                 self._count(event.name, max(event.started_s, self._since_s), event.ended_s)
             case _:
                 self._waits.on(event)

@@ -22,7 +22,7 @@ from spot_async.base.events import Event
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import IterationFinished, PromptEnded
+from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
@@ -66,9 +66,12 @@ class RunLog:
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
         self._last_tokens = stages.tokens_generated
         self._iteration_started_s = time.monotonic()
+        self._evaluation: Evaluated | None = None  # the newest one that is in no row yet
 
     def on(self, event: Event) -> None:
         match event:
+            case Evaluated():
+                self._evaluation = event
             case IterationFinished():
                 self._write_iteration(event)
             case PromptEnded(prompt=prompt, error=RequestError() as error):
@@ -77,7 +80,9 @@ class RunLog:
     def _write_iteration(self, result: IterationFinished) -> None:
         now_s = time.monotonic()
         elapsed_s = now_s - self._iteration_started_s
-        metrics = iteration_metrics(result, elapsed_s) | self._generation_metrics(elapsed_s - result.times_s.evaluate)
+        evaluation, self._evaluation = self._evaluation, None
+        metrics = iteration_metrics(result, elapsed_s, evaluation)
+        metrics |= self._generation_metrics(elapsed_s - result.times_s.evaluate)
         metrics |= self._traffic_metrics() | self._replicas.take(elapsed_s)
         metrics |= self._spending.take() if self._spending is not None else {}
         metrics |= self._loop_lag.take() if self._loop_lag is not None else {}
@@ -138,8 +143,13 @@ def sample_line(iteration: int, sample: Sample) -> dict[str, Any]:
     return {"iteration": iteration, **problem, **sample.record}
 
 
-def iteration_metrics(result: IterationFinished, elapsed_s: float) -> dict[str, float]:
-    """Return the metrics `rollout/...`, `train/...`, `time/...`, `wait/...` and others of one iteration."""
+def iteration_metrics(
+    result: IterationFinished, elapsed_s: float, evaluation: Evaluated | None = None
+) -> dict[str, float]:
+    """Return the metrics `rollout/...`, `train/...`, `time/...`, `wait/...` and others of one iteration.
+
+    `evaluation` is the one that was made since the iteration before. With staleness it may be of earlier weights.
+    """
     means = mean_metrics(result.samples)
     return {
         **means,
@@ -149,8 +159,13 @@ def iteration_metrics(result: IterationFinished, elapsed_s: float) -> dict[str, 
         "time/train_s": result.times_s.train,
         "time/update_weights_s": result.times_s.update_weights,
         **{f"wait/{stage}_s": seconds for stage, seconds in result.times_s.waited_for.items()},
-        **({} if result.evaluation is None else {"time/evaluate_s": result.times_s.evaluate}),
-        **evaluation_metrics(result.evaluation),
+        **({} if evaluation is None else {"time/evaluate_s": evaluation.seconds}),
+        **({} if evaluation is None else evaluation_metrics(evaluation.result)),
+        **(
+            {}
+            if evaluation is None or evaluation.iteration == result.iteration
+            else {"evaluation/iteration": float(evaluation.iteration)}
+        ),
     }
 
 

@@ -151,7 +151,7 @@ class TraceRecorder:
                 self._add_request(event)
             case PromptEnded() if self._recorded:
                 self._add_prompt(event)
-            case PhaseEnded():
+            case PhaseEnded(pump="train"):
                 self._add_phase(event)
 
     def _add_request(self, span: RequestEnded) -> None:

@@ -18,8 +18,9 @@ import numpy as np
 from spot_async.base.events import Event
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import RequestError
-from spot_async.loop.events import IterationFinished, PromptEnded
-from spot_async.loop.orchestrator import LiveEvaluation, Orchestrator, OrchestratorSettings
+from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Scorer, Sleeper, Trainer, WeightSink
 from spot_async.running.library import stages_for
@@ -89,15 +90,18 @@ def same_limits(**limits: Any) -> StagesConfig:
 
 @dataclass
 class Journal:
-    """A listener that keeps finished iterations, and the prompts that were given up."""
+    """A listener that keeps finished iterations, evaluations, and the prompts that were given up."""
 
     results: list[IterationFinished] = field(default_factory=list)
+    evaluated: list[Evaluated] = field(default_factory=list)
     dead: dict[int, RequestError] = field(default_factory=dict)  # by the prompt's ordinal
 
     def on(self, event: Event) -> None:
         match event:
             case IterationFinished():
                 self.results.append(event)
+            case Evaluated():
+                self.evaluated.append(event)
             case PromptEnded(prompt=prompt, error=RequestError() as error):
                 self.dead[prompt.ordinal] = error
 
@@ -172,7 +176,7 @@ def make_run(
             "iterations": 2,
             "batch_size": batch_size,
             "max_staleness": 0,
-            "capacity_prompts": batch_size,
+            "capacity_prompts": (1 + settings.get("max_staleness", 0)) * batch_size,
             "capacity_bytes": 1 << 30,
             "max_response_tokens": sampling.max_response_tokens,
             "vocab_size": VOCAB_SIZE,

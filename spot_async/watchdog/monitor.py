@@ -108,9 +108,9 @@ class Watchdog:
                 self._evaluation_stages = event.stages
             case ResponseJudged():
                 self._commit(Commit.RESPONSE_JUDGED, f"response {event.finished} of {event.total}")
-            case PhaseBegan():
+            case PhaseBegan(pump="train"):
                 self._phase = event.name
-            case PhaseEnded(name=("train" | "update weights") as name):
+            case PhaseEnded(pump="train", name=("train" | "update weights") as name):
                 self._commit(_COMMIT_OF_PHASE[name], f"iteration {event.iteration}")
             case PromptEnded(outcome=PromptState.QUEUED):
                 self._commit(Commit.PROMPT_QUEUED, f"prompt {event.prompt.ordinal}")

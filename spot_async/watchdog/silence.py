@@ -40,7 +40,7 @@ class SilenceLimits:
         match phase:
             case None:
                 return self.start_s
-            case "wait for batch":
+            case "wait for batch" | "wait for weights" | "drain":
                 return self.supervision_s
             case "train":
                 return self.training_s

@@ -111,7 +111,6 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
             "training.iterations=null or",
         ),
         ("training.iterations=null", "training: give exactly one of epochs and iterations; both are missing"),
-        ("max_staleness=1", "max_staleness=1: only 0 (strict) is built so far"),
         ("training", "override 'training': expected section.key=value"),
         (
             "training.batch_size.x=1",
@@ -129,6 +128,14 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, 
     line = complaint(config_path, override)
     assert expected in line
     assert "\n" not in line
+
+
+def test_the_queue_holds_the_batches_that_staleness_lets_be_under_way(config_path):
+    assert load_config(config_path, ["max_staleness=2"]).queue_capacity_prompts == 3 * 8
+    assert complaint(config_path, "queue.capacity_prompts=15", "max_staleness=1").endswith(
+        "queue.capacity_prompts=15 holds less than the 2 batches of training.batch_size=8 that max_staleness=1 lets be "
+        "under way: raise it to 16 or more, or lower max_staleness"
+    )
 
 
 def test_names_of_other_trainers_lead_to_keys_that_exist():

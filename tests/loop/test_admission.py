@@ -11,14 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from spot_async.loop.admission import AdmissionBook, PromptState
 
-BATCHED = "batched"  # taken, and not yet in published weights: the book's QUEUED too
-LIVE = ("running", "queued", BATCHED)
+LIVE = ("running", "queued", "batched")
 FREE = 1 << 30
 
 
-def book(batch_size=2, max_staleness=0, capacity_prompts=100, capacity_bytes=FREE):
+def book(batch_size=2, max_staleness=0, capacity_prompts=100, capacity_bytes=FREE, iterations=100):
     return AdmissionBook(
         batch_size=batch_size,
+        iterations=iterations,
         max_staleness=max_staleness,
         capacity_prompts=capacity_prompts,
         capacity_bytes=capacity_bytes,
@@ -30,21 +30,21 @@ def group(*, has_trained=True):
     return [SimpleNamespace(supervision=None), SimpleNamespace(supervision="it" if has_trained else None)]
 
 
-@given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 6))
-def test_admission_bounds_staleness(max_staleness, batch_size, version):
-    """A prompt admitted at `version` is trained in iteration ordinal // batch: at most max_staleness later."""
-    written = book(batch_size, max_staleness)
+@given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 6), st.integers(7, 12))
+def test_admission_bounds_staleness_and_ends_with_the_last_iteration(max_staleness, batch_size, served, iterations):
+    """A prompt admitted at `served` is trained in iteration ordinal // batch: at most max_staleness later."""
+    written = book(batch_size, max_staleness, iterations=iterations)
     ordinal = 0
-    for _ in range(version):
+    for _ in range(served):
         for _ in range(batch_size):
             written.admit(ordinal, 0)
             written.finish(ordinal, group(), 0)
             ordinal += 1
         written.trained(written.take_batch())
-    while written.may_admit(0, version=version):
+    while written.may_admit(0, served=served):
         written.admit(ordinal, 0)
         ordinal += 1
-    assert (ordinal - 1) // batch_size - version == max_staleness
+    assert ordinal == min(served + max_staleness + 1, iterations) * batch_size
 
 
 def test_a_prompt_is_admitted_finished_and_trained_once():
@@ -55,7 +55,7 @@ def test_a_prompt_is_admitted_finished_and_trained_once():
     written.finish(0, group(), 0)
     with pytest.raises(ValueError, match="prompt 0 is queued: it cannot become queued"):
         written.finish(0, group(), 0)
-    with pytest.raises(ValueError, match="prompt 0 is in no batch"):
+    with pytest.raises(ValueError, match="prompt 0 is queued: it cannot become trained"):
         written.trained([(0, group())])
     batch = written.take_batch()
     written.trained(batch)
@@ -72,14 +72,19 @@ class AnyRun(RuleBasedStateMachine):
         super().__init__()
         self.prompts = {}  # [state, bytes, samples] by ordinal, in admission order
         self.batches = []  # taken and not yet trained
-        self.version = 0
+        self.trained = self.served = 0  # steps
 
     @initialize(
-        batch_size=st.integers(1, 4), staleness=st.integers(0, 2), more=st.integers(0, 6), size=st.integers(0, 120)
+        batch_size=st.integers(1, 4),
+        iterations=st.integers(1, 5),
+        staleness=st.integers(0, 2),
+        more=st.integers(0, 6),
+        size=st.integers(0, 120),
     )
-    def open_the_book(self, batch_size, staleness, more, size):
+    def open_the_book(self, batch_size, iterations, staleness, more, size):
         self.batch_size, self.staleness, self.capacity, self.most_bytes = batch_size, staleness, batch_size + more, size
-        self.book = book(batch_size, staleness, self.capacity, size)
+        self.iterations = iterations
+        self.book = book(batch_size, staleness, self.capacity, size, iterations)
 
     def of(self, *states):
         return [ordinal for ordinal, (state, *_) in self.prompts.items() if state in states]
@@ -101,9 +106,10 @@ class AnyRun(RuleBasedStateMachine):
         has_bytes = self.held_bytes() + size <= self.most_bytes
         held = len(self.of(*LIVE))
         has_room = held < self.capacity and (has_bytes or held < self.batch_size)
-        is_fresh = len(self.of(*LIVE, "trained", "left_out")) < (self.staleness + self.version + 1) * self.batch_size
+        batches = min(self.staleness + self.served + 1, self.iterations)
+        is_fresh = len(self.of(*LIVE, "trained", "left_out")) < batches * self.batch_size
         ordinal = max(self.prompts, default=-1) + gap
-        assert self.book.may_admit(size, version=self.version) == (has_room and is_fresh)
+        assert self.book.may_admit(size, served=self.served) == (has_room and is_fresh)
         if has_room and is_fresh:
             self.book.admit(ordinal, size)
             self.prompts[ordinal] = ["running", size, None]
@@ -135,14 +141,19 @@ class AnyRun(RuleBasedStateMachine):
         assert batch == [(ordinal, self.prompts[ordinal][2]) for ordinal in ordinals]
         self.batches.append(batch)
         for ordinal in ordinals:
-            self.prompts[ordinal][0] = BATCHED
+            self.prompts[ordinal][0] = "batched"
+
+    @precondition(lambda self: self.served < self.trained)
+    @rule()
+    def serve(self):
+        self.served = self.trained
 
     @precondition(lambda self: self.batches)
     @rule()
     def train(self):
         batch = self.batches.pop(0)
         self.book.trained(batch)
-        self.version += 1
+        self.trained += 1
         for ordinal, samples in batch:
             self.prompts[ordinal][0] = "trained" if samples[1].supervision else "left_out"
 
@@ -158,7 +169,7 @@ class AnyRun(RuleBasedStateMachine):
             "leave unpaid": lambda: self.book.leave_unpaid(ordinal),
             "train": lambda: self.book.trained([(ordinal, group())]),
         }
-        allowed = {"running": ("finish", "give up", "leave unpaid"), BATCHED: ("train",)}.get(state, ())
+        allowed = {"running": ("finish", "give up", "leave unpaid"), "batched": ("train",)}.get(state, ())
         for name in moves.keys() - set(allowed):
             with pytest.raises(ValueError, match=f"prompt {ordinal} "):
                 moves[name]()
@@ -166,27 +177,27 @@ class AnyRun(RuleBasedStateMachine):
     @invariant()
     def each_prompt_is_in_one_state(self):
         for state in PromptState:
-            names = ("queued", BATCHED) if state is PromptState.QUEUED else (state.value,)
-            assert self.book.ordinals(state) == self.of(*names)
-            assert self.book.count(state) == self.book.counts[state] == len(self.of(*names))
+            assert self.book.ordinals(state) == self.of(state.value)
+            assert self.book.count(state) == self.book.counts[state] == len(self.of(state.value))
         assert self.book.waiting == len(self.of("queued"))
         assert self.book.finished == len(self.prompts) - len(self.of("running", "unpaid"))
 
     @invariant()
-    def places_are_those_of_prompts_that_run_or_wait_for_weights(self):
+    def places_are_those_of_prompts_that_run_wait_or_are_trained_on(self):
         assert (self.book.held_prompts, self.book.held_bytes) == (len(self.of(*LIVE)), self.held_bytes())
         assert self.book.held_prompts <= self.capacity
 
     @invariant()
     def a_run_never_waits_for_itself(self):
         """With nothing under way there is a batch, or a prompt may start, however large those in the queue are."""
-        if not self.of("running", BATCHED) and len(self.of("queued")) < self.batch_size:
-            assert self.book.may_admit(FREE, version=self.version)
+        is_idle = not self.of("running", "batched") and len(self.of("queued")) < self.batch_size
+        if is_idle and self.served == self.trained < self.iterations:
+            assert self.book.may_admit(FREE, served=self.served)
 
     def teardown(self):
         self.book.leave_over()
         assert self.book.ordinals(PromptState.LEFT_OVER) == self.of("queued")
-        assert self.book.held_prompts == len(self.of("running", BATCHED))
+        assert self.book.held_prompts == len(self.of("running", "batched"))
         assert self.book.waiting == 0
         assert self.book.take_batch() is None
 

@@ -11,6 +11,7 @@ from spot_async.base import wire
 from spot_async.base.tasks import leaves
 from spot_async.errors import DeadlineExceededError, PermanentError, SpotError, ThrottledError, TransientError
 from spot_async.loop.admission import PromptState
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.testing.services import Latency, SimulatedStudent, SimulatedTeacher
@@ -53,12 +54,16 @@ def test_an_evaluation_has_the_student_to_itself_and_measures_the_weights_just_t
         await asyncio.sleep(1000)
         assert student.requests == requests
         seen.append((iteration, student.version.step))
-        return f"result {iteration}" if iteration == 2 else None
+        return f"result {iteration}"
 
-    results = made(student=student, iterations=3, evaluate=evaluate).finish().journal.results
-    assert seen == [(1, 1), (2, 2), (3, 3)]
-    assert [result.evaluation for result in results] == [None, "result 2", None]
-    assert [result.times_s.evaluate for result in results] == pytest.approx([1000] * 3)
+    run = made(student=student, iterations=3, evaluate=LiveEvaluation(lambda iteration: iteration != 2, evaluate))
+    journal = run.finish().journal
+    assert seen == [(1, 1), (3, 3)]
+    assert [(each.iteration, each.result, each.seconds) for each in journal.evaluated] == [
+        (1, "result 1", pytest.approx(1000)),
+        (3, "result 3", pytest.approx(1000)),
+    ]
+    assert [result.times_s.evaluate for result in journal.results] == pytest.approx([1000, 0, 1000])
 
 
 def test_the_same_seed_gives_the_same_supervision_at_any_concurrency_and_latency():

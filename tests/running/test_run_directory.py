@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -15,12 +14,12 @@ from spot_async.config.loading import validate
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
-from spot_async.loop.events import IterationFinished, PhaseTimes
+from spot_async.loop.events import Evaluated
 from spot_async.models.weight_files import delete_weights, in_use
 from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
 from spot_async.telemetry.console import best_words
 from spot_async.telemetry.evaluation_history import EvaluationHistory
-from spot_async.types import Verdict
+from spot_async.types import Verdict, WeightSnapshot, WeightVersion
 
 CONFIG = {
     "student": {"model": "s"},
@@ -58,9 +57,10 @@ def evaluation(*rows):
     return EvaluationResult((BenchmarkResult(tiers=(None,) * len(rows), responses=responses),))
 
 
-def iteration(run, step, result):
-    snapshot = SimpleNamespace(directory=str(publish(run, step)))
-    return IterationFinished(step, [], SimpleNamespace(snapshot=snapshot), PhaseTimes(), result)
+def evaluated(run, step, result):
+    return Evaluated(
+        step, result, WeightSnapshot(directory=str(publish(run, step)), version=WeightVersion(0, step)), seconds=1.0
+    )
 
 
 @pytest.mark.parametrize("hard_links", [True, False])
@@ -74,7 +74,10 @@ def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals
     history = EvaluationHistory(run, "avg")
     results = [evaluation([0, 0], [1, 0]), None, evaluation([1, 0], [1, 0]), None, evaluation([1, 1], [0, 0]), None]
     for step, result in enumerate(results, start=1):
-        history.on(iteration(run, step, result))
+        if result is None:
+            publish(run, step)
+        else:
+            history.on(evaluated(run, step, result))
     assert (run.path / "best" / "model.safetensors").read_text() == "weights of 3"
     assert (run.path / "student" / "model.safetensors").read_text() == "weights of 6"
     assert sorted(each.name for each in (run.path / "weights").iterdir()) == [
@@ -144,8 +147,8 @@ def test_weights_in_use_are_not_deleted(tmp_path):
 )
 def test_the_criterion_decides_what_is_best(run, criterion, best, words):
     history = EvaluationHistory(run, criterion)
-    history.on(iteration(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
-    history.on(iteration(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
+    history.on(evaluated(run, 1, evaluation([1, 1, 1], [0, 0, 0])))
+    history.on(evaluated(run, 2, evaluation([1, 0, 0], [1, 0, 0])))
     assert history.best.iteration == best
     assert words in best_words(history.best, None)
     assert "optimistic" in best_words(history.best, before=evaluation([0, 0, 0], [0, 0, 1]))

@@ -14,6 +14,7 @@ import pytest
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -72,8 +73,6 @@ class Trainer(SimulatedTrainer):
 
 
 async def evaluate(iteration):
-    if iteration % 2:
-        return None
     response = JudgedResponse(
         problem_id="p", sample=0, verdict=Verdict.CORRECT, tokens=1, finish_reason="stop", response=""
     )
@@ -137,7 +136,7 @@ def simulated(tmp_path_factory):
     return simulate(SpotPolicy, tmp_path_factory.mktemp("run"))
 
 
-def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, **settings):
+def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max_staleness=0, **settings):
     directory, student, given = RunDirectory(folder), CountedStudent(), []
 
     run = make_run(
@@ -146,10 +145,11 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, **s
         teacher=teacher or SimulatedTeacher(),
         verifier=verifier,
         trainer=Trainer(),
-        evaluate=evaluate,
+        evaluate=LiveEvaluation(lambda iteration: iteration % 2 == 0, evaluate),
         prompts=simulated_prompts(problems=1000),
         capabilities=capabilities,
         iterations=4,
+        max_staleness=max_staleness,
     )
     log = RunLog(
         directory,
@@ -171,6 +171,7 @@ def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simul
     rows, _ = simulated
     rows = rows + simulate(SpotPolicy, tmp_path_factory.mktemp("truncated"), capabilities=TRUNCATED)[0]
     rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("masked"), teacher=ReadingTeacher())[0]
+    rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("asynchronous"), max_staleness=1)[0]
     others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy)
     rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
     written = {name for row in rows for name in row} - {"iteration", "time"}

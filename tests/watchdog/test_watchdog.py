@@ -130,7 +130,7 @@ def test_a_server_that_hangs_is_named_with_its_stage_and_its_oldest_request(tmp_
     assert str(tmp_path / "stall-report.txt") in line
     assert "score: 3 of 64 in flight, 0 waiting" in report
     assert "prompts trained" not in report.split("Counts")[0]
-    assert re.search(r"prompts: 3 running, 5 queued, 8 trained", report)
+    assert re.search(r"prompts: 3 running, 5 queued, 0 batched, 8 trained", report)
     assert re.search(r"iteration 1 +\(weights confirmed: 1\)", report)
     assert re.search(r"prompts queued: 13\)", report)
     assert "in SlowTeacher.score" in report  # the tasks' stacks go down to what they await

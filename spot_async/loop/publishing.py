@@ -1,0 +1,138 @@
+"""The publish pump: sends the trainer's newest weights to the student's servers while the trainer goes on.
+
+One update is under way at a time. Weights that are newer than those that wait take their place, unless an evaluation of
+those is due. So a slow update never makes a queue of weights that nobody wants any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import gather, sent_again
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.events import Evaluated, WeightsServed
+from spot_async.loop.phases import Phases
+from spot_async.protocols import WeightSink
+from spot_async.stages.stages import Stages
+from spot_async.types import WeightSnapshot, WeightVersion
+
+WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
+
+
+@dataclass(frozen=True)
+class LiveEvaluation:
+    """Evaluates the weights that are served. The first iteration is 1."""
+
+    is_due: Callable[[int], bool]  # whether the weights of this iteration are to be evaluated
+    measure: Callable[[int], Awaitable[EvaluationResult | None]]  # None if the budget ran out meanwhile
+
+
+class Publication(NamedTuple):
+    """Weights that are to be served, and the iteration that made them."""
+
+    iteration: int
+    snapshot: WeightSnapshot
+
+
+class WeightPublisher:
+    """Publishes what it is offered. `confirmed` and `served` are those of the newest weights that got so far."""
+
+    def __init__(
+        self,
+        sinks: Sequence[WeightSink],
+        stages: Stages,
+        *,
+        timeout_s: float,
+        drains: bool,
+        evaluation: LiveEvaluation | None,
+        changed: asyncio.Event,
+    ) -> None:
+        """Make a publisher that serves the initial weights.
+
+        `timeout_s` is for one update. With `drains` no request is under way at the student during one. `changed` is set
+        whenever other weights are confirmed or served.
+        """
+        self.confirmed = WeightVersion(lineage=0, step=0)  # all student servers hold them
+        self.served = self.confirmed  # and an evaluation that was due is made: prompts may be admitted
+        self._changed = changed
+        self._sinks = sinks
+        self._stages = stages
+        self._timeout_s = timeout_s
+        self._drains = drains
+        self._evaluation = evaluation
+        self._events = stages.events
+        self._phases = Phases("publish", stages.events)
+        self._waiting: deque[Publication] = deque()
+        self._is_complete = False
+        self._offered = asyncio.Event()
+
+    def offer(self, iteration: int, snapshot: WeightSnapshot) -> None:
+        """Publish these weights next, unless newer ones are offered before it comes to that."""
+        if self._waiting and not self._is_due(self._waiting[-1].iteration):
+            self._waiting.pop()
+        self._waiting.append(Publication(iteration, snapshot))
+        self._offered.set()
+
+    def complete(self) -> None:
+        """Say that no more weights come. `run` returns once the last ones are served."""
+        self._is_complete = True
+        self._offered.set()
+
+    async def run(self) -> None:
+        while (publication := await self._next()) is not None:
+            await self._publish(publication)
+
+    async def _next(self) -> Publication | None:
+        phase = self._phases.begin(self.served.step + 1, "wait for weights")
+        while not self._waiting and not self._is_complete:
+            self._offered.clear()
+            await self._offered.wait()
+        self._phases.end(phase)
+        return self._waiting.popleft() if self._waiting else None
+
+    async def _publish(self, publication: Publication) -> None:
+        iteration, snapshot = publication
+        loop = asyncio.get_running_loop()
+        async with self._drained(iteration):
+            phase = self._phases.begin(iteration, "update weights")
+            deadline = loop.time() + self._timeout_s
+            await gather(self._update(sink, snapshot, deadline) for sink in self._sinks)
+            self._phases.end(phase)
+        self.confirmed = snapshot.version
+        self._changed.set()
+        # Before more prompts are admitted, so that nothing else is asked of a strict run's student meanwhile.
+        if self._evaluation is not None and self._is_due(iteration):
+            phase = self._phases.begin(iteration, "evaluate")
+            result = await self._evaluation.measure(iteration)
+            seconds = self._phases.end(phase)
+            if result is not None:
+                self._events.publish(Evaluated(iteration, result, snapshot, seconds))
+        self.served = snapshot.version
+        self._changed.set()
+        self._events.publish(WeightsServed(iteration, snapshot.version, loop.time()))
+
+    @asynccontextmanager
+    async def _drained(self, iteration: int) -> AsyncIterator[None]:
+        if not self._drains:
+            yield
+            return
+        phase = self._phases.begin(iteration, "drain")
+        async with self._stages.student_gate.drained():
+            self._phases.end(phase)
+            yield
+
+    async def _update(self, sink: WeightSink, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Send new weights to one sink, with retries, since a sink that failed still serves the old ones."""
+        update = partial(sink.update_weights, snapshot, deadline=deadline)
+        # A run has few sinks, whose attempts need no spreading.
+        await sent_again(update, WEIGHT_UPDATE_RETRY, deadline, jitter=lambda: 0.0, what="weight update")
+
+    def _is_due(self, iteration: int) -> bool:
+        return self._evaluation is not None and self._evaluation.is_due(iteration)
