@@ -15,8 +15,8 @@ Latency is only a sign, so it counts only where it means something:
 
 * A short request takes as long as whatever is served beside it. So a window counts only if its kind was a large part of
   what the replica had to do.
-* One bad window may be a pause, such as for new weights. Two in a row count, if the requests of the second were sent
-  after the first.
+* One bad window may be a pause. Two in a row count, if the requests of the second were sent after the first.
+* Requests that were in flight while the server got new weights do not count, and neither do their windows.
 
 Neither latency nor a time-out takes the limit below the number of slots that the server is known to have. A lower limit
 would leave slots empty, and a request that outlasts its deadline is often the last one in flight. A refusal may take it
@@ -91,6 +91,7 @@ class ConcurrencyLimit:
         self._maximum = maximum
         self._limit = float(maximum)
         self._decreased_s = float("-inf")
+        self._interrupted_s = float("-inf")
         self._windows: dict[str, _Window] = {}
         self._baselines: dict[str, _Baseline] = {}
 
@@ -109,6 +110,8 @@ class ConcurrencyLimit:
         # Below the limit, a good answer says nothing about whether more would go well too.
         if self._limit < self._maximum and in_flight >= self.value:
             self._limit = min(self._maximum, self._limit + 1.0 / self._limit)
+        if sent.s < self._interrupted_s:
+            return None
         window = self._windows.get(kind)
         if window is None:
             window = self._windows[kind] = _Window(sent)
@@ -126,6 +129,11 @@ class ConcurrencyLimit:
         if not window.seconds or now.kind_busy_s - window.opened.kind_busy_s < share_s:
             return None
         return self._judge(kind, window, now.s)
+
+    def interrupted(self, now_s: float) -> None:
+        """Note that the server stood still until now, with requests in flight."""
+        self._interrupted_s = now_s
+        self._windows.clear()
 
     def refused(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
         """Note that the server refused a request for now; return the decrease that this leads to, if any."""

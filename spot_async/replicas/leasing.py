@@ -36,6 +36,12 @@ class Errand:
         self.kind = self.kind or self.stage
         self.work = self.work or self.tokens
 
+    def clock_stopped(self, now_s: float) -> None:
+        """Its server stands still for new weights. Called by the pool; what has a deadline puts it off."""
+
+    def clock_started(self, now_s: float) -> None:
+        """Its server goes on, or it has left the server. Also called where the clock was not stopped."""
+
     @property
     def is_suspected(self) -> bool:
         """Whether it may be what ends servers. Then it is sent where no other suspect is, so that a loss tells."""

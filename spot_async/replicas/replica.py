@@ -6,7 +6,8 @@ It decides nothing by itself. The pool decides what may be sent, and `recovery` 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -162,11 +163,29 @@ class Replica(Generic[B]):
     def released(self, lease: HeldLease[B]) -> None:
         del self.leases[lease]
         now_s = self._loop.time()
+        lease.errand.clock_started(now_s)
         if lease.is_request:
             self.occupancy.ended(lease.errand.kind, now_s)
         if not self.leases:
             self._silence_s = now_s - self._silent_since_s
             self._idle.set()
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Stop the clocks of all requests in flight during the `with` block, in which the server gets new weights.
+
+        How long these requests take then says nothing about the load.
+        """
+        waiting = [lease for lease in self.leases if lease.is_request]
+        for lease in waiting:
+            lease.errand.clock_stopped(self._loop.time())
+        try:
+            yield
+        finally:
+            for lease in self.leases:
+                lease.errand.clock_started(self._loop.time())
+            if waiting:
+                self.limit.interrupted(self._loop.time())
 
     def answered(self, now_s: float) -> None:
         self.showed_life(now_s)

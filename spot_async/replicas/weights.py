@@ -39,13 +39,26 @@ class Weights(Generic[B]):
         self._dispatcher = dispatcher
         self._newest: WeightSnapshot | None = None  # None: those that the servers started with
         self._moved = moved
+        self._is_updating = False
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Send new weights to all replicas that serve, and report those that miss them.
 
         If none takes them and some refuse, raise the first refusal; the old weights then stay the newest. If none
         serves, or all are lost, wait until one comes back, until `deadline` (loop time).
+
+        Requests may be in flight, if the servers take weights then. Raises ValueError for a second update beside the
+        first, which is a bug.
         """
+        if self._is_updating:
+            raise ValueError(f"weights {snapshot.version} are sent while others are: one update at a time")
+        self._is_updating = True
+        try:
+            await self._update_all(snapshot, deadline)
+        finally:
+            self._is_updating = False
+
+    async def _update_all(self, snapshot: WeightSnapshot, deadline: float) -> None:
         before = self._newest
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
@@ -55,7 +68,7 @@ class Weights(Generic[B]):
             for each, error in zip(serving, errors, strict=True)
             if error is not None and each.life.state is State.UPDATING
         ]
-        if refused and all(each.life.version != snapshot.version for each in serving):
+        if refused and all(each.life.version != snapshot.version for each in self._replicas):
             self._set_newest(before)
             for replica, _ in refused:
                 replica.life.move(State.SERVING, _now_s())
@@ -73,7 +86,8 @@ class Weights(Generic[B]):
         """Send weights to one replica; return the error with which it refused them. A lost replica is reported."""
         replica.life.move(State.UPDATING, _now_s())
         try:
-            await _send(replica, snapshot, deadline)
+            with replica.standing_still():
+                await _send(replica, snapshot, deadline)
         except ServerRestartedError as error:
             replica.report(Trouble.RESTARTED, error)
         except RequestError as error:

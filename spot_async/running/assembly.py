@@ -69,7 +69,7 @@ def make_stages(
         common=plan.common,
         capabilities=services.capabilities,
         kept_scores=services.kept_scores,
-        live_candidates=config.max_staleness > 0,
+        weights_may_change=config.max_staleness > 0,
         events=events,
     )
 

@@ -63,14 +63,30 @@ class OpenRequest(Errand):
     paused_s: float = 0.0  # the sum of the pauses that endpoints asked for
     attempts: int = 0  # so far
     replica: str | None = None  # the one that has it; None while it waits for one, empty where the role has only one
+    timer: asyncio.Timeout | None = None  # ends the attempt that a server has now at the deadline
+    stopped_s: float | None = None  # since when its server stands still for new weights, and its clock with it
+
+    def clock_stopped(self, now_s: float) -> None:
+        self.stopped_s = now_s
+        self._set_timer(None)
+
+    def clock_started(self, now_s: float) -> None:
+        if self.stopped_s is not None:
+            self.deadline += now_s - self.stopped_s
+            self.stopped_s = None
+            self._set_timer(self.deadline)
+
+    def _set_timer(self, when_s: float | None) -> None:
+        if self.timer is not None and not self.timer.expired():
+            self.timer.reschedule(when_s)
 
 
 class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
-    `timeout_s` does not count the time that a request waits: for its turn, for a server, or because an endpoint asked
-    for a pause (Retry-After). Waiting is back-pressure and has no limit, except that the pauses together last a day at
-    most.
+    `timeout_s` does not count the time that a request waits: for its turn, for a server, while its server stands still
+    for new weights, or because an endpoint asked for a pause (Retry-After). Waiting is back-pressure and has no limit,
+    except that the pauses together last a day at most.
     """
 
     def __init__(
@@ -83,12 +99,16 @@ class Stage(Generic[S]):
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
+        longest_standstill_s: float = 0.0,
         events: Channel | None = None,
         gate: Gate | None = None,
     ) -> None:
         """Make a stage without requests. Where `events` is given, it publishes its requests there.
 
         Its requests pass `gate` on their way to a server.
+
+        `longest_standstill_s`: for how long a server may stand still for new weights while it has a request. Servers
+        are told a deadline that is later by this, since it cannot be put off. The stage itself keeps to the right one.
         """
         self.name = name
         self.concurrency = concurrency
@@ -99,6 +119,7 @@ class Stage(Generic[S]):
         self._timeout_s = timeout_s
         self._retry = retry
         self._jitter = jitter
+        self._longest_standstill_s = longest_standstill_s
         self._events = events or Channel()
         self._gate = gate or Gate()
         self._slots_taken = 0
@@ -190,7 +211,7 @@ class Stage(Generic[S]):
         while True:
             try:
                 async with self._leased(pending) as service:
-                    result = await self._send(request, service, pending.deadline)
+                    result = await self._send(request, service, pending)
                     if work is not None:
                         pending.work = work(result)
                     return result
@@ -252,12 +273,15 @@ class Stage(Generic[S]):
             lease.give_back()
             self._gate.leave()
 
-    async def _send(self, request: Callable[[S, float], Awaitable[T]], service: S, deadline: float) -> T:
+    async def _send(self, request: Callable[[S, float], Awaitable[T]], service: S, pending: OpenRequest) -> T:
+        due_s = pending.deadline if pending.stopped_s is None else None
         try:
-            async with asyncio.timeout_at(deadline):
-                return await request(service, deadline)
+            async with asyncio.timeout_at(due_s) as pending.timer:
+                return await request(service, pending.deadline + self._longest_standstill_s)
         except TimeoutError:
             raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
+        finally:
+            pending.timer = None
 
     def _take_slot(self, pending: OpenRequest) -> Literal[True] | None:
         if self._slots_taken >= self.concurrency:

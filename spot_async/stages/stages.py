@@ -19,6 +19,7 @@ import numpy as np
 from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
+from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.waiting_room import Priority
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import PermanentError
@@ -106,7 +107,7 @@ class Stages:
         common: CommonVocabulary | None = None,
         capabilities: Mapping[str, Capabilities] | None = None,
         kept_scores: KeptScores | None = None,
-        live_candidates: bool = False,
+        weights_may_change: bool = False,
         events: Channel | None = None,
     ) -> None:
         """Make the stages of a run whose services are known.
@@ -115,8 +116,8 @@ class Stages:
         * `common`: None where all softmaxes are equally wide.
         * `capabilities`: what the servers offer, by role. A role that is missing may be asked for everything.
         * `kept_scores`: the teacher's scores that are kept, if any are.
-        * `live_candidates`: candidates are asked of the weights that the student's servers hold then, and not of those
-          that sampled the response, which may be gone.
+        * `weights_may_change`: the student may get new weights while a prompt is under way. So candidates are asked of
+          the weights that its servers hold then, and deadlines are put off while they load.
         * `events`: the channel to publish on; None makes a new one.
         """
         self.services = services
@@ -126,7 +127,7 @@ class Stages:
         self.common = common or CommonVocabulary()
         self.capabilities = capabilities or {}
         self.kept_scores = kept_scores
-        self.live_candidates = live_candidates
+        self.weights_may_change = weights_may_change
         self.events = events or Channel()
         self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
@@ -134,6 +135,7 @@ class Stages:
         self.student_gate = Gate()  # closed while the student's servers are drained
         jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
 
+        standstill_s = WEIGHT_UPDATE_TIMEOUT_S if weights_may_change else 0.0
         requests = requests_per_prompt(samples=max_samples_per_prompt, probes=max(1, max_probes_per_prompt))
 
         def stage(name: str, service: S | ServicePool[S], stage_config: StageConfig) -> Stage[S]:
@@ -145,6 +147,7 @@ class Stages:
                 retry=retry(stage_config.attempts),
                 mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,
+                longest_standstill_s=standstill_s if STAGE_SERVERS[name] == "student" else 0.0,
                 events=self.events,
                 gate=self.student_gate if STAGE_SERVERS[name] == "student" else None,
             )
@@ -302,7 +305,7 @@ class BoundStages:
         *,
         version: WeightVersion | None = None,
     ) -> FloatArray:
-        expected = None if self._stages.live_candidates else version
+        expected = None if self._stages.weights_may_change else version
         return await self._stages.candidates.ask(
             (self._prompt.ordinal,),
             lambda student, deadline: student.candidate_logprobs(

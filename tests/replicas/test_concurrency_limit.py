@@ -85,10 +85,15 @@ class Traffic:
         self.s = self.busy_s = 0.0
         self.stages_busy_s = Counter()
 
-    def windows(self, seconds, *, in_flight, work=10, count=1, stage="probe", share=1.0, left=None):
-        """`share` of what is in flight is the stage's; `left` of it are in flight as they are answered."""
+    def windows(self, seconds, *, in_flight, work=10, count=1, stage="probe", share=1.0, left=None, updated_s=None):
+        """`share` of what is in flight is the stage's; `left` of it are in flight as they are answered.
+
+        `updated_s`: when, after the requests were sent, the server went on with new weights.
+        """
         for _ in range(count):
             sent = Moment(self.s, self.busy_s, self.stages_busy_s[stage])
+            if updated_s is not None:
+                self.limit.interrupted(self.s + updated_s)
             self.s += seconds
             self.busy_s += seconds * in_flight
             self.stages_busy_s[stage] += seconds * in_flight * share
@@ -108,6 +113,13 @@ def test_latency_lowers_the_limit_where_neither_length_nor_load_explains_it():
     assert traffic.windows(1.0, in_flight=8, count=20) == (64, 0)
     assert traffic.windows(10.0, in_flight=8) == (64, 0)
     assert traffic.windows(10.0, in_flight=8) == (5, 1)
+
+
+def test_requests_that_saw_an_update_say_nothing_of_the_load():
+    traffic = Traffic(ConcurrencyLimit(64))
+    traffic.windows(1.0, in_flight=8, count=5)
+    assert traffic.windows(10.0, in_flight=8, count=5, updated_s=9.0) == (64, 0)
+    assert traffic.windows(10.0, in_flight=8, count=2) == (5, 1)
 
 
 def test_latency_lowers_the_limit_from_the_last_burst_and_not_from_what_is_left_of_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import msgspec
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from spot_async.base.seeds import derive_seed
+from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.stages.stages import Services, Stages
@@ -65,7 +67,7 @@ class Recorder:
 
 def bound(
     recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), end_token="replace", run_seed=0, prompt=PROMPT,
-    kept_scores=None, live_candidates=False, **services,
+    kept_scores=None, weights_may_change=False, **services,
 ):  # fmt: skip
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
@@ -78,7 +80,7 @@ def bound(
         max_running_prompts=1,
         max_probes_per_prompt=8,
         kept_scores=kept_scores,
-        live_candidates=live_candidates,
+        weights_may_change=weights_may_change,
     )
     return stages.for_prompt(prompt)
 
@@ -224,10 +226,29 @@ async def test_all_log_probabilities_are_asked_for_at_the_rollouts_temperature()
 @pytest.mark.parametrize(("is_live", "asked"), [(False, WeightVersion(0, 3)), (True, None)])
 async def test_candidates_are_asked_of_the_responses_weights_or_of_the_live_ones(is_live, asked):
     recorder = Recorder()
-    stages = bound(recorder, live_candidates=is_live)
+    stages = bound(recorder, weights_may_change=is_live)
     positions, candidates = np.zeros(1, np.int32), np.zeros((1, 2), np.int32)
     await stages.candidate_logprobs(RESPONSE, positions, candidates, version=WeightVersion(0, 3))
     assert recorder.asked_versions == [asked]
+
+
+@pytest.mark.parametrize(("may_change", "later_s"), [(False, 0.0), (True, WEIGHT_UPDATE_TIMEOUT_S)])
+async def test_only_a_student_that_is_updated_under_way_has_longer_than_its_stage_waits(may_change, later_s):
+    class Noting(Recorder):
+        async def generate(self, *arguments, deadline, **settings):
+            self.student_s = deadline
+            return await super().generate(*arguments, deadline=deadline, **settings)
+
+        async def score(self, *arguments, deadline, **settings):
+            self.teacher_s = deadline
+            return await super().score(*arguments, deadline=deadline, **settings)
+
+    recorder, now_s = Noting(), asyncio.get_running_loop().time()
+    stages = bound(recorder, weights_may_change=may_change)
+    await stages.rollout()
+    await stages.score(RESPONSE, top_k=1)
+    assert recorder.student_s - now_s == pytest.approx(StagesConfig().rollout.timeout_s + later_s, abs=5.0)
+    assert recorder.teacher_s - now_s == pytest.approx(StagesConfig().score.timeout_s, abs=5.0)
 
 
 async def test_samples_of_a_group_have_seeds_of_their_own_and_the_first_has_a_single_rollouts():
