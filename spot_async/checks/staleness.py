@@ -19,14 +19,16 @@ def training_under_staleness(training: TrainingConfig, needs: PolicyNeeds, max_s
     A strict run keeps its settings. Otherwise `behavior` is `recomputed`. A policy without a teacher is also given an
     `importance_cap`, unless its configuration states `behavior: served`. What the configuration states always stands.
     So `served`, whose advantages push on gaps that have closed, comes only of being asked for.
+
+    More directories of weights are kept by `max_staleness`, because by so many steps those being served may be older.
     """
     if max_staleness == 0:
         return training
     stated = training.model_fields_set
-    defaults: dict[str, Any] = {}
+    changes: dict[str, Any] = {"keep_weights": training.keep_weights + max_staleness}
     if "behavior" not in stated:
-        defaults["behavior"] = "recomputed"
-    is_recomputed = defaults.get("behavior", training.behavior) == "recomputed"
+        changes["behavior"] = "recomputed"
+    is_recomputed = changes.get("behavior", training.behavior) == "recomputed"
     if is_recomputed and not needs.teacher and "importance_cap" not in stated:
-        defaults["importance_cap"] = IMPORTANCE_CAP
-    return training.model_copy(update=defaults)
+        changes["importance_cap"] = IMPORTANCE_CAP
+    return training.model_copy(update=changes)

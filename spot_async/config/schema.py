@@ -169,7 +169,10 @@ class TrainingConfig(Section):
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of forward passes and published weights")
     keep_weights: int = Field(
-        2, ge=2, description="published weight directories kept; one is being served, so 2 at least"
+        2,
+        ge=2,
+        description="published weight directories kept; one is being served, so 2 at least, and `max_staleness` more "
+        "are kept",
     )
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 

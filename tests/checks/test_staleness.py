@@ -32,3 +32,9 @@ def test_with_staleness_pi_old_is_recomputed_unless_the_configuration_says_other
     found = training_under_staleness(training, needs, max_staleness=1)
     assert (found.behavior, found.importance_cap) == (behavior, cap)
     assert training_under_staleness(training, needs, max_staleness=0) == training
+
+
+def test_the_oldest_weights_that_may_be_served_with_staleness_are_kept() -> None:
+    """Training begins a step with the served weights at most n behind, and publishes one more: n + 2 in all."""
+    least = TrainingConfig(iterations=1, keep_weights=2)
+    assert [training_under_staleness(least, TEACHER, n).keep_weights for n in range(4)] == [2, 3, 4, 5]
