@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the processes that tests start
+# Tests, and our modules for the processes that they start, are compiled once even where the shell says to keep nothing.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # What we print is that of no terminal, wherever the tests run, and no proxy stands between them and their servers.
 os.environ.update({"COLUMNS": "80", "LINES": "25"})
 os.environ.update(dict.fromkeys(["FORCE_COLOR", "NO_COLOR", "PY_COLORS", "GITHUB_ACTIONS"], ""))
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from spot_async.serving.engine.engine import Engine
     from spot_async.trainer.rank import StudentTrainer
 
+sys.dont_write_bytecode = False  # of this process, as PYTHONDONTWRITEBYTECODE above
 VOCAB = 50
 collect_ignore = ["servers"]  # those need installed servers: `make test-servers`
 
@@ -349,6 +352,18 @@ def servers_on_threads() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalServer, "_start", server_on_thread.start)
+        yield
+
+
+@pytest.fixture
+def trainer_on_thread() -> Iterator[None]:
+    """A test's trainers, of one rank each, are started as `support/trainer_on_thread.py` does."""
+    import trainer_on_thread
+
+    from spot_async.trainer.handle import TrainerProcess
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
         yield
 
 

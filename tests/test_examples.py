@@ -47,7 +47,7 @@ def test_one_iteration_fits_a_page_to_begin_from() -> None:
 
 
 def test_the_custom_method_is_installed_found_by_its_name_and_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:
     package = shutil.copytree(CUSTOM, tmp_path / "package")  # building leaves files beside the sources
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]

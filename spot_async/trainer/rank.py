@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -73,13 +74,18 @@ def run(settings: TrainerSettings, channel_directory: str) -> None:
 
 
 def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:
-    """Train on batches as they come.
+    """Load the student, and train on batches as they come.
 
     This is a function of its own so that, when it returns, no trainer is left that refers to the process group.
     """
     feed = BatchFeed(channel_directory, this_rank())
     trainer = StudentTrainer(settings, strategy_of(settings.training), device)
     wait_for_all()
+    train_batches(trainer, feed)
+
+
+def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
+    """Train on every batch until the process is ended. After an error only answer, always with that error."""
     feed.ready()
     try:
         while True:

@@ -26,7 +26,7 @@ from spot_async.running import training as runtime
 from spot_async.running.evaluation import evaluate_student
 from spot_async.running.training import train
 
-pytestmark = pytest.mark.usefixtures("servers_on_threads")
+pytestmark = pytest.mark.usefixtures("servers_on_threads", "trainer_on_thread")
 ROOT = Path(__file__).parents[2]
 QUIET = Console(quiet=True)
 # Serves other weights than those of its role's model until it is given some, as a server of an earlier run would. A

@@ -80,7 +80,7 @@ def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch,
     assert targets.sum(axis=1) == pytest.approx(1, abs=1e-4)
 
 
-def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, servers_on_threads):
+def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, servers_on_threads, trainer_on_thread):
     run = folder / "own_run"
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -132,7 +132,7 @@ def test_the_pages_verifier_judges_numbers(folder, monkeypatch):
 
 
 async def test_a_failure_is_the_error_itself_nothing_is_printed_and_the_mapping_stays_as_it_is(
-    tmp_path, monkeypatch, capfd
+    tmp_path, monkeypatch, capfd, servers_on_threads, trainer_on_thread
 ):
     monkeypatch.chdir(ROOT)
     tree = json.loads(json.dumps(QUICK))

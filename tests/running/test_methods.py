@@ -168,12 +168,12 @@ SHORT = [
 
 
 def run(kind: str, directory: Path, *overrides: str) -> list[dict[str, float]]:
-    """Metrics of a short run with a real trainer; whatever it started is gone when it returns."""
+    """Metrics of a short run with real numbers; whatever it started is gone when it returns."""
     spot_async.run(CONFIGS / f"{kind}.yaml", [*SHORT, *FEW, f"run.directory={directory}", *overrides])
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path, servers_on_threads):
+def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path, servers_on_threads, trainer_on_thread):
     first, second = run("grpo", tmp_path / "run", "training.mini_batch_size=4", "training.learning_rate=1e-3")
     assert first["train/trajectories"] == second["train/trajectories"] == 4 * 8
     assert first["train/loss_reference"] < 1e-9  # the only update is of the initial student
@@ -182,7 +182,9 @@ def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path, servers_on_t
     assert sorted(p.stem for p in (tmp_path / "run" / "logs").glob("*.log")) == ["reference", "student", "trainer"]
 
 
-def test_kd_saves_its_responses_and_needs_no_teacher_to_train_from_them(tmp_path, servers_on_threads):
+def test_kd_saves_its_responses_and_needs_no_teacher_to_train_from_them(
+    tmp_path, servers_on_threads, trainer_on_thread
+):
     responses = tmp_path / "responses"
     (trained,) = run("kd", tmp_path / "run", f"policy.save={responses}", "training.iterations=1")
     assert trained["train/trajectories"] == 4

@@ -10,7 +10,7 @@ from problem_files import FEW
 
 import spot_async
 
-pytestmark = pytest.mark.usefixtures("servers_on_threads")
+pytestmark = pytest.mark.usefixtures("servers_on_threads", "trainer_on_thread")
 ROOT = Path(__file__).parents[2]
 
 TRUNCATED = """

@@ -135,7 +135,11 @@ async def test_a_started_server_has_its_secrets_where_only_its_user_can_read_the
 
 
 def test_another_process_cannot_replace_the_student_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], servers_on_threads: None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    servers_on_threads: None,
+    trainer_on_thread: None,
 ) -> None:
     monkeypatch.chdir(ROOT)
     made: list[Credentials] = []

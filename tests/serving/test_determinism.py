@@ -177,7 +177,7 @@ def test_scores_and_candidates_have_the_same_bits_in_every_company(fast: bool) -
 
 
 def test_strict_runs_end_with_the_same_weights_at_every_concurrency(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:
     runs = {
         "narrow": ["student.backend.slots=3", "teacher.backend.score_tokens=1", *few_at_once(2)],

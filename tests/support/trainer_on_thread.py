@@ -1,0 +1,63 @@
+"""Runs a trainer's only rank on a thread of this process, for tests that are about what it trains and not its process.
+
+It is given its batches over its socket, as always. This saves the seconds in which a launcher and a rank of its own
+would import torch and transformers. `trainer/test_process.py` and the drills test real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import torch
+import zmq
+
+from spot_async.errors import ProcessDiedError
+from spot_async.trainer.feed import BatchFeed
+from spot_async.trainer.handle import TrainerProcess
+from spot_async.trainer.parallel import strategy_of
+from spot_async.trainer.rank import StudentTrainer, train_batches
+
+
+class RankOnThread:
+    """In place of a trainer's `ChildProcess`."""
+
+    def __init__(self, trainer: TrainerProcess, channel_directory: str) -> None:
+        settings = trainer._settings
+        assert (settings.training.ranks, settings.training.sharding) == (1, "none"), "needs processes of its own"
+        self.log_path = settings.save().parent / "logs" / "trainer.log"
+        self.log_path.parent.mkdir(exist_ok=True)
+        self.log_path.write_text("trained by a thread of the test\n")
+        self._context = zmq.Context.instance()  # of the rank's socket
+        # The student is loaded here, since transformers cannot load two models at a time, and servers load theirs here.
+        student = StudentTrainer(settings, strategy_of(settings.training), torch.device("cpu"))
+        feed = BatchFeed(channel_directory, rank=0)
+        self._rank = asyncio.create_task(asyncio.to_thread(_train, student, feed))
+
+    async def watch(self) -> None:
+        await asyncio.wait({self._rank})
+        if said := self._rank.result():
+            raise ProcessDiedError(f"the trainer's thread ended: {said} (log: {self.log_path})")
+
+    async def stop(self) -> None:
+        """Interrupt the rank, which waits for a message or is about to send one."""
+        await asyncio.to_thread(self._context.term)
+        await asyncio.wait({self._rank})
+
+
+def _train(student: StudentTrainer, feed: BatchFeed) -> str:
+    """Train until the context of the feed's socket ends. Return the error that ended it before, if any."""
+    try:
+        with contextlib.suppress(zmq.ContextTerminated):
+            train_batches(student, feed)
+    except Exception as error:  # noqa: BLE001 - whatever would have ended the process
+        return repr(error)
+    finally:
+        assert feed._socket is not None
+        feed._socket.close(linger=0)  # else the context would wait for it
+    return ""
+
+
+async def start(trainer: TrainerProcess, channel_directory: str) -> RankOnThread:
+    """Start a rank on a thread, in place of `TrainerProcess._start`."""
+    return RankOnThread(trainer, channel_directory)
