@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-servers soak lint types docs clean
+.PHONY: install quickstart test test-servers soak simulate-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -41,6 +41,12 @@ test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPO
 soak: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=explore \
 	tests/policies tests/replicas tests/loop tests/stages tests/spending
+
+# Simulated runs with faults, as many as SEEDS says: the tests have the first 300. A seed that fails is shrunk, and printed
+# as the line that replays it.
+SEEDS ?= 2000
+simulate-soak: install
+	$(BIN)/python tests/support/simulated_methods.py --seeds $(SEEDS)
 
 # The lists are complete, so nothing else is resolved.
 .venv-vllm/installed: tests/servers/vllm_requirements.txt tests/servers/vllm_dependencies.txt

@@ -22,6 +22,7 @@ from spot_async.errors import ConfigError, SpotError
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
+from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.running import training as runtime
 from spot_async.running.summary import TrainOutcome
@@ -95,6 +96,7 @@ def stages_for(
     max_prompts: int = 1024,
     softmax_widths: Mapping[str, int] | None = None,
     kept_scores: KeptScores | None = None,
+    weights_may_change: bool = False,
 ) -> Stages:
     """Return stages over services that run already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
 
@@ -106,12 +108,13 @@ def stages_for(
     * `max_prompts`: the most that may be supervised at once.
     * `softmax_widths`, by role, are needed where one model's softmax is padded further than another's.
     * `kept_scores` answers again what the teacher was asked before.
+    * `weights_may_change`: the student gets new weights while prompts are supervised.
 
     Events (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
     """
     log_events_to_python_logging()
     needs = policy.needs
-    teacher_generator = teacher if needs.teacher_responses and isinstance(teacher, Generator) else None
+    teacher_generator = teacher if needs.teacher_responses and isinstance(teacher, Generator | ServicePool) else None
     return Stages(
         Services(
             generator=student,
@@ -132,6 +135,7 @@ def stages_for(
         common=CommonVocabulary(softmax_widths or {}),
         capabilities=capabilities,
         kept_scores=kept_scores,
+        weights_may_change=weights_may_change,
     )
 
 

@@ -104,22 +104,21 @@ class SimulatedStudent:
         deadline: float,
     ) -> FloatArray:
         self.requests += 1
-        self._check_version(expected_version)
+        version = self.version
+        if expected_version not in (None, version):
+            raise VersionMismatchError(f"the server holds {version}, not {expected_version}")
         if len(positions) and int(positions.max()) >= len(response_ids):
             raise ValueError("position outside the response")
         rng = rng_of("candidates", prompt_ids.tobytes() + response_ids.tobytes(), self.version)
         await self._work(0, rng)
-        self._check_version(expected_version)
+        if version != self.version:
+            raise VersionMismatchError(f"the server has got {self.version} meanwhile", may_pass=True)
         logits = rng.normal(size=candidate_ids.shape)
         return np.asarray(logits - 1.0 - np.log(np.exp(logits).sum(-1, keepdims=True)), dtype=np.float32)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         await asyncio.sleep(self.latency.base_s)
         self.version = snapshot.version
-
-    def _check_version(self, expected: WeightVersion | None) -> None:
-        if expected not in (None, self.version):
-            raise VersionMismatchError(f"the server holds {self.version}, not {expected}")
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         await asyncio.sleep(self.latency.of(tokens, rng))

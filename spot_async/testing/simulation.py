@@ -199,6 +199,7 @@ def make_run(
         config=config,
         seed=seed,
         max_prompts=numbers.capacity_prompts,
+        weights_may_change=numbers.max_staleness > 0,
     )
     stages.events.subscribe(journal)
     orchestrator = Orchestrator(

@@ -1,4 +1,4 @@
-"""Prints every event of simulated runs as JSON, by seed, so that a test can compare what several processes print.
+"""Prints every event of simulated runs with faults as JSON, by seed, to compare what several processes print.
 
 python event_traces.py SEED ...
 """
@@ -6,50 +6,39 @@ python event_traces.py SEED ...
 from __future__ import annotations
 
 import json
-import random
+import re
 import sys
 
-import structlog
-from simulated_replicas import at_random, servers, train
+from simulated_methods import run
 
-from spot_async.errors import PermanentError
-from spot_async.testing.servers import SimulatedReplica
+from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
 
 
-class Refusing(SimulatedReplica):
-    """Refuses some probes after they have run, so that other requests of their prompts are cancelled."""
-
-    async def generate(self, prompt_ids, sampling, **rest):
-        generation = await super().generate(prompt_ids, sampling, **rest)
-        if sampling.max_tokens < 64 and sampling.seed % 12 == 0:
-            raise PermanentError("400: refused")
-        return generation
-
-
-class Listener:
-    """Keeps everything that it is told, in order."""
+class Trace:
+    """A listener that keeps a line of each event. Those with arrays are told apart by their numbers."""
 
     def __init__(self):
-        self.events = []
+        self.lines = []
 
     def on(self, event):
-        self.events.append(repr(event))
+        match event:
+            case PromptEnded(prompt=prompt):
+                shown = (prompt.ordinal, event.outcome, event.started_s, event.ended_s, repr(event.error))
+            case IterationFinished():
+                shown = (event.iteration, event.times_s, event.report.snapshot.version)
+            case Evaluated():
+                shown = (event.iteration, event.seconds)
+            case _:
+                shown = event
+        self.lines.append(f"{type(event).__name__} {shown}")
 
 
-def events_of(seed):
-    listener = Listener()
-    with structlog.testing.capture_logs() as logs:
-        train(
-            servers(2 + seed % 2),
-            at_random(random.Random(seed)),
-            make=Refusing,
-            are_ours=seed % 4 < 2,
-            recovery_timeout_s=3000.0,
-            max_dead_share=1.0,
-            listener=listener,
-        )
-    return [*listener.events, *map(repr, logs)]
+def trace_of(seed):
+    trace = Trace()
+    found = run(seed, listeners=[trace])
+    ended = [f"{found.seconds} {found.error}", *found.run.trainer.weights, *map(str, found.logs)]
+    return [*trace.lines, *(re.sub(r"[^\s']+/step-", "step-", line) for line in ended)]  # in no two runs the same place
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps({seed: events_of(seed) for seed in map(int, sys.argv[1:])}))
+    sys.stdout.write(json.dumps({seed: trace_of(seed) for seed in map(int, sys.argv[1:])}))

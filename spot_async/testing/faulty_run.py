@@ -1,0 +1,278 @@
+"""Runs a policy over simulated servers while things go wrong, and checks that a run's invariants hold.
+
+    faulty_run(17, make_policy(MyPolicy), max_staleness=1)
+
+The seed decides everything: how many servers there are and what they do, what goes wrong and when, and which of the
+tasks that are ready together goes on first. So it replays a run exactly. `shrunk` finds the faults that a failure
+needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import structlog
+
+from spot_async.base.events import Listener
+from spot_async.base.retry import RetryPolicy
+from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import gather, leaves, root_cause, watched
+from spot_async.config import ServingConfig
+from spot_async.errors import RequestError, SpotError, VersionMismatchError
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.publishing import LiveEvaluation
+from spot_async.protocols import Policy
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.stages.stage import Stage
+from spot_async.testing.fault_plan import Fault, FaultyVerifier, Scene, explained, kept_running, planned_faults
+from spot_async.testing.invariants import Invariants, OneUpdateAtATime, TrueSpans, require
+from spot_async.testing.replies import capabilities
+from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica, Update
+from spot_async.testing.services import END_TOKEN, VOCAB_SIZE
+from spot_async.testing.simulation import SimulatedRun, make_run, same_limits, simulated_prompts
+from spot_async.testing.stateful_trainer import StatefulTrainer, read_weights
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.types import Generation, IntArray, SamplingSettings
+
+LONGEST_S = 1e5  # of a run on virtual time: one that takes longer goes nowhere
+UPDATE_TIMEOUT_S = 400.0  # longer than any server is away
+REQUEST_TIMEOUT_S = 60.0
+EVALUATION_ATTEMPTS = 20  # an evaluation that fails would end the run, and there would be less to see
+
+
+@dataclass(frozen=True)
+class FaultyRun:
+    """A run in which all invariants held. `error` is what ended it early, which one of the faults explains."""
+
+    run: SimulatedRun
+    struck: Mapping[Fault, str]  # what the faults did that came before its end
+    seconds: float  # of virtual time
+    error: SpotError | None
+    logs: Sequence[Mapping[str, Any]]
+
+
+def faulty_run(
+    seed: int,
+    policy: Policy,
+    *,
+    max_staleness: int = 0,
+    faults: Sequence[Fault] | None = None,
+    listeners: Sequence[Listener] = (),
+) -> FaultyRun:
+    """Run `policy` with the faults that the seed plans, or with `faults` of these.
+
+    Raises what is wrong: `InvariantError`, `DeadlockError`, or any bug.
+    """
+    faults = planned_faults(seed) if faults is None else faults
+    with tempfile.TemporaryDirectory() as directory, structlog.testing.capture_logs() as logs:
+        drill = _Drill(seed, policy, max_staleness, faults, Path(directory))
+        try:
+            return run_on_virtual_time(drill.run(listeners, logs), ready_order=seed)
+        except Exception as error:
+            error.add_note(f"  with faults {'; '.join(drill.scene.struck.values()) or 'none'}")
+            raise
+
+
+def shrunk(faults: Iterable[Fault], fails: Callable[[Sequence[Fault]], bool]) -> list[Fault]:
+    """Return fewer faults with which a run fails: of these, none can be left out alone."""
+    left, again = list(faults), True
+    while again:
+        again = False
+        for fault in left:
+            fewer = [each for each in left if each is not fault]
+            if fails(fewer):
+                left, again = fewer, True
+                break
+    return left
+
+
+class _Drill:
+    """One run: its servers, its faults, and the checks of it."""
+
+    def __init__(self, seed: int, policy: Policy, max_staleness: int, faults: Sequence[Fault], directory: Path) -> None:
+        rng = random.Random(derive_seed(seed, "run"))
+        self._seed = seed
+        self._rng = rng
+        self._policy = policy
+        self._max_staleness = max_staleness
+        self._faults = faults
+        self._batch_size, self._iterations = rng.randint(2, 4), rng.randint(2, 5)
+        self._evaluate_every = rng.choice([0, 0, 1, 2])
+        self._extra_places = rng.choice([0, 0, 3])
+        self._step_s = rng.choice([0.2, 2.0, 20.0])
+        self._update: Update = rng.choice(get_args(Update))
+        rates = Rates(
+            tokens_per_s=rng.choice([60.0, 200.0]),
+            tokens_per_s_each=20.0,
+            start_s=rng.choice([0.5, 5.0]),
+            update_s=rng.choice([0.1, 1.0, 10.0]),
+        )
+        self._invariants = Invariants(
+            batch_size=self._batch_size, iterations=self._iterations, max_staleness=max_staleness
+        )
+        self._trainer = StatefulTrainer(
+            directory,
+            keep=max_staleness + 2,
+            step_s=lambda: self._step_s * rng.uniform(0.5, 1.5),
+            check=self._invariants.check_batch,
+        )
+
+        def servers(role: str, number: int) -> list[SimulatedServer]:
+            names = [f"{role}-{i}" for i in range(1, number + 1)]
+            return [SimulatedServer(name, rates, update=self._update, read=read_weights) for name in names]
+
+        self.scene = Scene(
+            students=servers("student", rng.randint(1, 3)),
+            teachers=servers("teacher", rng.randint(1, 2)) if policy.needs.teacher else [],
+            trainer=self._trainer,
+            verifier=FaultyVerifier(),
+        )
+        self._attaches = rng.random() < 0.4
+
+    async def run(self, listeners: Sequence[Listener], logs: Sequence[Mapping[str, Any]]) -> FaultyRun:
+        loop = asyncio.get_running_loop()
+        student = self._pool("student", self.scene.students)
+        teacher = self._pool("teacher", self.scene.teachers) if self.scene.teachers else None
+        pools = {"student": student} | ({} if teacher is None else {"teacher": teacher})
+        run = self._made(student, teacher)
+        self._invariants.watch(run.orchestrator, self._trainer)
+        run.stages.events.subscribe(*listeners)
+        if self._attaches:
+            await gather(server.start() for server in self.scene.servers)
+        error: SpotError | None = None
+        try:
+            async with asyncio.timeout(LONGEST_S):
+                await self._beside_faults(run, pools)
+        except ExceptionGroup as failures:
+            error = self._explained(failures)
+        self._invariants.check_end(pools, is_early=error is not None)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        require(not left, "I8", f"tasks are left: {left}")
+        serving = [each.name for each in self.scene.servers if each.is_running]
+        require(self._attaches or not serving, "I8", f"servers are left: {serving}")
+        dead = run.journal.dead
+        require(bool(self.scene.struck) or not dead, "I8", f"prompts died although nothing was wrong: {dead}")
+        mismatched = [ordinal for ordinal, each in dead.items() if isinstance(each, VersionMismatchError)]
+        require(not mismatched, "I2", f"prompts {mismatched} died of an update")
+        return FaultyRun(run, self.scene.struck, loop.time(), error, logs)
+
+    async def _beside_faults(self, run: SimulatedRun, pools: Mapping[str, ReplicaPool[Any]]) -> None:
+        async def all_of_it() -> None:
+            if self._attaches:
+                until_s = asyncio.get_running_loop().time() + UPDATE_TIMEOUT_S
+                await pools["student"].update_weights(self._trainer.snapshot(0), deadline=until_s)
+            async with asyncio.TaskGroup() as group:
+                beside = [group.create_task(each.strike(self.scene)) for each in self._faults]
+                if self._attaches:
+                    beside += [group.create_task(kept_running(each, self._rng)) for each in self.scene.servers]
+                await run.orchestrator.run()
+                for task in beside:
+                    task.cancel()
+
+        async with contextlib.AsyncExitStack() as stack:
+            for pool in pools.values():
+                await stack.enter_async_context(pool)
+            await watched(all_of_it(), [pool.watch for pool in pools.values()])
+
+    def _explained(self, failures: ExceptionGroup) -> SpotError:
+        """Return the error that ended the run early. Raises what no fault explains."""
+        for failure in leaves(failures):
+            if not isinstance(failure, SpotError):
+                raise failure
+        error = root_cause(failures)
+        known = explained(error, self.scene.struck.values())
+        require(known, "I8", f"no fault explains the end: {type(error).__name__}: {error}")
+        return error
+
+    def _pool(self, role: str, servers: Sequence[SimulatedServer]) -> ReplicaPool[Any]:
+        make: Any = self._student if role == "student" else SimulatedTeacherReplica
+        factories = {each.name: partial(make, each, attaches=self._attaches) for each in servers}
+        serving = ServingConfig(stall_s=5.0, restarts=100, recovery_timeout_s=3000.0)
+        return ReplicaPool(role, factories, serving, are_ours=not self._attaches)
+
+    def _student(self, server: SimulatedServer, *, attaches: bool) -> SimulatedReplica:
+        return _WitnessedReplica(server, self._invariants.witnessed, attaches=attaches)
+
+    def _made(self, student: ReplicaPool[Any], teacher: Any) -> SimulatedRun:
+        offers = capabilities(VOCAB_SIZE, in_flight_updates=self._update != "drain")
+        places = (self._max_staleness + 1) * self._batch_size + self._extra_places
+        return make_run(
+            self._policy,
+            student=student,
+            teacher=teacher,
+            verifier=self.scene.verifier,
+            trainer=self._trainer,
+            weight_sinks=[OneUpdateAtATime(student)],
+            evaluate=LiveEvaluation(self._evaluation_is_due, partial(self._measured, self._evaluations(student))),
+            prompts=simulated_prompts(problems=8),
+            capabilities={"student": offers, "teacher": capabilities(VOCAB_SIZE)},
+            config=same_limits(timeout_s=REQUEST_TIMEOUT_S),
+            seed=self._seed,
+            iterations=self._iterations,
+            batch_size=self._batch_size,
+            max_staleness=self._max_staleness,
+            capacity_prompts=places,
+            weight_update_timeout_s=UPDATE_TIMEOUT_S,
+            max_dead_share=1.0,
+        )
+
+    # Evaluations
+
+    def _evaluations(self, student: ReplicaPool[Any]) -> Stage[SimulatedReplica]:
+        return Stage(
+            "evaluate",
+            student,
+            concurrency=8,
+            timeout_s=REQUEST_TIMEOUT_S,
+            retry=RetryPolicy(attempts=20),
+            mailbox_capacity=8,
+            jitter=lambda: 0.5,
+        )
+
+    def _evaluation_is_due(self, iteration: int) -> bool:
+        return self._evaluate_every > 0 and iteration % self._evaluate_every == 0
+
+    async def _measured(self, stage: Stage[SimulatedReplica], iteration: int) -> EvaluationResult:
+        """Ask the student, and check that all answers are of the weights that are evaluated."""
+
+        async def response(n: int) -> Generation:
+            prompt_ids: IntArray = np.arange(5, dtype=np.int32)
+            sampling = SamplingSettings(
+                max_tokens=16, stop_token_ids=(END_TOKEN,), seed=derive_seed(self._seed, "evaluate", iteration, n)
+            )
+            for _ in range(EVALUATION_ATTEMPTS):
+                with contextlib.suppress(RequestError):
+                    return await stage.ask(
+                        (n,), lambda each, until_s: each.generate(prompt_ids, sampling, deadline=until_s)
+                    )
+            raise AssertionError("an evaluation's request failed again and again")
+
+        for each in await gather(response(n) for n in range(3)):
+            steps = [span.version.step for span in each.version_spans]
+            require(steps == [iteration], "I2", f"an evaluation of weights {iteration} has tokens of {steps}")
+        require(self._trainer.path(iteration).is_dir(), "I7", f"weights {iteration} are gone in their evaluation")
+        return EvaluationResult(())
+
+
+class _WitnessedReplica(SimulatedReplica):
+    """A student that notes by which weights each response was sampled in truth."""
+
+    def __init__(self, server: SimulatedServer, witnessed: dict[bytes, list[TrueSpans]], *, attaches: bool) -> None:
+        super().__init__(server, attaches=attaches)
+        self._witnessed = witnessed
+
+    async def generate(self, *arguments: Any, **more: Any) -> Generation:
+        response = await super().generate(*arguments, **more)
+        contents = {held.version: held.contents for held in self.server.held}
+        true = [(span.start, span.end, contents[span.version]) for span in response.version_spans]
+        self._witnessed.setdefault(response.token_ids.tobytes(), []).append(true)
+        return response

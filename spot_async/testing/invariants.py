@@ -1,0 +1,180 @@
+"""Checks what must hold at every moment of a training run, whatever befalls its servers.
+
+    I1  served <= trained <= served + n + 1, where n is `max_staleness`
+    I2  every token of batch b was sampled by weights of steps b - n to b, and by those that its span names
+    I3  every prompt that runs, is queued or is in a batch has a place in the queue, and no other has one
+    I4  a prompt is in one batch, and batches are in the order of admission
+    I5  a role's servers get one weight update at a time
+    I6  no prompt is admitted early, and none that no iteration is left for
+    I7  weights that are served, sent or newest are on the disk
+    I8  in the end nothing runs: no prompt, no request, no lease, no task
+    I9  with n = 0 all tokens of a batch are of the weights that it updates
+
+It knows no fault. It listens to a run's events, and looks at the book and the servers whenever one comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spot_async.base import wire
+from spot_async.base.events import Event
+from spot_async.loop.admission import PromptState
+from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseEnded, WeightsServed
+from spot_async.protocols import WeightSink
+from spot_async.trainer.feed_check import sampled_spans
+from spot_async.types import Supervision, WeightSnapshot
+
+if TYPE_CHECKING:
+    from spot_async.loop.orchestrator import Orchestrator
+    from spot_async.testing.stateful_trainer import StatefulTrainer
+
+LIVING = (PromptState.RUNNING, PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
+PLACED = LIVING[:3]
+# Which tokens of a response were sampled by which weights in truth: start, end, weights.
+TrueSpans = Sequence[tuple[int, int, str]]
+
+
+class InvariantError(AssertionError):
+    """What must always hold did not hold."""
+
+
+def weights_after(weights: str, batch: Iterable[Supervision]) -> str:
+    """Return the weights that a batch makes of `weights`: a digest. A batch without samples makes no step."""
+    samples = [wire.encode(each) for each in batch]
+    digest = hashlib.blake2b(weights.encode(), digest_size=8)
+    for sample in samples:
+        digest.update(sample)
+    return digest.hexdigest() if samples else weights
+
+
+def require(holds: bool, invariant: str, otherwise: str) -> None:
+    if not holds:
+        raise InvariantError(f"{invariant}: {otherwise}")
+
+
+class Invariants:
+    """A listener that raises `InvariantError` at the first event after an invariant was broken.
+
+    `witnessed` has what each response was sampled by, by the bytes of its tokens.
+    """
+
+    def __init__(self, *, batch_size: int, iterations: int, max_staleness: int) -> None:
+        self.witnessed: dict[bytes, list[TrueSpans]] = {}
+        self.finished = 0  # iterations
+        self._batch_size = batch_size
+        self._iterations = iterations
+        self._max_staleness = max_staleness
+        self._last_ordinal = -1  # of the batches so far
+        self._phases: dict[str, PhaseBegan] = {}  # by pump
+        self._run: tuple[Orchestrator, StatefulTrainer] | None = None
+
+    def watch(self, orchestrator: Orchestrator, trainer: StatefulTrainer) -> None:
+        """Listen to a run that has not begun."""
+        self._run = orchestrator, trainer
+        orchestrator.stages.events.subscribe(self)
+
+    # While the run goes on
+
+    def on(self, event: Event) -> None:
+        assert self._run is not None
+        orchestrator, trainer = self._run
+        self._check_book(orchestrator)
+        match event:
+            case PhaseBegan(pump=pump):
+                require(pump not in self._phases, "I5", f"{event} while {self._phases.get(pump)} goes on")
+                self._phases[pump] = event
+                self._check_weights(orchestrator, trainer)
+            case PhaseEnded(pump=pump, name=name):
+                began = self._phases.pop(pump, None)
+                require(began is not None and began.name == name, "I5", f"{event} ends {began}")
+                self._check_weights(orchestrator, trainer)
+            case WeightsServed(version=version):
+                require(version == orchestrator.served, "I1", f"{version} are said to be served")
+            case IterationFinished(iteration=iteration):
+                self.finished += 1
+                require(iteration == self.finished, "I4", f"iteration {iteration} is the {self.finished}. to finish")
+                batch = [each.supervision for each in event.samples if each.supervision is not None]
+                due = weights_after(trainer.weights[iteration - 1], batch)
+                require(trainer.weights[iteration] == due, "I4", f"iteration {iteration} was trained on other samples")
+
+    def _check_book(self, orchestrator: Orchestrator) -> None:
+        counts = orchestrator.book.counts
+        placed, held = sum(counts[state] for state in PLACED), orchestrator.book.held_prompts
+        require(placed == held, "I3", f"{held} places are held by {placed} prompts")
+        living, served = sum(counts[state] for state in LIVING), orchestrator.served.step
+        most = min(self._max_staleness + served + 1, self._iterations) * self._batch_size
+        require(living <= most, "I6", f"{living} prompts were admitted, not {most}, with weights {served} served")
+
+    def _check_weights(self, orchestrator: Orchestrator, trainer: StatefulTrainer) -> None:
+        served, trained = orchestrator.served.step, trainer.step
+        inside = served <= trained <= served + self._max_staleness + 1
+        require(inside, "I1", f"weights {trained} are trained and {served} served")
+        for step in range(served, trained + 1):
+            require(trainer.path(step).is_dir(), "I7", f"weights {step} are gone: {served} to {trained} may be needed")
+
+    def check_batch(self, step: int, batch: Sequence[Supervision]) -> None:
+        """Check what the trainer gets, before it is trained on."""
+        assert self._run is not None
+        weights = self._run[1].weights
+        ordinals = [each.prompt_ordinal for each in batch]
+        in_order = ordinals == sorted(ordinals) and all(ordinal > self._last_ordinal for ordinal in ordinals)
+        require(in_order, "I4", f"batch {step} has prompts {ordinals} after prompt {self._last_ordinal}")
+        self._last_ordinal = max(ordinals, default=self._last_ordinal)
+        for each in batch:
+            spans = sampled_spans(each)
+            for span in spans:
+                fresh = step - self._max_staleness <= span.version.step <= step
+                require(fresh, "I2", f"prompt {each.prompt_ordinal} of batch {step} has tokens of weights {span}")
+            named = [(span.start, span.end, weights[span.version.step]) for span in spans]
+            true = self.witnessed.get(each.response_ids.tobytes(), [])
+            require(not spans or named in true, "I2", f"prompt {each.prompt_ordinal}: {spans} were {true} in truth")
+            if self._max_staleness == 0 and spans:
+                is_live = [span.version.step for span in spans] == [step]
+                require(is_live, "I9", f"prompt {each.prompt_ordinal} of batch {step} has {spans}")
+
+    # In the end
+
+    def check_end(self, pools: Mapping[str, Any], *, is_early: bool) -> None:
+        """Check a run that is over. One that ended early may have prompts in any state, but no request and no lease."""
+        assert self._run is not None
+        orchestrator, trainer = self._run
+        self._check_book(orchestrator)
+        for role, pool in pools.items():
+            leased = {each.name: each.in_flight for each in pool.replicas if each.in_flight}
+            require(not leased, "I8", f"{role}: requests are in flight: {leased}")
+            require(not pool.waiting, "I8", f"{role}: {pool.waiting} requests wait for a lease")
+        opened = [stage.name for stage in orchestrator.stages.all if stage.open or stage.prompts]
+        require(not opened, "I8", f"requests are open: {opened}")
+        if is_early:
+            return
+        book = orchestrator.book
+        placed = {state.value: book.count(state) for state in PLACED if book.count(state)}
+        require(not placed and not book.held_prompts, "I8", f"prompts are left: {placed}")
+        require(not book.count(PromptState.LEFT_OVER), "I6", f"{book.count(PromptState.LEFT_OVER)} were for nothing")
+        require(trainer.step == self.finished == self._iterations, "I4", f"{trainer.step} steps, {self.finished} ends")
+        require(orchestrator.served.step == trainer.step, "I1", f"{orchestrator.served} are served in the end")
+        trained = {each.prompt_ordinal for batch in trainer.batches for each in batch}
+        require(trained == set(book.ordinals(PromptState.TRAINED)), "I4", "others were trained than the book says")
+        used = trained | set(book.ordinals(PromptState.LEFT_OUT))
+        require(len(used) == self._iterations * self._batch_size, "I4", f"{len(used)} prompts are in batches")
+        skipped = set(range(max(used, default=-1) + 1)) - used - set(book.ordinals(PromptState.DEAD))
+        require(not skipped, "I4", f"prompts {sorted(skipped)} were passed over")
+
+
+class OneUpdateAtATime:
+    """A weight sink that raises `InvariantError` if it gets weights while it sends others (I5)."""
+
+    def __init__(self, sink: WeightSink) -> None:
+        self._sink = sink
+        self._sending: WeightSnapshot | None = None
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        require(self._sending is None, "I5", f"{snapshot.version} are sent while {self._sending} are")
+        self._sending = snapshot
+        try:
+            await self._sink.update_weights(snapshot, deadline=deadline)
+        finally:
+            self._sending = None

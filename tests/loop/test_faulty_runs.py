@@ -1,0 +1,137 @@
+"""Whatever befalls a run's servers, trainer and verifier, its invariants hold; and a run that breaks one is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+from simulated_methods import explained, failure
+
+from spot_async.loop.admission import AdmissionBook
+from spot_async.loop.publishing import WeightPublisher
+from spot_async.policies import samples
+from spot_async.replicas.weights import Weights
+from spot_async.stages.stage import Stage
+from spot_async.testing.stateful_trainer import StatefulTrainer
+from spot_async.types import Supervision
+
+SEEDS = range(300)
+
+
+@pytest.mark.parametrize("shard", range(5))
+def test_the_invariants_hold_for_every_method_and_staleness_whatever_befalls_the_run(shard):
+    """A failure is shown with the faults that it needs, and as the line that replays it."""
+    assert [how for seed in SEEDS[shard::5] if (how := explained(seed))] == []
+
+
+# Each of these breaks the code on purpose.
+
+
+def admit_early(monkeypatch):
+    may_admit = AdmissionBook.may_admit
+    monkeypatch.setattr(
+        AdmissionBook, "may_admit", lambda book, size, *, served: may_admit(book, size, served=served + 1)
+    )
+
+
+def admit_what_no_iteration_is_left_for(monkeypatch):
+    make = AdmissionBook.__init__
+    monkeypatch.setattr(
+        AdmissionBook, "__init__", lambda book, *, iterations, **more: make(book, iterations=iterations + 1, **more)
+    )
+
+
+def serve_before_servers_confirm(monkeypatch):
+    offer = WeightPublisher.offer
+
+    def serve(publisher, iteration, snapshot):
+        offer(publisher, iteration, snapshot)
+        publisher.served = publisher.confirmed = snapshot.version
+
+    monkeypatch.setattr(WeightPublisher, "offer", serve)
+
+
+def start_an_update_twice(monkeypatch):
+    update = WeightPublisher._update
+
+    async def twice(*arguments):
+        await asyncio.gather(update(*arguments), update(*arguments))
+
+    monkeypatch.setattr(WeightPublisher, "_update", twice)
+
+
+def take_batches_as_prompts_finish(monkeypatch):
+    finish = AdmissionBook.finish
+
+    def ready_at_once(book, ordinal, *more):
+        finish(book, ordinal, *more)
+        book._ready.clear()
+        book._ready.extend(book._waiting)
+
+    monkeypatch.setattr(AdmissionBook, "finish", ready_at_once)
+
+
+def train_a_batch_twice(monkeypatch):
+    take = AdmissionBook.take_batch
+
+    def again(book):
+        return getattr(book, "last", None) or (setattr(book, "last", take(book)) or book.last)
+
+    monkeypatch.setattr(AdmissionBook, "take_batch", again)
+
+
+def keep_places(monkeypatch):
+    monkeypatch.setattr(AdmissionBook, "_free_place", lambda book, ordinal: None)
+
+
+def forget_which_weights_sampled_which_tokens(monkeypatch):
+    monkeypatch.setattr(samples, "Supervision", lambda *, version_spans, **more: Supervision(**more))
+
+
+def take_a_returning_server_as_up_to_date(monkeypatch):
+    async def nothing_is_sent(weights, replica):
+        replica.life.version = weights._dispatcher.version
+
+    monkeypatch.setattr(Weights, "catch_up", nothing_is_sent)
+
+
+def prune_weights_that_are_served(monkeypatch):
+    make = StatefulTrainer.__init__
+    monkeypatch.setattr(
+        StatefulTrainer, "__init__", lambda trainer, *args, keep, **more: make(trainer, *args, keep=1, **more)
+    )
+
+
+def forget_to_close_requests(monkeypatch):
+    serve = Stage._serve
+
+    async def opened_again(stage, pending, *more):
+        try:
+            return await serve(stage, pending, *more)
+        finally:
+            stage._askers[pending.priority[0]] += 1
+
+    monkeypatch.setattr(Stage, "_serve", opened_again)
+
+
+@pytest.mark.parametrize(
+    ("noticed", "mutate"),
+    [
+        ("I6", admit_early),
+        ("I6", admit_what_no_iteration_is_left_for),
+        ("student-. gets weights with . requests in flight", serve_before_servers_confirm),
+        ("I5", start_an_update_twice),
+        ("I4", take_batches_as_prompts_finish),
+        ("supervision of p0 .* is wrong", train_a_batch_twice),
+        ("I3", keep_places),
+        ("I2", forget_which_weights_sampled_which_tokens),
+        ("I2", take_a_returning_server_as_up_to_date),
+        ("I7", prune_weights_that_are_served),
+        ("I8", forget_to_close_requests),
+    ],
+)
+def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch):
+    mutate(monkeypatch)
+    found = next(error for seed in range(100) if (error := failure(seed)) is not None)
+    assert re.match(noticed, str(found)), found
