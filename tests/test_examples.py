@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -24,9 +25,14 @@ def python(*arguments: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def test_one_iteration_goes_from_prompts_to_a_gradient_step(tmp_path: Path) -> None:
-    said = python(ROOT / "examples" / "one_iteration.py", tmp_path / "run", cwd=tmp_path)
-    *probed, step = said.splitlines()
+def test_one_iteration_goes_from_prompts_to_a_gradient_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], servers_on_threads: None
+) -> None:
+    script = str(ROOT / "examples" / "one_iteration.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, "run"])
+    runpy.run_path(script, run_name="__main__")
+    *probed, step = capsys.readouterr().out.splitlines()
     assert any(" at " in line and "->" in line for line in probed)
     assert step.startswith("16 trajectories: policy ")
     assert "nan" not in step

@@ -40,7 +40,7 @@ from typer.testing import CliRunner
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.cli import app
-from spot_async.tools.conformance import command, generation
+from spot_async.tools.conformance import command, generation, service
 from spot_async.tools.conformance.checks import Outcome, run_checks
 from spot_async.tools.conformance.contract import CHECKS
 from spot_async.tools.conformance.running import make_subject
@@ -156,8 +156,9 @@ async def test_a_fault_fails_the_check_that_names_it(
 
 @with_backend
 async def test_requests_that_go_on_when_given_up_fail_abort(
-    backend: LocalBackend, model_directory: Path, tmp_path: Path
+    backend: LocalBackend, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service, "ABANDONED", 64)  # far more than its 8 slots already
     faulty = FinishesWhatNobodyWantsAnyMore(backend)
     try:
         found = await failing(faulty, model_directory, tmp_path, {"deadline", "abort"})
