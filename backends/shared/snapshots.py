@@ -37,6 +37,11 @@ class TensorHeader(NamedTuple):
 Layout = Mapping[str, TensorHeader]  # all tensors of a directory, by name
 
 
+async def ties_embeddings(directory: Path) -> bool:
+    """Return whether a model's output layer is its embedding. Raises `DataError` for files that cannot be read."""
+    return await asyncio.to_thread(lambda: _model_layout(directory, files_signature(weight_files(directory)))[1])
+
+
 async def check_snapshot(directory: str | Path, like: str | Path) -> Layout:
     """Check that `directory` has exactly the weights of the model in `like`; return its layout.
 

@@ -15,10 +15,11 @@ import structlog
 
 from spot_async.base.tasks import gather
 from spot_async.checks.discovery import NOISE_MARGIN
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError
+from spot_async.errors import ConfigError, DataError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.models.alignment import decision_row
 
 from ..shared.discovery import noise_nats
+from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, VllmClient
 from .weights import DEVELOPER_MODE
 
@@ -29,6 +30,7 @@ RESPONSES = 4
 COMPARED_TOP_K = 8
 LARGEST_NOISE_NATS = 0.5  # more is not noise: the numbers are log-probabilities of different things
 SURE = -1e-4
+ON_A_CPU = "device_config=cpu"
 MAX_ALLOWED = re.compile(r"max allowed: (\d+)")
 
 
@@ -42,6 +44,7 @@ class ServerFacts:
     processed: bool  # sampled tokens' log-probabilities are after temperature, top-p and masks, not before
     chosen_tokens: bool  # it knows prompt_logprob_token_ids
     takes_weights: bool
+    keeps_output_head: bool  # new weights do not reach its output layer
     weights: str | None  # the server's name for its weights; None if it does not say
     noise_nats: float
 
@@ -50,6 +53,11 @@ class ServerFacts:
         """What the server lacks to accept weights, for people."""
         if self.weights is None:
             return f"vLLM 0.27 or later, whose replies name the weights that they come from, and is {self.version}"
+        if self.keeps_output_head:
+            return (
+                "a GPU, because on a CPU vLLM goes on with the old output layer where the model ties it to its "
+                "embeddings (tie_word_embeddings)"
+            )
         return f"{DEVELOPER_MODE} in its environment"
 
 
@@ -77,13 +85,16 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     await _compare_vocabulary_sizes(client, deadline)
     max_logprobs = await _max_logprobs(client, deadline)
     settings = client.server.settings
+    keeps_output_head = weights is not None and await _keeps_output_head(client, deadline)
+    named = weights is not None and await _has_route(client, "/weight_info", deadline)
     return ServerFacts(
         version=version,
         max_model_len=model.max_model_len,
         max_logprobs=max_logprobs,
         processed=await _is_processed(client, deadline),
         chosen_tokens=await _has_chosen_tokens(client, deadline),
-        takes_weights=weights is not None and await _has_route(client, "/weight_info", deadline),
+        takes_weights=named and not keeps_output_head,
+        keeps_output_head=keeps_output_head,
         weights=weights,
         noise_nats=await _noise(client, max_logprobs, deadline)
         if settings.logprob_noise_nats is None
@@ -206,6 +217,23 @@ async def _has_route(client: VllmClient, path: str, deadline: float) -> bool:
     except NoSuchRouteError:
         return False
     return True
+
+
+async def _keeps_output_head(client: VllmClient, deadline: float) -> bool:
+    """Return whether the server runs a student with tied embeddings on a CPU.
+
+    There vLLM 0.32 packs the output layer once, and packs it again only if the weights name that layer, which those of
+    such a model do not. A server that does not tell where it runs is taken to be on a GPU.
+    """
+    if client.server.role != "student":
+        return False
+    try:
+        if not await ties_embeddings(client.server.files.directory):
+            return False
+        about = await client.server.get("/server_info", dict[str, Any], deadline=deadline)
+    except (DataError, RequestError):  # the first update names files that cannot be read
+        return False
+    return ON_A_CPU in str(about.get("vllm_config"))
 
 
 async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> float:

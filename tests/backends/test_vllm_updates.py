@@ -142,7 +142,11 @@ async def test_a_pause_that_is_not_answered_in_time_is_taken_back(connect: Conne
 
 async def test_a_server_that_takes_no_weights_is_told_what_it_lacks(connect: Connect) -> None:
     old = {"version": "0.25.1", "chosen_tokens": False}
-    for changes, need in ((old, "vLLM 0.27 or later.*0.25.1"), ({"developer_mode": False}, "VLLM_SERVER_DEV_MODE=1")):
+    for changes, need in (
+        (old, "vLLM 0.27 or later.*0.25.1"),
+        ({"developer_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"device": "cpu"}, "a GPU, because on a CPU vLLM goes on with the old output layer"),  # the model is tied
+    ):
         with structlog.testing.capture_logs() as logs:
             async with connect(**changes) as (backend, stand_in):
                 snapshot = WeightSnapshot(directory=str(stand_in.model), version=V0)

@@ -58,6 +58,7 @@ class StandIn:
         chosen_tokens: bool = True,
         paused: bool = False,
         developer_mode: bool = True,
+        device: str = "cuda",
     ) -> None:
         self.model, self.tokenizer, self.version, self.chosen_tokens = model, tokenizer, version, chosen_tokens
         logits = np.random.default_rng(0).normal(0.0, 2.0, (VOCAB, VOCAB))
@@ -66,6 +67,7 @@ class StandIn:
         self.names_weights = version >= "0.27"
         self.paused = paused
         self.developer_mode = developer_mode
+        self.device = device
         self.finish_reason = "length"
         self.calls: list[str] = []
         self.bodies: list[tuple[str, Any]] = []
@@ -88,6 +90,7 @@ class StandIn:
             "/weight_info": lambda: (
                 (200, {"weight_version": self.weights}) if self.names_weights and self.developer_mode else missing
             ),
+            "/server_info": lambda: (200, {"vllm_config": f"model='m', device_config={self.device}, seed=0"}),
             "/update_weight_version": lambda: self.rename(body["new_version"]),
             "/reset_prefix_cache": lambda: (200, {"success": True}),
             "/is_paused": lambda: (200, {"is_paused": self.paused}) if self.answers_developers else missing,
