@@ -39,6 +39,7 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "policies": GROUND | {"protocols"},
     "backends": GROUND | {"protocols", "spending", "serving", "checks"},
 }
+SIMULATING = {"tools": {"testing"}}  # `simulate` runs on virtual time; no run does
 FACADES = {"__init__", "__main__"}  # the package's own: what it shows, and its command
 
 
@@ -83,8 +84,9 @@ def callers(*names: str) -> set[str]:
 
 
 def test_servers_are_opened_in_one_place_only() -> None:
-    simulated = "spot_async/testing/faulty_run.py"  # whose servers are none
-    assert callers("ReplicaPool", "backend_factories") == {"spot_async/running/services.py", simulated}
+    # Simulated servers are none.
+    simulated = {"spot_async/testing/faulty_run.py", "spot_async/tools/simulate/simulation.py"}
+    assert callers("ReplicaPool", "backend_factories") - simulated == {"spot_async/running/services.py"}
 
 
 def test_every_room_has_a_floor_or_stands_beside_them() -> None:
@@ -93,11 +95,8 @@ def test_every_room_has_a_floor_or_stands_beside_them() -> None:
 
 @pytest.mark.parametrize("room", [*FLOORS, *BESIDE])
 def test_a_room_imports_only_from_below(room: str) -> None:
-    allowed = (
-        BESIDE[room]
-        if room in BESIDE
-        else {*FLOORS[FLOORS.index(room) :], *BESIDE} - {"backends", "policies", "testing"}
-    )
+    unseen = {"backends", "policies"} | ({"testing"} - SIMULATING.get(room, set()))
+    allowed = BESIDE[room] if room in BESIDE else {*FLOORS[FLOORS.index(room) :], *BESIDE} - unseen
     upwards = {
         (path.relative_to(ROOT).as_posix(), other)
         for own, path in modules()

@@ -1,4 +1,4 @@
-"""The commands that only read files: `data check`, `inspect`, `report` and `compare`. They start nothing."""
+"""The commands that read files and start nothing: `data check`, `inspect`, `report`, `compare` and `simulate`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from spot_async.cli.arguments import PagePath, RunPath
+from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
 from spot_async.cli.ending import fail, screen
-from spot_async.errors import ConfigError, DataError
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError, DataError, SpotError
 
 
 def check_data(
@@ -96,6 +97,41 @@ def report(
         commands.write_report(screen, run, html, more)
     except DataError as error:
         fail(error, code=2)
+
+
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="take rates and lengths from this run's files")
+    ] = None,
+    tuning: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="take servers from this .json file of `tune`; default: CONFIG's")
+    ] = None,
+    rates: Annotated[Path | None, typer.Option(metavar="FILE", help="a YAML file of stated rates")] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="state a rate, e.g. teacher.tokens_per_s=8000; may be given again"),
+    ] = None,
+    max_staleness: Annotated[int, typer.Option(min=0, max=16, help="simulate 0 to this many")] = 2,
+    iterations: Annotated[int, typer.Option(min=1, help="of each simulation that count")] = 6,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a page with plots")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+) -> None:
+    """Say how long an iteration of CONFIG would take with max_staleness 0, 1 and 2, and what binds it then.
+
+    The run's own program is run on virtual time, over servers and a trainer that work at the rates of a run, of `tune`,
+    or at those that you state. Nothing is started and no model is read.
+    """
+    from spot_async.tools.simulate import command
+
+    options = command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, page, json)
+    try:
+        command.run(screen, config, load_config(config, overrides or ()), options)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+    except SpotError as error:
+        fail(error, code=1)
 
 
 def compare_runs(

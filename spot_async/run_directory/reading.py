@@ -188,7 +188,11 @@ class RunFiles:
 
     def samples(self) -> Iterator[SampleSummary]:
         """Return all samples, in the order in which they were trained."""
-        return _lines(self.path / "samples.jsonl", SampleSummary)
+        return self.samples_as(SampleSummary)
+
+    def samples_as(self, kind: type[T]) -> Iterator[T]:
+        """Return all samples in that order, with the fields that `kind` has. The rest of a line is skipped."""
+        return _lines(self.path / "samples.jsonl", kind)
 
     def sample(self, wanted: str) -> tuple[int, SampleRecord]:
         """Return a sample's number and record. `wanted` is a number, or a problem's id for its latest sample.

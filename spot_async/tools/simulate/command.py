@@ -1,0 +1,135 @@
+"""`spot-async simulate`: gathers rates and lengths, simulates, and shows what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from spot_async.base.tasks import root_cause
+from spot_async.config import Config
+from spot_async.config.loading import apply_override, read_tree
+from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
+from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates
+from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
+from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate
+from spot_async.tools.simulate.view import outcome_table, rate_lines, simulation_page
+
+NEARLY = 1.03  # times the fastest iteration is as good
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """The options of the command. The command line has checked their ranges."""
+
+    run: Path | None = None  # whose files have rates and lengths
+    tuning: Path | None = None  # a file of `tune`; default: the one beside the configuration
+    rates: Path | None = None  # a file of stated rates
+    stated: Sequence[str] = ()  # single rates, key=value
+    max_staleness: int = 2
+    iterations: int = 6
+    page: Path | None = None
+    is_json: bool = False
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    rates: Tree
+    mean_response_tokens: float
+    outcomes: list[Outcome]
+
+
+def run(screen: Console, source: Path, config: Config, options: SimulateOptions) -> None:
+    """Simulate a configuration, and show it. Raises ConfigError or DataError for what cannot be simulated."""
+    if getattr(config.policy, "load", None) is not None:
+        raise ConfigError("policy.load: such a run asks no teacher, and what its file holds cannot be simulated")
+    if getattr(config.policy, "save", None) is not None:
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"save": None})})
+    rates, lengths, told = gathered(source, config, options)
+    workload = Workload.of(lengths, config.sampling.max_response_tokens)
+    try:
+        with screen.status("simulating"):
+            outcomes = simulate(
+                config, rates, workload, most_staleness=options.max_staleness, iterations=options.iterations
+            )
+    except ExceptionGroup as failures:
+        raise SpotError(f"the simulated run ended early: {root_cause(failures)}") from failures
+    if options.is_json:
+        found = Simulation(rates=rates.model_dump(), mean_response_tokens=lengths.mean, outcomes=outcomes)
+        screen.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False, highlight=False,
+                     soft_wrap=True)  # fmt: skip
+    else:
+        screen.print(outcome_table(outcomes))
+        for line in [*advice(outcomes), *told, *rate_lines(rates, lengths)]:
+            screen.print(Text(line), soft_wrap=True)
+    if options.page is not None:
+        page = simulation_page(source.stem, outcomes, [*advice(outcomes), *told, *rate_lines(rates, lengths)])
+        try:
+            options.page.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"--page {options.page}: cannot be written ({error.strerror}): name another") from None
+        if not options.is_json:
+            screen.print(Text(f"page: {options.page}"))
+
+
+def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[ClusterRates, Lengths, list[str]]:
+    """Return rates and lengths from all sources, and lines that name these. What is stated wins, then the run's own."""
+    sources = [_slots(config)]
+    told = []
+    tuning = options.tuning or tune_beside(source)
+    if tuning is not None:
+        sources.append(read_tune(tuning))
+        told.append(f"servers as spot-async tune measured them: {tuning}")
+    recorded = Recorded({}, None)
+    if options.run is not None:
+        recorded = read_run(options.run, config)
+        sources.append(recorded.rates)
+        told.append(f"as the run measured them, {', '.join(recorded.rates) or 'nothing'}: {options.run}")
+    stated: Tree = {} if options.rates is None else read_tree(options.rates)
+    for each in options.stated:
+        apply_override(stated, each)
+    sources.append(stated)
+    is_stated = "lengths" in stated
+    knows_lengths = recorded.lengths is not None and not is_stated
+    rates = cluster_rates(sources, config, make_policy(config).needs, knows_lengths=knows_lengths)
+    if recorded.lengths is not None and knows_lengths:
+        return rates, recorded.lengths, told
+    assert rates.lengths.median is not None
+    return rates, LogNormalLengths(rates.lengths.median, rates.lengths.sigma), told
+
+
+def _slots(config: Config) -> Tree:
+    """Return the slots of servers, where the configuration names them."""
+    found: Tree = {}
+    for role in ("student", "teacher", "reference"):
+        model = getattr(config, role)
+        slots = None if model is None else getattr(model.backend, "slots", None)
+        if slots is not None:
+            found[role] = {"slots": slots}
+    return found
+
+
+def advice(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return in words what staleness brings, and what binds then."""
+    strict, best = outcomes[0], min(outcomes, key=lambda each: each.iteration_s)
+    # The smallest that is nearly as fast: more staleness is no use by itself.
+    enough = next(each for each in outcomes if each.iteration_s <= NEARLY * best.iteration_s)
+    lines = []
+    if len(outcomes) == 1:
+        return [strict.bottleneck, *(f"* {line}" for line in strict.advice[:2])]
+    if enough.max_staleness:
+        lines.append(
+            f"max_staleness={enough.max_staleness} brings an iteration from {strict.iteration_s:.3g} to "
+            f"{enough.iteration_s:.3g} s, {enough.bound.seconds / enough.iteration_s:.0%} of what "
+            f"{enough.bound.by} allows"
+        )
+    else:
+        lines.append("staleness brings next to nothing here: stay with max_staleness=0")
+    lines += [f"then: {enough.bottleneck}", *(f"* {line}" for line in enough.advice[:2])]
+    return lines

@@ -1,0 +1,117 @@
+"""Holds what a simulation must know of a cluster: the rates of its servers, the trainer's, and lengths of responses.
+
+A rate is stated, or measured by a run or by `tune`. All have the same keys, so sources are laid over each other. Rates
+count response tokens. What a server does for the prompt of a request is part of the rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from spot_async.config import Config
+from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from spot_async.config.loading import laid_over, validate_as
+from spot_async.errors import ConfigError
+from spot_async.types import PolicyNeeds
+
+Tree = dict[str, Any]
+
+
+class ServerRates(Section):
+    """One server of a role. All servers of a role are alike."""
+
+    replicas: PositiveInt | None = Field(None, description="servers of the role; default: as configured")
+    tokens_per_s: PositiveFloat | None = Field(None, description="tokens a second of one server at most")
+    tokens_per_s_each: PositiveFloat | None = Field(None, description="tokens a second of one request at most")
+    request_s: NonNegativeFloat = Field(0.0, description="seconds of a request besides its tokens")
+    slots: PositiveInt | None = Field(None, description="requests that one server works on at a time; default: all")
+
+
+class TrainerRates(Section):
+    """The trainer, with all of its ranks."""
+
+    tokens_per_s: PositiveFloat | None = Field(None, description="response tokens trained a second")
+    fixed_s: NonNegativeFloat = Field(0.0, description="seconds of an iteration besides its tokens")
+
+
+class LogNormal(Section):
+    """Lengths of responses, log-normal."""
+
+    median: PositiveFloat | None = Field(None, description="tokens that half of the responses have at most")
+    sigma: NonNegativeFloat = Field(0.7, description="standard deviation of the logarithm of a length")
+
+
+class ClusterRates(Section):
+    """Everything that a simulation is told of a cluster."""
+
+    student: ServerRates = ServerRates()
+    teacher: ServerRates = ServerRates()
+    reference: ServerRates = ServerRates()
+    trainer: TrainerRates = TrainerRates()
+    update_s: NonNegativeFloat = Field(0.0, description="seconds of sending new weights to all student servers")
+    in_flight_updates: bool = Field(
+        True, description="whether student servers load weights while they have requests; else these end first"
+    )
+    candidates_s: NonNegativeFloat = Field(0.0, description="seconds in which the student scores candidates")
+    verdict_s: NonNegativeFloat = Field(0.0, description="seconds of a verdict")
+    lengths: LogNormal = LogNormal()
+
+    def of(self, role: str) -> ServerRates:
+        rates: ServerRates = getattr(self, role)
+        return rates
+
+
+def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, knows_lengths: bool) -> ClusterRates:
+    """Return the rates of all sources, of which the later ones win.
+
+    A role's own speed of a request is that of the server where nobody says. Raises ConfigError for a source that
+    cannot be read, and one line for what the run needs and no source has.
+    """
+    tree: Tree = {}
+    for source in sources:
+        tree = laid_over(source, tree)
+    rates = validate_as(ClusterRates, tree)
+    roles = served_roles(config, needs)
+    lacking = [f"{role}.tokens_per_s" for role in roles if rates.of(role).tokens_per_s is None]
+    if "student" in roles and rates.student.tokens_per_s_each is None:
+        lacking.append("student.tokens_per_s_each")
+    lacking += ["trainer.tokens_per_s"] if rates.trainer.tokens_per_s is None else []
+    lacking += ["lengths.median"] if rates.lengths.median is None and not knows_lengths else []
+    if lacking:
+        raise ConfigError(
+            f"{', '.join(lacking)}: not known: give --from RUN, a run of this configuration that has measured it, or "
+            f"state it, for example --rate {lacking[0]}=1000{_tuned(lacking)}"
+        )
+    servers = {role: _whole(rates.of(role), number) for role, number in roles.items()}
+    return rates.model_copy(update=servers)
+
+
+def served_roles(config: Config, needs: PolicyNeeds) -> Mapping[str, int]:
+    """Return the number of servers of each role that the policy asks, as configured.
+
+    Where the teacher writes the responses, the student only takes weights.
+    """
+    models = {
+        "student": None if needs.teacher_responses else config.student,
+        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
+        "reference": (config.reference or config.student) if needs.reference else None,
+    }
+    return {role: len(model.backend.servers()) for role, model in models.items() if model is not None}
+
+
+def _whole(rates: ServerRates, configured: int) -> ServerRates:
+    """Return a role's rates with nothing left out but the slots."""
+    return rates.model_copy(
+        update={
+            "replicas": rates.replicas or configured,
+            "tokens_per_s_each": rates.tokens_per_s_each or rates.tokens_per_s,
+        }
+    )
+
+
+def _tuned(lacking: list[str]) -> str:
+    servers = [key for key in lacking if key.split(".")[0] in ("student", "teacher", "reference")]
+    return "; spot-async tune measures servers" if servers else ""

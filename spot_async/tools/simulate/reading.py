@@ -1,0 +1,270 @@
+"""Reads rates and lengths from what a run left: metrics, samples and trace. `tune`'s file has rates as well.
+
+The trace says how long each request took, and the samples how many tokens it had. Without one of them, means over
+iterations must do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spot_async.config import Config
+from spot_async.errors import DataError
+from spot_async.run_directory.reading import RunFiles
+from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.telemetry.totals import Rows, total, training_s
+from spot_async.tools.simulate.fit import Speed, Timed, speed
+from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt
+from spot_async.tools.simulate.rates import Tree
+from spot_async.tools.tune.results import read_tuning
+
+RESPONSES = ("rollout", "teacher_response")  # stages whose answers are the responses of samples
+LOADING = (
+    *RESPONSES,
+    "probe",
+    "score",
+    "reference",
+)  # stages whose requests take the longer, the more tokens they have
+
+
+class RecordedCandidate(msgspec.Struct):
+    continuations: list[str] = []
+
+
+class RecordedBranch(msgspec.Struct):
+    position: int
+    candidates: list[RecordedCandidate] = []
+
+
+class RecordedSample(msgspec.Struct):
+    """What lengths need of a sample."""
+
+    iteration: int
+    problem_id: str = ""
+    response_ids: list[int] = []
+    branches: list[RecordedBranch] = []
+
+
+class Slice(msgspec.Struct):
+    """What rates need of a line of `trace.json`. Times are in microseconds."""
+
+    ph: str
+    name: str = ""
+    ts: int = 0
+    dur: int = 0
+    args: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run says of its cluster and of its responses."""
+
+    rates: Tree
+    lengths: RecordedLengths | None
+
+
+def read_run(path: Path, config: Config) -> Recorded:
+    """Return what a run has measured. Raises DataError where it is none of this student's."""
+    files = RunFiles(path)
+    if files.is_evaluation:
+        raise DataError(f"--from {path}: is an evaluation; give a training run")
+    trained = files.config()
+    student = str((trained.get("student") or {}).get("model", ""))
+    if not _same_path(student, config.student.model):
+        raise DataError(
+            f"--from {path}: that run trained {student}, and its rates and lengths say nothing of "
+            f"{config.student.model}: give a run of this student, or state them (--rate)"
+        )
+    rows = files.metrics()
+    if not rows:
+        raise DataError(f"--from {path}: no iteration has finished, so nothing was measured")
+    rows = rows[1:] if len(rows) > 2 else rows  # in the first one, servers and trainer warm up
+    samples = list(files.samples_as(RecordedSample))
+    prompts = _prompts(samples, rows)
+    requests = _requests(files, trained, samples, _tokens_per_character(samples, rows))
+    rates = _trainer(rows) | _stage_seconds(requests)
+    for role in ("student", "teacher", "reference"):
+        if role != "student" and not _same_role(trained, config, role):
+            continue
+        backend = (trained.get(role) or {}).get("backend") or {}
+        found = _of_requests(requests, role, backend.get("slots")) or _of_means(rows, role, _replicas(backend))
+        if found is not None:
+            rates[role] = found._asdict()
+    return Recorded(rates, RecordedLengths(prompts) if prompts else None)
+
+
+def read_tune(path: Path) -> Tree:
+    """Return the rates that `tune` measured. Raises DataError."""
+    rates: Tree = {}
+    for ramp in read_tuning(path).ramps:
+        speeds = [level.tokens_per_s for level in ramp.levels]
+        if ramp.server == "verifier" and ramp.levels:
+            rates["verdict_s"] = ramp.levels[0].p50_s
+        elif any(speeds):
+            each = max(level.tokens_per_s / level.concurrency for level in ramp.levels)
+            rates[ramp.server] = {"tokens_per_s": max(speeds), "tokens_per_s_each": each}
+    return rates
+
+
+def tune_beside(config: Path) -> Path | None:
+    """Return the file that `spot-async tune` wrote for a configuration by default, if it is there."""
+    name = config.stem if config.stem.endswith(".tuned") else f"{config.stem}.tuned"
+    path = config.with_name(f"{name}.json")
+    return path if path.exists() else None
+
+
+def _prompts(samples: Sequence[RecordedSample], rows: Rows) -> list[RecordedPrompt]:
+    """Return what was generated for each prompt. The samples of one prompt follow each other."""
+    each_character = _tokens_per_character(samples, rows)
+    return [
+        RecordedPrompt(
+            tuple(len(sample.response_ids) for sample in group),
+            tuple(each_character * len(text) for sample in group for text in _texts(sample)),
+        )
+        for _, group in ((key, list(found)) for key, found in groupby(samples, lambda s: (s.iteration, s.problem_id)))
+    ]
+
+
+def _texts(sample: RecordedSample) -> Iterator[str]:
+    """Yield the texts of a sample's probes. An empty one needed no request."""
+    for branch in sample.branches:
+        for candidate in branch.candidates:
+            yield from (text for text in candidate.continuations if text)
+
+
+def _tokens_per_character(samples: Sequence[RecordedSample], rows: Rows) -> float:
+    """Return the tokens of a probe for each character of its text, since samples have no other length of it."""
+    characters = sum(len(text) for sample in samples for text in _texts(sample))
+    tokens = [row["probe/tokens"] for row in rows if "probe/tokens" in row]
+    if not characters or not tokens:
+        return 1.0
+    return sum(tokens) / len(tokens) * len(samples) / characters
+
+
+def _trainer(rows: Rows) -> Tree:
+    steps = [row for row in rows if row.get("train/train_s") and row.get("train/tokens")]
+    if not steps:
+        return {}
+    train_s = total(steps, "train/train_s")
+    return {
+        "trainer": {
+            "tokens_per_s": total(steps, "train/tokens") / train_s,
+            "fixed_s": max(0.0, (total(steps, "time/train_s") - train_s) / len(steps)),
+        },
+        "update_s": total(steps, "time/update_weights_s") / len(steps),
+    }
+
+
+def _requests(
+    files: RunFiles, trained: Mapping[str, Any], samples: Sequence[RecordedSample], each_character: float
+) -> dict[str, list[Timed]]:
+    """Return the requests of each stage, as far as their tokens are known; none without a trace or without samples."""
+    if (trained.get("run") or {}).get("samples_every", 1) != 1:
+        return {}
+    found: dict[tuple[str, int, Any], list[Slice]] = defaultdict(list)  # by stage, prompt and part of it
+    ended: set[int] = set()
+    for each in _slices(files.path / "trace.json"):
+        prompt = each.args.get("prompt")
+        if each.name.startswith("iteration ") and "requests" in each.args:
+            break  # from here on, the trace has not every request
+        if prompt is None or ("outcome" in each.args and each.name != "prompt"):
+            continue
+        if each.name == "prompt" and each.args.get("outcome") == "queued":
+            ended.add(prompt)
+        elif each.name in STAGE_SERVERS:
+            found[each.name, prompt, tuple(each.args.get("part", ()))].append(each)
+    requests: dict[str, list[Timed]] = defaultdict(list)
+    left = iter(samples)
+    for prompt in sorted(ended):
+        count = max(1, *(len(found.get((stage, prompt, ()), ())) for stage in RESPONSES))
+        own = [sample for _, sample in zip(range(count), left, strict=False)]
+        lengths: dict[tuple[str, Any], list[float]] = {
+            (stage, ()): [float(len(sample.response_ids)) for sample in own] for stage in LOADING if stage != "probe"
+        }
+        for sample in own:
+            for branch in sample.branches:
+                texts = _texts(RecordedSample(0, branches=[branch]))
+                lengths["probe", (branch.position,)] = [each_character * len(text) for text in texts]
+        for (stage, part), tokens in lengths.items():
+            # Which of a part's requests had which answer is not recorded. The longer one took longer.
+            slices = sorted(found.get((stage, prompt, part), ()), key=lambda each: each.dur)
+            if len(slices) == len(tokens):
+                requests[stage] += map(_timed, slices, sorted(tokens))
+    for stage in ("candidates", "verify"):
+        requests[stage] = [_timed(each, 0.0) for key, slices in found.items() if key[0] == stage for each in slices]
+    return requests
+
+
+def _timed(each: Slice, tokens: float) -> Timed:
+    return Timed(str(each.args.get("server", "")), each.ts / 1e6, (each.ts + each.dur) / 1e6, tokens)
+
+
+def _slices(path: Path) -> Iterator[Slice]:
+    """Yield the spans of a trace, of one that was cut short too."""
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(Slice)
+    with path.open("rb") as file:
+        for line in file:
+            if line.startswith(b'{"ph":"X"'):
+                try:
+                    yield decoder.decode(line.rstrip(b",\n"))
+                except msgspec.MsgspecError:
+                    return
+
+
+def _stage_seconds(requests: Mapping[str, Sequence[Timed]]) -> Tree:
+    """Return the mean seconds of requests that are not counted in tokens."""
+    names = {"candidates": "candidates_s", "verify": "verdict_s"}
+    return {
+        names[stage]: sum(each.ended_s - each.started_s for each in requests[stage]) / len(requests[stage])
+        for stage in names
+        if requests.get(stage)
+    }
+
+
+def _of_requests(requests: Mapping[str, Sequence[Timed]], role: str, slots: int | None) -> Speed | None:
+    own = [each for stage in LOADING if STAGE_SERVERS[stage] == role for each in requests.get(stage, ())]
+    return speed(own, slots if role == "student" else None) if own else None
+
+
+def _of_means(rows: Rows, role: str, replicas: int) -> Speed | None:
+    """Return a speed from means over iterations: what a request had, and what all had together while they were waited
+    for.
+    """
+    stages = [stage for stage in LOADING if STAGE_SERVERS[stage] == role]
+    busy_s = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows for stage in stages)
+    wait_s = total(rows, "time/wait_for_batch_s")
+    if role == "student":
+        tokens = sum(row.get("throughput/generated_tokens_per_s", 0.0) * training_s(row) for row in rows)
+    else:
+        tokens = total(rows, "train/tokens")
+    if busy_s <= 0 or wait_s <= 0 or tokens <= 0:
+        return None
+    each = tokens / busy_s
+    return Speed(max(each, tokens / wait_s / replicas), each, 0.0)
+
+
+def _replicas(backend: Mapping[str, Any]) -> int:
+    """Return how many servers a resolved backend section has: a number, or a list of addresses or of launches."""
+    lists = [len(value) for value in (backend.get("url"), backend.get("launch")) if isinstance(value, list)]
+    return max([int(backend.get("replicas") or 1), *lists])
+
+
+def _same_role(trained: Mapping[str, Any], config: Config, role: str) -> bool:
+    """Whether a role has the same model in both. A reference without a section is the student."""
+    ours, theirs = getattr(config, role), trained.get(role)
+    if ours is None or theirs is None:
+        return ours is None and theirs is None and role == "reference"
+    return _same_path(str(theirs.get("model", "")), ours.model)
+
+
+def _same_path(one: str, other: str) -> bool:
+    return one == other or Path(one).resolve() == Path(other).resolve()

@@ -1,0 +1,201 @@
+"""Simulates servers and a trainer that work at stated rates. Replies and numbers are those of `testing/services.py`.
+
+Rates and lengths are in grains here (`lengths.Workload`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from spot_async.base.seeds import derive_seed
+from spot_async.testing.replies import INITIAL_VERSION, capabilities, generation
+from spot_async.testing.services import (
+    END_TOKEN,
+    VOCAB_SIZE,
+    Latency,
+    SimulatedStudent,
+    SimulatedTeacher,
+    SimulatedTrainer,
+)
+from spot_async.testing.shared_processor import SharedProcessor
+from spot_async.tools.simulate.lengths import Workload
+from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates
+from spot_async.types import (
+    Capabilities,
+    Generation,
+    IntArray,
+    Problem,
+    Prompt,
+    SamplingSettings,
+    Supervision,
+    TokenScores,
+    TrainReport,
+    VersionSpan,
+    WeightSnapshot,
+    WeightVersion,
+)
+
+AT_ONCE = Latency(0.0, 0.0, 0.0)
+UNLIMITED = 1 << 30
+PROMPT_TOKENS = 8  # of a simulated prompt; what real ones cost is part of the rates
+FIRST_TOKEN, BASE = 2, VOCAB_SIZE - 2  # the two before it are special
+
+
+def prompts() -> Iterator[Prompt]:
+    """Return prompts without end. The tokens of each are the digits of its ordinal, so that servers know it."""
+    for ordinal in count():
+        digits = [ordinal // BASE**place % BASE for place in range(PROMPT_TOKENS)]
+        token_ids = np.array(digits, np.int32) + FIRST_TOKEN
+        yield Prompt(ordinal=ordinal, problem=Problem(id=f"p{ordinal}", text="", answer="1"), token_ids=token_ids)
+
+
+def ordinal_of(prompt_ids: IntArray) -> int:
+    """Return the ordinal of the prompt that these tokens begin with."""
+    digits = (prompt_ids[:PROMPT_TOKENS] - FIRST_TOKEN).tolist()
+    return sum(digit * BASE**place for place, digit in enumerate(digits))
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Where a response began: what the processor had done by then, and how many updates there had been."""
+
+    done: float
+    updates: int
+
+
+class RatedServer:
+    """A simulated server: its requests share its processor. Those that generate wait for a slot."""
+
+    def __init__(self, rates: ServerRates, workload: Workload, *, update_s: float, in_flight_updates: bool) -> None:
+        """Make a server. One without rates may be asked for nothing."""
+        most, each = (rates.tokens_per_s or 0.0) / workload.grain, (rates.tokens_per_s_each or 0.0) / workload.grain
+        self.grains: Counter[int] = Counter()  # worked off so far, by prompt
+        self._rates = rates
+        self._workload = workload
+        self._update_s = update_s
+        self._in_flight_updates = in_flight_updates
+        self._processor = SharedProcessor(lambda requests: min(each, most / requests))
+        self._slots = asyncio.Semaphore(rates.slots or UNLIMITED)
+        self._updates: list[tuple[float, WeightVersion]] = [(0.0, INITIAL_VERSION)]  # by what the processor had done
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def ping(self, *, deadline: float) -> None:
+        pass
+
+    async def capabilities(self, *, deadline: float) -> Capabilities:
+        return capabilities(VOCAB_SIZE, slots=self._rates.slots, in_flight_updates=self._in_flight_updates)
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """Load weights. Requests in flight stand still meanwhile, and go on with the new ones."""
+        self._processor.pause(True)
+        try:
+            await asyncio.sleep(self._update_s)
+        finally:
+            self._processor.pause(False)
+        self._updates.append((self._processor.each_got, snapshot.version))
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling: SamplingSettings,
+        *,
+        top_k: int = 0,
+        session: str | None = None,
+        deadline: float,
+    ) -> Generation:
+        most, ordinal = sampling.max_tokens, ordinal_of(prompt_ids)
+        length = self._workload.grains(ordinal, sampling.seed, most)
+        async with self._slots:
+            begun = await self.work(length, ordinal)
+        rng = np.random.default_rng(derive_seed(sampling.seed, "tokens"))
+        token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
+        if length < most:
+            token_ids[-1] = END_TOKEN
+        reply = generation(
+            token_ids, -rng.random(length, dtype=np.float32), finish_reason="stop" if length < most else "length"
+        )
+        return msgspec.structs.replace(reply, version_spans=self._spans(begun, length))
+
+    async def work(self, grains: int, ordinal: int) -> _Begun:
+        """Work off a request of a prompt; return where that began."""
+        if self._rates.request_s:
+            await asyncio.sleep(self._rates.request_s)
+        begun = _Begun(self._processor.each_got, len(self._updates))
+        await self._processor.do(grains)
+        self.grains[ordinal] += grains
+        return begun
+
+    def _spans(self, begun: _Begun, length: int) -> tuple[VersionSpan, ...]:
+        """Return the versions of a response's tokens, of those that were generated between two updates the same."""
+        later = [(min(length, round(done - begun.done)), version) for done, version in self._updates[begun.updates :]]
+        cuts = [(0, self._updates[begun.updates - 1][1]), *later]
+        ends = [*(start for start, _ in later), length]
+        return tuple(
+            VersionSpan(start, end, version) for (start, version), end in zip(cuts, ends, strict=True) if end > start
+        )
+
+
+class RatedStudent(RatedServer, SimulatedStudent):
+    """A server of the student."""
+
+    def __init__(self, cluster: ClusterRates, workload: Workload) -> None:
+        super().__init__(
+            cluster.student, workload, update_s=cluster.update_s, in_flight_updates=cluster.in_flight_updates
+        )
+        self.requests = 0
+        self._candidates_s = cluster.candidates_s
+
+    @property
+    def version(self) -> WeightVersion:  # type: ignore[override]
+        return self._updates[-1][1]
+
+    async def _work(self, tokens: int, rng: np.random.Generator) -> None:
+        """Take the time of candidates, the only request that its base class answers."""
+        await asyncio.sleep(self._candidates_s)
+
+
+class RatedTeacher(RatedServer, SimulatedTeacher):
+    """A server of the teacher or of the reference."""
+
+    def __init__(self, rates: ServerRates, workload: Workload) -> None:
+        super().__init__(rates, workload, update_s=0.0, in_flight_updates=False)
+        self.latency = AT_ONCE
+
+    async def score(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
+        await self.work(len(response_ids), ordinal_of(prompt_ids))
+        return await super().score(prompt_ids, response_ids, **request)
+
+
+class RatedTrainer(SimulatedTrainer):
+    """A trainer that takes a fixed time and some for each token."""
+
+    def __init__(self, rates: TrainerRates, grain: int) -> None:
+        super().__init__()
+        self._rates = rates
+        self._grain = grain
+
+    def seconds(self, batch: Sequence[Supervision]) -> float:
+        assert self._rates.tokens_per_s is not None
+        return (
+            self._rates.fixed_s + sum(len(each.response_ids) for each in batch) * self._grain / self._rates.tokens_per_s
+        )
+
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+        self.step_s = self.seconds(batch)
+        return await super().train(iteration, batch)

@@ -1,0 +1,210 @@
+"""Runs a configuration's orchestrator on virtual time, over servers and a trainer that work at stated rates.
+
+Policy, stages, replica pools, admission and the search for the bottleneck are those of a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from spot_async.base import registry
+from spot_async.base.tasks import watched
+from spot_async.config import Config
+from spot_async.protocols import Policy
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
+from spot_async.telemetry.totals import GENERATING
+from spot_async.testing.services import VOCAB_SIZE, SimulatedVerifier
+from spot_async.testing.simulation import make_run, policy_context
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.tools.simulate.bound import Bound, bound
+from spot_async.tools.simulate.lengths import Workload
+from spot_async.tools.simulate.observer import Observed, Observer
+from spot_async.tools.simulate.rates import ClusterRates, served_roles
+from spot_async.tools.simulate.services import RatedServer, RatedStudent, RatedTeacher, RatedTrainer, prompts
+
+WARM_UP = 2  # iterations for each n, and one more: until then a run has not found its rhythm
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated iteration."""
+
+    seconds: float
+    train_s: float
+    queued: float  # mean number of prompts that are finished and in no batch yet
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run with one `max_staleness` came to, in the iterations that count."""
+
+    max_staleness: int
+    iteration_s: float
+    bound: Bound
+    bottleneck: str
+    advice: Sequence[str]
+    trainer_idle: float  # share of the time
+    busy: dict[str, float]  # share of its rate that each role used
+    lag_mean: float  # of a response token, in iterations
+    lag_max: int
+    lags: dict[int, int]  # response tokens by lag
+    queue_mean: float
+    queue_max: int
+    rows: list[Row]
+
+
+def make_policy(config: Config) -> Policy:
+    """Return the configured policy. It may ask for no more candidates than the simulated vocabulary has."""
+    narrow = {
+        name: min(value, VOCAB_SIZE)
+        for name, value in config.policy
+        if name.endswith("top_k") and isinstance(value, int)
+    }
+    settings = config.policy.model_copy(update=narrow)
+    policy: Policy = registry.load("policies", config.policy.kind)(settings, policy_context(run_seed=config.run.seed))
+    return policy
+
+
+def simulate(
+    config: Config, rates: ClusterRates, workload: Workload, *, most_staleness: int, iterations: int
+) -> list[Outcome]:
+    """Return what each `max_staleness` from 0 to `most_staleness` comes to. `iterations` of each count.
+
+    Before the iterations that count come some in which the run gets going, and after them some in which it comes to
+    its end.
+    """
+    outcomes: list[Outcome] = []
+    for staleness in range(most_staleness + 1):
+        # Batches that were admitted together may finish together, which repeats every n + 1 iterations.
+        counted = max(1, iterations // (staleness + 1)) * (staleness + 1)
+        first = 1 + WARM_UP * staleness
+        last = first + counted
+        observed = _run(config, rates, workload, staleness, last + staleness, {first, last})
+        strict_s = outcomes[0].iteration_s if outcomes else None
+        outcomes.append(_outcome(staleness, rates, workload, observed[first - 1 : last], strict_s))
+    return outcomes
+
+
+def _run(
+    config: Config, rates: ClusterRates, workload: Workload, staleness: int, iterations: int, judged: set[int]
+) -> list[Observed]:
+    """Run on virtual time to the end, and return all iterations."""
+    return run_on_virtual_time(_finished(config, rates, workload, staleness, iterations, judged))
+
+
+async def _finished(
+    config: Config, rates: ClusterRates, workload: Workload, staleness: int, iterations: int, judged: set[int]
+) -> list[Observed]:
+    policy, batch_size = make_policy(config), config.training.batch_size
+    servers = {
+        role: [_server(role, rates, workload) for _ in range(rates.of(role).replicas or 1)]
+        for role in {"student": 0, **served_roles(config, policy.needs)}  # all students take weights
+    }
+    async with AsyncExitStack() as stack:
+        # A pool stands for its servers in every way, which types cannot say.
+        pools: dict[str, Any] = {
+            role: await stack.enter_async_context(_pool(role, config, own)) for role, own in servers.items()
+        }
+        run = make_run(
+            policy,
+            student=pools["student"],
+            teacher=pools.get("teacher"),
+            reference=pools.get("reference"),
+            verifier=SimulatedVerifier(latency_s=rates.verdict_s),
+            trainer=RatedTrainer(rates.trainer, workload.grain),
+            capabilities={"student": await pools["student"].capabilities(deadline=0.0)},
+            prompts=prompts(),
+            config=config.stages,
+            sampling=config.sampling.model_copy(update={"max_response_tokens": workload.most}),
+            seed=config.run.seed,
+            iterations=iterations,
+            batch_size=batch_size,
+            max_staleness=staleness,
+            capacity_prompts=max(config.queue.capacity_prompts or 0, (staleness + 1) * batch_size),
+            capacity_bytes=config.queue.capacity_bytes,
+        )
+        live = LiveBottleneck(
+            run.orchestrator,
+            lambda line: None,
+            every_s=0.0,
+            batch_size=batch_size,
+            replicas=lambda: replica_states(pools),
+            slots=lambda stage, down: _slots(stage, rates),
+        )
+        observer = Observer(run.orchestrator.book, servers, live, judged)
+        run.stages.events.subscribe(observer)
+        await watched(run.orchestrator.run(), [pool.watch for pool in pools.values()])
+        return observer.iterations
+
+
+def _server(role: str, rates: ClusterRates, workload: Workload) -> RatedServer:
+    return RatedStudent(rates, workload) if role == "student" else RatedTeacher(rates.of(role), workload)
+
+
+def _pool(role: str, config: Config, servers: Sequence[RatedServer]) -> ReplicaPool[RatedServer]:
+    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
+    made = {f"{role}-{number}": partial(_same, server) for number, server in enumerate(servers, 1)}
+    return ReplicaPool(role, made, (models[role] or config.student).serving)
+
+
+def _same(server: RatedServer) -> RatedServer:
+    return server
+
+
+def _slots(stage: str, rates: ClusterRates) -> int | None:
+    """Return how many requests of a stage its servers work on at a time, all together."""
+    own = rates.of(STAGE_SERVERS[stage]) if stage in GENERATING else None
+    return None if own is None or own.slots is None else own.slots * (own.replicas or 1)
+
+
+def _outcome(
+    staleness: int, rates: ClusterRates, workload: Workload, observed: Sequence[Observed], strict_s: float | None
+) -> Outcome:
+    """Return what the iterations after the first of `observed` came to."""
+    before, counted = observed[0], observed[1:]
+    total_s = counted[-1].ended_s - before.ended_s
+    iteration_s, train_s = total_s / len(counted), sum(each.train_s for each in counted) / len(counted)
+    servers_s = {
+        role: sum(each.grains[role] for each in counted) * workload.grain / len(counted) / _tokens_per_s(rates, role)
+        for role in before.grains
+        if rates.of(role).tokens_per_s is not None
+    }
+    lags: Counter[int] = Counter()
+    for each in counted:
+        lags.update(each.lags)
+    starts_s = [each.ended_s for each in observed]
+    rows = [
+        Row(
+            seconds=each.ended_s - start_s,
+            train_s=each.train_s,
+            queued=each.queued_prompts_s / (each.ended_s - start_s),
+        )
+        for start_s, each in zip(starts_s, counted, strict=False)
+    ]
+    bottleneck = counted[-1].bottleneck
+    return Outcome(
+        max_staleness=staleness,
+        iteration_s=iteration_s,
+        bound=bound(staleness, servers_s, train_s, rates.update_s, strict_s or iteration_s),
+        bottleneck=bottleneck.sentence,
+        advice=bottleneck.advice,
+        trainer_idle=1.0 - train_s / iteration_s,
+        busy={role: seconds / iteration_s for role, seconds in servers_s.items()},
+        lag_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(1, lags.total()),
+        lag_max=max(lags, default=0),
+        lags={lag: tokens * workload.grain for lag, tokens in sorted(lags.items())},
+        queue_mean=sum(each.queued_prompts_s for each in counted) / total_s,
+        queue_max=max(each.most_queued for each in counted),
+        rows=rows,
+    )
+
+
+def _tokens_per_s(rates: ClusterRates, role: str) -> float:
+    own = rates.of(role)
+    return (own.tokens_per_s or 1.0) * (own.replicas or 1)

@@ -1,0 +1,124 @@
+"""Shows a simulation to people: a table in the terminal, and a page with plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from spot_async.telemetry.bottleneck import percent
+from spot_async.tools.inspect.report import Plot, Section
+from spot_async.tools.pages import svg
+from spot_async.tools.pages.series import Series, seconds, short_number
+from spot_async.tools.pages.templates import templates
+from spot_async.tools.simulate.lengths import Lengths
+from spot_async.tools.simulate.rates import ClusterRates
+from spot_async.tools.simulate.simulation import Outcome
+
+
+def headings(outcomes: Sequence[Outcome]) -> list[str]:
+    return ["max_staleness", "iteration", "bound", "by", "trainer idle", *(f"{role} busy" for role in outcomes[0].busy),
+            "lag mean", "largest", "queue mean", "largest"]  # fmt: skip
+
+
+def cells(outcome: Outcome) -> list[str]:
+    return [
+        str(outcome.max_staleness),
+        f"{outcome.iteration_s:.3g} s",
+        f"{outcome.bound.seconds:.3g} s",
+        outcome.bound.by,
+        percent(outcome.trainer_idle),
+        *(percent(share) for share in outcome.busy.values()),
+        f"{outcome.lag_mean:.2f}",
+        str(outcome.lag_max),
+        f"{outcome.queue_mean:.0f}",
+        str(outcome.queue_max),
+    ]
+
+
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """Return the simulations as a table with a column for each, since figures are more than simulations."""
+    names, *columns = headings(outcomes), *map(cells, outcomes)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate([names[0], *(column[0] for column in columns)]):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for line in zip(names[1:], *(column[1:] for column in columns), strict=True):
+        table.add_row(*line)
+    for lag in sorted({lag for outcome in outcomes for lag in outcome.lags}):
+        table.add_row(f"tokens with lag {lag}", *(percent(share) for share in lag_shares(outcomes, lag)))
+    return table
+
+
+def lag_shares(outcomes: Sequence[Outcome], lag: int) -> list[float]:
+    return [outcome.lags.get(lag, 0) / max(1, sum(outcome.lags.values())) for outcome in outcomes]
+
+
+def rate_lines(rates: ClusterRates, lengths: Lengths) -> list[str]:
+    """Return the rates that were simulated, in words."""
+    lines = []
+    for role in ("student", "teacher", "reference"):
+        own = rates.of(role)
+        if own.tokens_per_s is None or own.tokens_per_s_each is None:
+            continue
+        parts = [f"{own.replicas or 1} x {own.tokens_per_s:.4g} tokens/s", f"{own.tokens_per_s_each:.4g} each"]
+        parts += [f"{own.slots} slots"] if own.slots else []
+        parts += [f"{own.request_s:.2g} s a request"] if own.request_s else []
+        lines.append(f"{role}: {', '.join(parts)}")
+    trainer = f"trainer: {rates.trainer.tokens_per_s:.4g} tokens/s and {rates.trainer.fixed_s:.2g} s"
+    others = (
+        f"weight update {rates.update_s:.2g} s, candidates {rates.candidates_s:.2g} s, verdict {rates.verdict_s:.2g} s"
+    )
+    return [*lines, f"{trainer}; {others}; responses of {lengths.mean:.0f} tokens on average"]
+
+
+def simulation_section(outcomes: Sequence[Outcome]) -> Section:
+    """Return plots that compare the simulations."""
+    names = [f"max_staleness {each.max_staleness}" for each in outcomes]
+    lags = range(1 + max(outcome.lag_max for outcome in outcomes))
+    shares = [
+        (name, [lag_shares([outcome], lag)[0] for lag in lags]) for name, outcome in zip(names, outcomes, strict=True)
+    ]
+    times = [
+        Series(name, [(i, row.seconds) for i, row in enumerate(outcome.rows, 1)])
+        for name, outcome in zip(names, outcomes, strict=True)
+    ]
+    queued = [
+        Series(name, [(i, row.queued) for i, row in enumerate(outcome.rows, 1)])
+        for name, outcome in zip(names, outcomes, strict=True)
+    ]
+    return Section(
+        "By max_staleness",
+        (
+            Plot("Seconds of an iteration", "The bound, and what is lost above it.",
+                 svg.row_plot(names, [("bound", [each.bound.seconds for each in outcomes]),
+                                      ("above it", [each.iteration_s - each.bound.seconds for each in outcomes])],
+                              format_x=seconds)),
+            Plot("What an iteration needs", "Seconds of work at full rate, of each server and of the trainer.",
+                 svg.row_plot(list(outcomes[0].bound.parts), [("", list(outcomes[0].bound.parts.values()))],
+                              format_x=seconds)),
+            Plot("Trainer idle", "Share of the time.",
+                 svg.row_plot(names, [("", [each.trainer_idle for each in outcomes])], format_x=percent)),
+            Plot("Lag", "Share of the response tokens by the iterations that their weights are behind.",
+                 svg.histogram(list(range(len(lags) + 1)), shares, x_name="iterations", format_y=percent)),
+            Plot("Iterations", "Batches that were admitted together may finish together.",
+                 svg.line_plot(times, format_y=seconds, from_zero=True, smooth=False)),
+            Plot("Supervision queue", "Prompts that are finished and in no batch yet, mean of each iteration.",
+                 svg.line_plot(queued, format_y=short_number, from_zero=True, smooth=False)),
+        ),
+    )  # fmt: skip
+
+
+def simulation_page(name: str, outcomes: Sequence[Outcome], lines: Sequence[str]) -> str:
+    """Return the page of a simulation."""
+    return (
+        templates()
+        .get_template("simulation.html")
+        .render(
+            name=name,
+            lines=lines,
+            headings=headings(outcomes),
+            rows=[cells(outcome) for outcome in outcomes],
+            section=simulation_section(outcomes),
+        )
+    )

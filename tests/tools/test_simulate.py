@@ -1,0 +1,197 @@
+"""`spot-async simulate`: no bound is beaten, a run's own rates give its own times, and bad input gets one line."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from spot_async.cli import app
+from spot_async.config import Config
+from spot_async.config.loading import config_from
+from spot_async.errors import ConfigError, DataError
+from spot_async.loop.events import IterationFinished
+from spot_async.policies.spot import SpotPolicy
+from spot_async.telemetry.run_log import iteration_metrics, sample_line
+from spot_async.telemetry.trace import trace_to
+from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer
+from spot_async.testing.services import Latency, SimulatedTeacher, SimulatedTrainer
+from spot_async.testing.simulation import make_policy as make_simulated_policy
+from spot_async.testing.simulation import make_run, same_limits
+from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.tools.simulate.command import SimulateOptions, gathered
+from spot_async.tools.simulate.fit import Timed, speed
+from spot_async.tools.simulate.lengths import Workload
+from spot_async.tools.simulate.simulation import Outcome, simulate
+
+BATCH = 8
+RATES: dict[str, Any] = {
+    "student": {"tokens_per_s": 4000, "tokens_per_s_each": 200},
+    "teacher": {"tokens_per_s": 4000},
+    "trainer": {"tokens_per_s": 4000, "fixed_s": 0.2},
+    "update_s": 0.3,
+    "lengths": {"median": 300, "sigma": 0.8},
+}
+
+
+def configuration(policy: Any = "opd", **changes: Any) -> Config:
+    servers = {"kind": "vllm", "url": "http://localhost:8000"}
+    return config_from(
+        {
+            "student": {"model": "a/student", "backend": servers},
+            "teacher": {"model": "a/teacher", "backend": servers},
+            "data": {"train": "problems.jsonl"},
+            "policy": policy,
+            "sampling": {"max_response_tokens": 2000},
+            "training": {"iterations": 4, "batch_size": BATCH, "mini_batch_size": BATCH},
+            **changes,
+        }
+    )
+
+
+def outcomes(
+    config: Config, tmp_path: Path, *stated: str, max_staleness: int = 2, run: Path | None = None, rates: Any = RATES
+) -> list[Outcome]:
+    file = tmp_path / "rates.yaml"
+    file.write_text(yaml.safe_dump(rates))
+    options = SimulateOptions(run, rates=None if run else file, stated=stated)
+    found, lengths, _ = gathered(tmp_path / "run.yaml", config, options)
+    workload = Workload.of(lengths, config.sampling.max_response_tokens)
+    return simulate(config, found, workload, most_staleness=max_staleness, iterations=3)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stated", "by"),
+    [
+        ("opd", ["student.tokens_per_s=1500"], "student"),
+        ("opd", ["teacher.tokens_per_s=1000"], "teacher"),
+        ("opd", ["trainer.tokens_per_s=1000"], "trainer"),
+        ("opd", ["update_s=3"], "one batch's way"),
+        ("spot", [], "student"),
+    ],
+)
+def test_no_bound_is_beaten_and_no_token_is_older_than_allowed(policy, stated, by, tmp_path):
+    # Responses of equal length make all batches alike, so that the bound holds of any few of them.
+    equal = [*stated, "lengths.sigma=0"] if policy == "opd" else stated
+    strict, one, two = found = outcomes(configuration(policy), tmp_path, *equal)
+    noise = 1e-9 if policy == "opd" else 0.05
+    assert all(each.iteration_s >= (1 - noise) * each.bound.seconds for each in found)
+    assert [each.lag_max <= each.max_staleness for each in found] == [True] * 3
+    assert strict.bound.by.startswith(by) or by in (one.bound.by, two.bound.by)
+    assert two.iteration_s <= (1 + noise) * one.iteration_s <= (1 + noise) ** 2 * strict.iteration_s
+
+
+def test_more_servers_make_no_run_slower(tmp_path):
+    slow = "student.tokens_per_s=500"
+    times = [outcomes(configuration(), tmp_path, slow, f"student.replicas={number}") for number in (1, 2, 4)]
+    for fewer, more in pairwise(times):
+        for before, after in zip(fewer, more, strict=True):
+            assert after.iteration_s <= 1.03 * before.iteration_s
+    assert times[2][0].iteration_s < 0.7 * times[0][0].iteration_s
+
+
+def test_a_student_that_must_be_drained_gains_less(tmp_path):
+    in_flight = outcomes(configuration("opd"), tmp_path, max_staleness=1)[1]
+    drained = outcomes(configuration("opd"), tmp_path, "in_flight_updates=false", max_staleness=1)[1]
+    assert in_flight.iteration_s < 0.97 * drained.iteration_s
+
+
+def recorded_run(path: Path, config: Config) -> float:
+    """Leave the files of a strict run over simulated servers at `path`; return its seconds of an iteration."""
+    path.mkdir()
+    (path / "run.json").write_text('{"format": 1, "command": "train"}')
+    (path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    finished: list[IterationFinished] = []
+
+    class Listener:
+        def on(self, event: Any) -> None:
+            if isinstance(event, IterationFinished):
+                finished.append(event)
+
+    async def run() -> None:
+        server = SimulatedServer("student", Rates(tokens_per_s=2000.0, tokens_per_s_each=100.0, update_s=0.5))
+        async with SimulatedReplica(server) as student:
+            run = make_run(
+                make_simulated_policy(SpotPolicy),
+                student=student,
+                teacher=SimulatedTeacher(Latency(0.5, 0.002, 0.1)),
+                trainer=SimulatedTrainer(step_s=1.5),
+                config=same_limits(concurrency=512),
+                batch_size=BATCH,
+                iterations=4,
+            )
+            run.stages.events.subscribe(Listener())
+            with trace_to(path / "trace.json", run.orchestrator):
+                await run.orchestrator.run()
+
+    run_on_virtual_time(run())
+    rows, lines = [], []
+    for each in finished:
+        times = each.times_s
+        elapsed_s = times.wait_for_batch + times.train + times.update_weights
+        trained = {"train/tokens": sum(len(s.supervision.response_ids) for s in each.samples), "train/train_s": 1.4}
+        rows.append({"iteration": each.iteration, **iteration_metrics(each, elapsed_s), **trained})
+        lines += [sample_line(each.iteration, sample) for sample in each.samples]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = json.JSONEncoder(default=lambda array: array.tolist())
+    (path / "samples.jsonl").write_text("".join(plain.encode(line).replace("NaN", "null") + "\n" for line in lines))
+    return sum(row["time/iteration_s"] for row in rows[1:]) / len(rows[1:])
+
+
+def test_a_run_s_own_rates_and_lengths_give_its_own_time(tmp_path):
+    config = configuration(
+        "spot",
+        sampling={"max_response_tokens": 64},
+        stages={"probe": {"concurrency": 512}, "score": {"concurrency": 512}},
+    )
+    recorded_s = recorded_run(tmp_path / "run", config)
+    (strict,) = outcomes(config, tmp_path, run=tmp_path / "run", max_staleness=0)
+    assert strict.iteration_s == pytest.approx(recorded_s, rel=0.15)
+
+
+def test_rates_come_out_of_requests_as_they_went_in():
+    def request(server: str, at_s: float, tokens: float, beside: int) -> Timed:
+        return Timed(server, at_s, at_s + 0.5 + tokens / 100 * max(1.0, beside / 20), tokens)
+
+    alone = [request("a", 100.0 * i, 50 + 10 * i, 1) for i in range(10)]
+    crowd = [request("a", 5000.0, 80.0, 60) for _ in range(60)]
+    found = speed([*alone, *crowd], None)
+    assert found is not None
+    assert found == pytest.approx((2000.0, 100.0, 0.5), rel=0.05)
+
+
+def test_rates_that_nobody_knows_are_one_line(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        outcomes(configuration(), tmp_path, rates={"student": {"tokens_per_s": 100, "tokens_per_s_each": 10}})
+    assert str(refused.value).count("\n") == 0
+    assert str(refused.value).startswith("teacher.tokens_per_s, trainer.tokens_per_s, lengths.median: not known: ")
+    assert all(words in str(refused.value) for words in ("--from RUN", "--rate teacher.tokens_per_s=", "tune"))
+
+
+def test_lengths_of_another_model_are_refused(tmp_path):
+    config = configuration()
+    recorded_run(tmp_path / "run", config)
+    other = configuration(student={"model": "b/student"})
+    with pytest.raises(DataError, match=r"^--from .*: that run trained a/student, .* b/student: give a run of this"):
+        outcomes(other, tmp_path, run=tmp_path / "run")
+
+
+def test_the_command_prints_json_and_writes_a_page(tmp_path):
+    config, rates, page = tmp_path / "c.yaml", tmp_path / "rates.yaml", tmp_path / "page.html"
+    config.write_text(yaml.safe_dump(configuration().model_dump(mode="json")))
+    rates.write_text(yaml.safe_dump(RATES))
+    command = ["simulate", str(config), "--rates", str(rates), "--rate", "teacher.replicas=3", "--max-staleness", "1",
+               "--iterations", "2", "--page", str(page), "--json"]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["rates"]["teacher"]["replicas"] == 3
+    assert [each["max_staleness"] for each in found["outcomes"]] == [0, 1]
+    text = page.read_text()
+    assert "Simulation of c" in text
+    assert text.count('<svg class="plot"') == 6
