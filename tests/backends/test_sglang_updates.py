@@ -131,7 +131,7 @@ async def test_weights_that_were_updated_without_a_flush_are_flushed_and_named(m
 async def test_a_refused_update_is_an_error_and_the_server_goes_on(
     replies: Any, message: str, model: Path, tmp_path: Path
 ) -> None:
-    within_s = 2.0 if "no reply" in message else 60.0
+    within_s = 1.0 if "no reply" in message else 60.0
     asked, error = await update(model, tmp_path, within_s=within_s, **replies)
     assert message in str(error)
     assert asked[-1] == ("/continue_generation", {})
@@ -142,7 +142,7 @@ async def test_a_server_whose_pause_or_resumption_got_no_answer_is_told_to_go_on
     path: str, model: Path, tmp_path: Path
 ) -> None:
     replies: dict[str, Any] = {path: [(0, b""), (200, b'{"status": "ok"}')]}
-    asked, error = await update(model, tmp_path, within_s=2.0, **replies)
+    asked, error = await update(model, tmp_path, within_s=1.0, **replies)
     assert isinstance(error, DeadlineExceededError)
     assert path in str(error)
     assert [path for path, _ in asked].count("/continue_generation") == (2 if path == "continue_generation" else 1)

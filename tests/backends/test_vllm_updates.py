@@ -135,7 +135,7 @@ async def test_a_pause_that_is_not_answered_in_time_is_taken_back(connect: Conne
         stand_in.hold = "/pause?mode=keep"
         snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
         with pytest.raises(DeadlineExceededError):
-            await backend.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 2.0)
+            await backend.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 1.0)
         assert stand_in.calls == ["/pause?mode=keep", "/resume"]
         assert not stand_in.paused
 
