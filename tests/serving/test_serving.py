@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 from deadlines import soon
+from engine_requests import dense_logprobs
 from transformers import AutoModelForCausalLM
 
 from spot_async import stages_for
@@ -174,6 +175,39 @@ async def test_an_update_changes_weights_and_version_or_nothing(
             expected_version=before.version,
             deadline=soon(),
         )
+
+
+@with_backend
+async def test_updates_in_flight_leave_every_token_with_the_weights_that_it_names(
+    backend: LocalBackend, model_directory: Path, new_weights: Path
+) -> None:
+    """Five responses of one session share the reading of their prompt, and one of them waits for a slot."""
+    held = {WeightVersion(2, step): (new_weights, model_directory)[step % 2] for step in range(5)}
+    first, *later = [WeightSnapshot(directory=str(path), version=version) for version, path in held.items()]
+    await backend.update_weights(first, deadline=soon())
+    async with asyncio.TaskGroup() as group:
+        long = [
+            group.create_task(
+                backend.generate(PROMPT, sampling(max_tokens=400, seed=seed), session="s", deadline=soon())
+            )
+            for seed in range(5)
+        ]
+        for snapshot in later:
+            await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())  # steps pass
+            await backend.update_weights(snapshot, deadline=soon())
+    met = set()
+    for task in long:
+        reply = task.result()
+        assert len(reply.token_ids) == reply.version_spans[-1].end == 400
+        met |= {span.version for span in reply.version_spans}
+        exact = {
+            path: dense_logprobs(path, PROMPT, reply.token_ids)[np.arange(400), reply.token_ids]
+            for path in {held[span.version] for span in reply.version_spans}
+        }
+        for span in reply.version_spans:
+            tokens = slice(span.start, span.end)
+            np.testing.assert_allclose(reply.logprobs[tokens], exact[held[span.version]][tokens], atol=1e-4)
+    assert len(met) > 1
 
 
 @with_backend
