@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from spot_async.base.processes.child import exit_with_parent
+from spot_async.base.processes.exits import exit_with_parent
 
 if __name__ == "__main__":
     exit_with_parent()  # first, because importing torch takes seconds

@@ -11,7 +11,7 @@ from typing import NoReturn
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from spot_async.base.processes.child import exit_with_parent
+from spot_async.base.processes.exits import exit_with_parent
 from spot_async.errors import SpotError
 from spot_async.serving.server import serve
 from spot_async.serving.settings import ServeSettings

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from spot_async.base.processes.child import exit_with_parent
+from spot_async.base.processes.exits import exit_with_parent
 from spot_async.base.processes.memory import without_gc
 
 if __name__ == "__main__":

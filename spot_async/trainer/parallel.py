@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spot_async.base.processes.child import exit_at_once
+from spot_async.base.processes.exits import exit_at_once
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from spot_async.base.processes.child import exit_with_parent
+from spot_async.base.processes.exits import exit_with_parent
 
 # Below this, equality by Math-Verify is checked again, within TINY relative to the gold: Math-Verify rounds to six
 # decimals, which leaves three digits of 1e-3 and nothing of 2e-19.

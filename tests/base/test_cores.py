@@ -91,7 +91,7 @@ def cores_of_threads() -> set[frozenset[int]]:
 async def cores_of_child(start: Start, directory: Path, cores: Collection[int] | None) -> frozenset[int]:
     """Of a child of ours, or of a program under a guard."""
     say = "import os; print(*os.sched_getaffinity(0))"
-    ours = f"from spot_async.base.processes.child import exit_with_parent; exit_with_parent(); {say}"
+    ours = f"from spot_async.base.processes.exits import exit_with_parent; exit_with_parent(); {say}"
     log_path = directory / f"{start.__name__}-{cores}.log"
     code = ours if start == ChildProcess.start else say
     child = await start("child", [sys.executable, "-c", code], log_path=log_path, cores=cores)

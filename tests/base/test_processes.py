@@ -88,7 +88,7 @@ async def test_the_cpu_time_of_a_tree_is_counted(tmp_path):
 
 ENDLESS = """
 import sys, threading
-from spot_async.base.processes.child import exit_at_once
+from spot_async.base.processes.exits import exit_at_once
 sys.excepthook = exit_at_once
 threading.Thread(target=threading.Event().wait).start()  # the end of the interpreter waits for it
 raise MemoryError("none left")

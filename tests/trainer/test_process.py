@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async.trainer.handle as handle
 from spot_async.base import wire
-from spot_async.base.processes.child import ChildProcess, exit_at_once
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.exits import exit_at_once
 from spot_async.errors import ProcessDiedError, TrainerError
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch

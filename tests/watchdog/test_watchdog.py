@@ -244,7 +244,8 @@ HANGING = """
     from pathlib import Path
     from spot_async.cli import hung
     from spot_async.base.tasks import alongside
-    from spot_async.base.processes.child import ChildProcess, exit_with_parent
+    from spot_async.base.processes.child import ChildProcess
+    from spot_async.base.processes.exits import exit_with_parent
     from spot_async.run_directory.layout import RunDirectory
     from spot_async.watchdog import monitor
     from spot_async.watchdog.silence import SilenceLimits

@@ -2,14 +2,13 @@
 
 `watch` raises `ProcessDiedError` when a child ends by itself. The error names the signal or exit code, and an error
 from the end of the log. `stop` ends the child and everything below it: SIGTERM, a grace period, SIGKILL. A foreign
-program cannot call `exit_with_parent`, so it runs under our guard (`guard.py`).
+program cannot call `exit_with_parent` (`exits.py`), so it runs under our guard (`guard.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import math
 import os
 import re
@@ -17,7 +16,6 @@ import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import structlog
@@ -34,7 +32,6 @@ STOP_GRACE_S = 5.0
 FOREIGN_GRACE_S = 15.0  # inference servers stop slowly, and leave shared memory behind when killed
 GUARD_MARGIN_S = 5.0  # a guard gets this much longer to stop than its program
 OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # they mislead the interpreter of another environment
-_PR_SET_PDEATHSIG = 1
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # Matches at the start of a line or after a logger's prefix only, since a warning may quote an exception.
 _EXCEPTION = re.compile(r"(?:^|[\])] )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|(?:[\w. -]+: )?error: .*)")
@@ -209,25 +206,3 @@ def tree_cpu_s(root: int) -> float:
         return math.nan
     ticks = sum(sum(map(int, fields[11:15])) for fields in tree.values())  # user, system, and of reaped children
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the trace and exit: a `sys.excepthook` for a process whose interpreter might hang on its way out."""
-    sys.__excepthook__(kind, error, trace)
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def exit_with_parent() -> None:
-    """Make this child die with its parent, however the parent dies, and bind it to the cores that the parent gave.
-
-    The first thing that a child of `ChildProcess` calls. Linux only; a no-op elsewhere, and in a process that a person
-    started.
-    """
-    guard.take_given_cores()
-    expected_parent = os.environ.get("SPOT_ASYNC_PARENT")
-    if expected_parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(expected_parent):
-        os._exit(1)  # the parent died before we asked

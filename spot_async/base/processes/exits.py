@@ -1,0 +1,38 @@
+"""How processes of ours end that another of ours has started.
+
+This imports little, because it is the first thing that each of them does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from types import TracebackType
+
+from spot_async.base.processes import guard
+
+_PR_SET_PDEATHSIG = 1
+
+
+def exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the trace and exit: a `sys.excepthook` for a process whose interpreter might hang on its way out."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def exit_with_parent() -> None:
+    """Make this child die with its parent, however the parent dies, and bind it to the cores that the parent gave.
+
+    The first thing that a child of `ChildProcess` calls. Linux only; a no-op elsewhere, and in a process that a person
+    started.
+    """
+    guard.take_given_cores()
+    expected_parent = os.environ.get("SPOT_ASYNC_PARENT")
+    if expected_parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(expected_parent):
+        os._exit(1)  # the parent died before we asked
