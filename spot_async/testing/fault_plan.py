@@ -21,7 +21,7 @@ from spot_async.testing.services import SimulatedVerifier
 from spot_async.testing.stateful_trainer import StatefulTrainer, TrainerFault
 from spot_async.types import Problem, Verdict
 
-LATEST_S = 60.0  # after the start of a run
+MEAN_S = 20.0  # after the start of a run
 FOREIGN_WEIGHTS = "foreign"  # what a server holds that somebody else has started again
 
 
@@ -45,6 +45,7 @@ class Scene:
     teachers: Sequence[SimulatedServer]
     trainer: StatefulTrainer
     verifier: FaultyVerifier
+    interrupt: Callable[[], object] = lambda: None  # as a person would
     struck: dict[Fault, str] = field(default_factory=dict)
 
     @property
@@ -107,7 +108,28 @@ async def _step(scene: Scene, rng: random.Random, say: Callable[[str], None]) ->
     scene.trainer.faults.append(kind)
 
 
-SHARES: dict[Strike, float] = {_kill: 3, _freeze: 3, _storm: 2, _reply: 5, _update: 4, _verdict: 2, _step: 1.3}
+async def _budget(scene: Scene, rng: random.Random, say: Callable[[str], None]) -> None:
+    say("the budget for the teacher is spent")
+    for server in scene.teachers:
+        server.is_unpaid = True
+
+
+async def _interrupt(scene: Scene, rng: random.Random, say: Callable[[str], None]) -> None:
+    say("the run is interrupted")
+    scene.interrupt()
+
+
+SHARES: dict[Strike, float] = {
+    _kill: 3,
+    _freeze: 3,
+    _storm: 2,
+    _reply: 5,
+    _update: 4,
+    _verdict: 2,
+    _step: 1.3,
+    _budget: 0.5,
+    _interrupt: 0.5,
+}
 # By what a fault does, the errors with which a run may then end early: patterns of both.
 MAY_END = {
     r".*(killed|frozen|takes|replies)": "SpotError: 3 prompts in a row went unanswered",
@@ -129,7 +151,7 @@ class Fault:
         """Wait for its time, and do what it does."""
         rng = random.Random(self.seed)
         (strike,) = rng.choices([*SHARES], [*SHARES.values()])
-        await asyncio.sleep(rng.uniform(0.0, LATEST_S))
+        await asyncio.sleep(rng.expovariate(1.0 / MEAN_S))
         began_s = asyncio.get_running_loop().time()
 
         def say(what: str) -> None:

@@ -106,7 +106,10 @@ class _Drill:
         self._max_staleness = max_staleness
         self._faults = faults
         self._batch_size, self._iterations = rng.randint(2, 4), rng.randint(2, 5)
+        enough = self._batch_size * self._iterations
+        self._prompts = rng.choice([None, None, None, rng.randint(0, enough), enough])  # None: without end
         self._evaluate_every = rng.choice([0, 0, 1, 2])
+        self._most_in_flight, self._concurrency = rng.choice([1, 3, 512, 512]), rng.choice([2, 64, 64])
         self._extra_places = rng.choice([0, 0, 3])
         self._step_s = rng.choice([0.2, 2.0, 20.0])
         self._update: Update = rng.choice(get_args(Update))
@@ -117,7 +120,10 @@ class _Drill:
             update_s=rng.choice([0.1, 1.0, 10.0]),
         )
         self._invariants = Invariants(
-            batch_size=self._batch_size, iterations=self._iterations, max_staleness=max_staleness
+            batch_size=self._batch_size,
+            iterations=self._iterations,
+            max_staleness=max_staleness,
+            prompts=self._prompts,
         )
         self._trainer = StatefulTrainer(
             directory,
@@ -137,6 +143,7 @@ class _Drill:
             verifier=FaultyVerifier(),
         )
         self._attaches = rng.random() < 0.4
+        self._sleeps = max_staleness == 0 and rng.random() < 0.2
 
     async def run(self, listeners: Sequence[Listener], logs: Sequence[Mapping[str, Any]]) -> FaultyRun:
         loop = asyncio.get_running_loop()
@@ -148,12 +155,16 @@ class _Drill:
         run.stages.events.subscribe(*listeners)
         if self._attaches:
             await gather(server.start() for server in self.scene.servers)
+        going = loop.create_task(self._beside_faults(run, pools), name="run")
+        self.scene.interrupt = going.cancel
         error: SpotError | None = None
         try:
             async with asyncio.timeout(LONGEST_S):
-                await self._beside_faults(run, pools)
+                await going
         except ExceptionGroup as failures:
             error = self._explained(failures)
+        except asyncio.CancelledError:
+            error = SpotError("the run was interrupted")
         self._invariants.check_end(pools, is_early=error is not None)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         require(not left, "I8", f"tasks are left: {left}")
@@ -196,7 +207,9 @@ class _Drill:
     def _pool(self, role: str, servers: Sequence[SimulatedServer]) -> ReplicaPool[Any]:
         make: Any = self._student if role == "student" else SimulatedTeacherReplica
         factories = {each.name: partial(make, each, attaches=self._attaches) for each in servers}
-        serving = ServingConfig(stall_s=5.0, restarts=100, recovery_timeout_s=3000.0)
+        serving = ServingConfig(
+            stall_s=5.0, restarts=100, recovery_timeout_s=3000.0, max_in_flight=self._most_in_flight
+        )
         return ReplicaPool(role, factories, serving, are_ours=not self._attaches)
 
     def _student(self, server: SimulatedServer, *, attaches: bool) -> SimulatedReplica:
@@ -213,9 +226,10 @@ class _Drill:
             trainer=self._trainer,
             weight_sinks=[OneUpdateAtATime(student)],
             evaluate=LiveEvaluation(self._evaluation_is_due, partial(self._measured, self._evaluations(student))),
-            prompts=simulated_prompts(problems=8),
+            prompts=simulated_prompts(self._prompts, problems=8),
+            sleepers=[student] if self._sleeps else [],
             capabilities={"student": offers, "teacher": capabilities(VOCAB_SIZE)},
-            config=same_limits(timeout_s=REQUEST_TIMEOUT_S),
+            config=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
             seed=self._seed,
             iterations=self._iterations,
             batch_size=self._batch_size,

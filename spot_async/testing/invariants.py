@@ -16,6 +16,7 @@ It knows no fault. It listens to a run's events, and looks at the book and the s
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,13 @@ class Invariants:
     `witnessed` has what each response was sampled by, by the bytes of its tokens.
     """
 
-    def __init__(self, *, batch_size: int, iterations: int, max_staleness: int) -> None:
+    def __init__(self, *, batch_size: int, iterations: int, max_staleness: int, prompts: int | None) -> None:
+        """`prompts` is how many there are; None: as many as it takes."""
         self.witnessed: dict[bytes, list[TrueSpans]] = {}
         self.finished = 0  # iterations
         self._batch_size = batch_size
         self._iterations = iterations
+        self._prompts = sys.maxsize if prompts is None else prompts
         self._max_staleness = max_staleness
         self._last_ordinal = -1  # of the batches so far
         self._phases: dict[str, PhaseBegan] = {}  # by pump
@@ -153,15 +156,21 @@ class Invariants:
         book = orchestrator.book
         placed = {state.value: book.count(state) for state in PLACED if book.count(state)}
         require(not placed and not book.held_prompts, "I8", f"prompts are left: {placed}")
-        require(not book.count(PromptState.LEFT_OVER), "I6", f"{book.count(PromptState.LEFT_OVER)} were for nothing")
-        require(trainer.step == self.finished == self._iterations, "I4", f"{trainer.step} steps, {self.finished} ends")
+        require(trainer.step == self.finished, "I4", f"{trainer.step} steps, {self.finished} iterations finished")
         require(orchestrator.served.step == trainer.step, "I1", f"{orchestrator.served} are served in the end")
+        left_over = book.count(PromptState.LEFT_OVER)
+        most = 0 if self.finished == self._iterations else self._batch_size - 1
+        require(left_over <= most, "I6", f"{left_over} finished prompts are left over")
         trained = {each.prompt_ordinal for batch in trainer.batches for each in batch}
         require(trained == set(book.ordinals(PromptState.TRAINED)), "I4", "others were trained than the book says")
         used = trained | set(book.ordinals(PromptState.LEFT_OUT))
-        require(len(used) == self._iterations * self._batch_size, "I4", f"{len(used)} prompts are in batches")
-        skipped = set(range(max(used, default=-1) + 1)) - used - set(book.ordinals(PromptState.DEAD))
+        require(len(used) == self.finished * self._batch_size, "I4", f"{len(used)} prompts are in batches")
+        given_up = {*book.ordinals(PromptState.DEAD), *book.ordinals(PromptState.UNPAID)}
+        skipped = set(range(max(used, default=-1) + 1)) - used - given_up
         require(not skipped, "I4", f"prompts {sorted(skipped)} were passed over")
+        admitted = sum(book.counts.values())
+        could_go_on = orchestrator.state.spent is None and admitted < self._prompts
+        require(self.finished == self._iterations or not could_go_on, "I8", f"it ended after {self.finished}")
 
 
 class OneUpdateAtATime:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from spot_async.errors import (
+    BudgetSpentError,
     DeadlineExceededError,
     Exchange,
     PermanentError,
@@ -98,6 +99,8 @@ class SimulatedServer:
     read: Callable[[str], str] = str  # returns the contents of a weight directory, of which one may be ""
     reply_faults: deque[ReplyFault] = field(default_factory=deque)  # of its next replies
     update_faults: deque[UpdateFault] = field(default_factory=deque)  # of its next updates
+    is_unpaid: bool = False  # whether there is no money for further requests
+    is_asleep: bool = False
 
     def __post_init__(self) -> None:
         self.processor = SharedProcessor(self.rates.each)
@@ -124,6 +127,7 @@ class SimulatedServer:
     def stop(self) -> None:
         """End it on purpose, so that nobody's `watch` raises."""
         self.is_running = False
+        self.is_asleep = False
         self._is_updating = False
         self.processor.fail(self.failure(TransientError, "connection reset"))
         self.processor.pause(False, "update")
@@ -162,6 +166,7 @@ class SimulatedServer:
             raise self.failure(TransientError, "cannot load the weights", status=500)
         if fault == "reset":
             raise self.failure(TransientError, "connection reset")
+        assert not self.is_asleep, f"{self.name} gets weights in its sleep"
         assert not self._is_updating, f"{self.name} gets weights while it loads others"
         in_flight, process = len(self.processor), self.starts
         assert self.update != "drain" or not in_flight, f"{self.name} gets weights with {in_flight} requests in flight"
@@ -231,18 +236,24 @@ class _OnServer:
         return msgspec.structs.replace(found, version=None) if self._attaches else found
 
     async def ping(self, *, deadline: float) -> None:
+        await self._answers(deadline)
+
+    async def _answers(self, deadline: float) -> None:
         try:
             async with asyncio.timeout_at(deadline):
                 await self.server.answers()
         except TimeoutError:
-            raise DeadlineExceededError(f"{self.server.name}: no answer to a ping") from None
+            raise DeadlineExceededError(f"{self.server.name}: no answer in time") from None
         self._check_process()
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         """Take as long as the server takes. Raises what may go wrong with a reply."""
         server = self.server
+        if server.is_unpaid:
+            raise BudgetSpentError(f"{server.name}: the budget is spent")
         server.connect()
         self._check_process()
+        assert not server.is_asleep, f"{server.name} gets a request in its sleep"
         if server.most_in_flight is not None and len(server.processor) >= server.most_in_flight:
             raise ThrottledError(f"{server.name}: HTTP 429", retry_after_s=1.0)
         fault: ReplyFault | None = server.reply_faults.popleft() if server.reply_faults else None
@@ -320,6 +331,18 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
         except TimeoutError:
             raise self.server.failure(DeadlineExceededError, "the weights were not loaded in time") from None
         self._check_process()
+
+    sleeps_while_training = True
+
+    async def sleep(self, *, deadline: float) -> None:
+        await self._answers(deadline)
+        in_flight = len(self.server.processor)
+        assert not in_flight, f"{self.server.name} is put to sleep with {in_flight} requests in flight"
+        self.server.is_asleep = True
+
+    async def wake(self, *, deadline: float) -> None:
+        await self._answers(deadline)
+        self.server.is_asleep = False
 
     def _spans(self, tokens: int, began: float, held: Sequence[Held]) -> tuple[VersionSpan, ...]:
         """Return which weights sampled the tokens. `began` is what any request had got when this one began."""
