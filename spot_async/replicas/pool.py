@@ -12,7 +12,13 @@ from typing import Generic, Self
 
 from spot_async.base.tasks import gather, settle
 from spot_async.config import ServingConfig
-from spot_async.errors import ConfigError, RequestError, SpotError, UnreachableError
+from spot_async.errors import (
+    ConfigError,
+    RequestError,
+    ServerRestartedError,
+    SpotError,
+    UnreachableError,
+)
 from spot_async.protocols import Sleeper
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.replicas.dispatcher import Dispatcher
@@ -20,7 +26,7 @@ from spot_async.replicas.leasing import Errand, Lease
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
 from spot_async.replicas.recovery import Recovery
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
-from spot_async.replicas.weights import Weights
+from spot_async.replicas.weights import Weights, got_no_reply
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
 
@@ -170,7 +176,10 @@ class ReplicaPool(Generic[B]):
         return any(_sleeps(replica.backend) for replica in self._replicas)
 
     async def sleep(self, *, deadline: float) -> None:
-        """Put all servers to sleep, those that are coming back too. Raises what a server that serves raises."""
+        """Put all servers to sleep, those that are coming back too. Raises what a server answers that does not sleep.
+
+        A server that is lost, or was restarted, is brought back once the others wake.
+        """
         self._awake.clear()
         self._moved.set()  # while servers sleep, none has to serve: `_watch_for_none` stops its clock
         await gather(self._sleep(replica, deadline) for replica in self._replicas)
@@ -180,8 +189,13 @@ class ReplicaPool(Generic[B]):
             if not (replica.is_entered and isinstance(replica.backend, Sleeper)):
                 return
             if replica.life.state in IN_ROTATION:
-                self._asleep.append(replica)
-                await replica.backend.sleep(deadline=deadline)
+                try:
+                    self._asleep.append(replica)
+                    await replica.backend.sleep(deadline=deadline)
+                except RequestError as error:
+                    if not _is_lost(error):
+                        raise
+                    replica.report(Trouble.RESTARTED, error)
                 return
             with contextlib.suppress(RequestError):  # it is in trouble already, and may not answer
                 soon = min(deadline, asyncio.get_running_loop().time() + LAST_SLEEP_TIMEOUT_S)
@@ -189,7 +203,7 @@ class ReplicaPool(Generic[B]):
                 self._asleep.append(replica)
 
     async def wake(self, *, deadline: float) -> None:
-        """Wake all servers. One that does not wake is brought back as if it had failed. Raises when none wakes."""
+        """Wake all servers. One that does not wake is brought back as if it had failed. Raises when all refuse to."""
         asleep, self._asleep = self._asleep, []
         try:
             errors = await gather(_wake(replica, deadline) for replica in asleep)
@@ -198,7 +212,7 @@ class ReplicaPool(Generic[B]):
             self._replica_moved()
         serving = [each for each in zip(asleep, errors, strict=True) if each[0].life.state in IN_ROTATION]
         failed = [(replica, error) for replica, error in serving if error is not None]
-        if failed and len(failed) == len(serving):
+        if failed and len(failed) == len(serving) and not any(_is_lost(error) for _, error in failed):
             raise failed[0][1]
         for replica, error in failed:
             replica.report(Trouble.RESTARTED, error)
@@ -233,6 +247,11 @@ class ReplicaPool(Generic[B]):
     def _replica_moved(self) -> None:
         self._moved.set()
         self._dispatcher.admit()
+
+
+def _is_lost(error: RequestError) -> bool:
+    """Whether a server has ended, or was started again, since it was asked last."""
+    return isinstance(error, ServerRestartedError) or got_no_reply(error)
 
 
 def _sleeps(backend: object) -> bool:

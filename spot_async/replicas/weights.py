@@ -62,6 +62,8 @@ class Weights(Generic[B]):
         before = self._newest
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
+        for replica in serving:  # now, since one may be lost before the tasks below begin
+            replica.life.move(State.UPDATING, _now_s())
         errors = await gather(self._update(each, snapshot, deadline) for each in serving)
         refused = [
             (each, error)
@@ -84,14 +86,15 @@ class Weights(Generic[B]):
 
     async def _update(self, replica: Replica[B], snapshot: WeightSnapshot, deadline: float) -> RequestError | None:
         """Send weights to one replica; return the error with which it refused them. A lost replica is reported."""
-        replica.life.move(State.UPDATING, _now_s())
+        if replica.life.state is not State.UPDATING:  # it was lost just now, and gets them when it comes back
+            return None
         try:
             with replica.standing_still():
                 await _send(replica, snapshot, deadline)
         except ServerRestartedError as error:
             replica.report(Trouble.RESTARTED, error)
         except RequestError as error:
-            if not _got_no_reply(error):
+            if not got_no_reply(error):
                 return error
             replica.report(Trouble.BEHIND, error)
         except ProcessDiedError as error:  # the backend itself says that its server must be started again
@@ -131,7 +134,7 @@ async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) 
     replica.life.version = snapshot.version
 
 
-def _got_no_reply(error: RequestError) -> bool:
+def got_no_reply(error: RequestError) -> bool:
     """Whether the connection failed, or was never made. Then the server may be gone."""
     if not isinstance(error, TransientError) or isinstance(error, DeadlineExceededError):
         return False

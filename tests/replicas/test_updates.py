@@ -220,3 +220,69 @@ def test_a_replica_that_does_not_wake_is_entered_again_and_ends_the_run_only_whe
         assert [(each.state, each.restarts) for each in pool.replicas] == [(State.SERVING, 1), (State.SERVING, 0)]
 
     incident(scenario, make=Sleeping, number=number)
+
+
+@pytest.mark.parametrize("turns", range(4, 10))
+def test_a_replica_that_is_lost_as_an_update_begins_ends_nothing_and_gets_the_weights_when_it_is_back(turns):
+    """It is taken out some turns of the loop after its end: perhaps between the update's start and the first request."""
+
+    async def scenario(pool, made):
+        await asyncio.sleep(1.0)
+        made[0][0].kill()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 1))
+        await pool.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 60.0)
+        await asyncio.sleep(10.0)
+        assert [(each.version, each.restarts) for each in pool.replicas] == [
+            (snapshot.version, 1),
+            (snapshot.version, 0),
+        ]
+
+    class Starting(Server):
+        async def __aenter__(self):
+            await asyncio.sleep(1.0)
+            return await super().__aenter__()
+
+        async def update_weights(self, snapshot, *, deadline):
+            if self.ended.done():
+                raise refused_connection()
+
+    for order in range(10):
+        incident(scenario, make=Starting, number=2, ready_order=order)
+
+
+@pytest.mark.parametrize("error", [ServerRestartedError("another instance"), refused_connection()])
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_a_lone_endpoint_that_is_restarted_before_or_in_its_sleep_ends_nothing(error, is_asleep):
+    """Nobody asks it anything then, so that its end is noticed when it is to sleep or to wake."""
+
+    class Sleeping(Server):
+        sleeps_while_training = True
+
+        async def sleep(self, *, deadline):
+            if self is lost[0] and not is_asleep:
+                raise error
+
+        async def wake(self, *, deadline):
+            if self is lost[0]:
+                raise error
+
+        async def update_weights(self, snapshot, *, deadline):
+            if self is lost[0]:
+                raise error
+
+    lost = []
+
+    async def scenario(pool, made):
+        lost.extend(made[0])
+        until_s = asyncio.get_running_loop().time() + 60.0
+        await pool.sleep(deadline=until_s)
+        await asyncio.sleep(20.0)
+        assert len(made[0]) == 1  # it is not brought back while the trainer uses its devices
+        await pool.wake(deadline=until_s)
+        await pool.update_weights(WeightSnapshot(directory="w", version=WeightVersion(0, 1)), deadline=until_s)
+        assert [each.state for each in pool.replicas] == [State.SERVING]
+        assert len(made[0]) == 2
+
+    incident(scenario, make=Sleeping, are_ours=False)

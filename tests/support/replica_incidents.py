@@ -53,7 +53,7 @@ async def ask(pool, request, *, errand=None):
         return error
 
 
-def incident(scenario, *, make=Server, number=1, are_ours=True, **serving):
+def incident(scenario, *, make=Server, number=1, are_ours=True, ready_order=None, **serving):
     """Run `scenario(pool, made)` beside the pool's watch. `made` has all backend objects, by the replica's number."""
 
     async def run():
@@ -67,4 +67,4 @@ def incident(scenario, *, make=Server, number=1, are_ours=True, **serving):
         async with ReplicaPool("teacher", factories, ServingConfig(**serving), are_ours=are_ours) as pool:
             await watched(scenario(pool, made), [pool.watch])
 
-    run_on_virtual_time(run())
+    run_on_virtual_time(run(), ready_order=ready_order)
