@@ -224,7 +224,7 @@ def test_a_replica_that_does_not_wake_is_entered_again_and_ends_the_run_only_whe
 
 @pytest.mark.parametrize("turns", range(4, 10))
 def test_a_replica_that_is_lost_as_an_update_begins_ends_nothing_and_gets_the_weights_when_it_is_back(turns):
-    """It is taken out some turns of the loop after its end: perhaps between the update's start and the first request."""
+    """It is taken out some turns of the loop after its end: perhaps between the update's start and first request."""
 
     async def scenario(pool, made):
         await asyncio.sleep(1.0)
