@@ -41,7 +41,6 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints."""
 
     rates: Tree
-    mean_response_tokens: float
     outcomes: list[Outcome]
 
 
@@ -60,18 +59,18 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
             )
     except ExceptionGroup as failures:
         raise SpotError(f"the simulated run ended early: {root_cause(failures)}") from failures
+    lines = [*advice(outcomes), *told, *rate_lines(rates, outcomes[0].response_tokens)]
     if options.is_json:
-        found = Simulation(rates=rates.model_dump(), mean_response_tokens=lengths.mean, outcomes=outcomes)
+        found = Simulation(rates=rates.model_dump(), outcomes=outcomes)
         screen.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False, highlight=False,
                      soft_wrap=True)  # fmt: skip
     else:
         screen.print(outcome_table(outcomes))
-        for line in [*advice(outcomes), *told, *rate_lines(rates, lengths)]:
+        for line in lines:
             screen.print(Text(line), soft_wrap=True)
     if options.page is not None:
-        page = simulation_page(source.stem, outcomes, [*advice(outcomes), *told, *rate_lines(rates, lengths)])
         try:
-            options.page.write_text(page, encoding="utf-8")
+            options.page.write_text(simulation_page(source.stem, outcomes, lines), encoding="utf-8")
         except OSError as error:
             raise DataError(f"--page {options.page}: cannot be written ({error.strerror}): name another") from None
         if not options.is_json:
@@ -120,16 +119,14 @@ def advice(outcomes: Sequence[Outcome]) -> list[str]:
     strict, best = outcomes[0], min(outcomes, key=lambda each: each.iteration_s)
     # The smallest that is nearly as fast: more staleness is no use by itself.
     enough = next(each for each in outcomes if each.iteration_s <= NEARLY * best.iteration_s)
-    lines = []
+    binding = [enough.bottleneck, *(f"* {line}" for line in enough.advice[:2])]
     if len(outcomes) == 1:
-        return [strict.bottleneck, *(f"* {line}" for line in strict.advice[:2])]
-    if enough.max_staleness:
-        lines.append(
-            f"max_staleness={enough.max_staleness} brings an iteration from {strict.iteration_s:.3g} to "
-            f"{enough.iteration_s:.3g} s, {enough.bound.seconds / enough.iteration_s:.0%} of what "
-            f"{enough.bound.by} allows"
-        )
-    else:
-        lines.append("staleness brings next to nothing here: stay with max_staleness=0")
-    lines += [f"then: {enough.bottleneck}", *(f"* {line}" for line in enough.advice[:2])]
-    return lines
+        return binding
+    if not enough.max_staleness:
+        return ["staleness brings next to nothing here: stay with max_staleness=0", *binding]
+    return [
+        f"max_staleness={enough.max_staleness} brings an iteration from {strict.iteration_s:.3g} to "
+        f"{enough.iteration_s:.3g} s; at these rates none can be shorter than {enough.bound.seconds:.3g} s "
+        f"({enough.bound.by})",
+        *binding,
+    ]

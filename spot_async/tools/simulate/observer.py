@@ -25,6 +25,7 @@ class Observed:
     queued_prompts_s: float  # seconds that finished prompts waited for their batch, all together
     most_queued: int
     grains: Mapping[str, int]  # by role: what its servers did for the prompts of the batch
+    responses: int  # that were trained
     lags: Mapping[int, int]  # grains of responses by the iterations that their weights are behind
     bottleneck: Bottleneck  # since the iteration before
 
@@ -65,6 +66,7 @@ class Observer:
                 queued_prompts_s=self._queued_prompts_s,
                 most_queued=self._most_queued,
                 grains={role: self._grains(servers) for role, servers in self._servers.items()},
+                responses=sum(sample.supervision is not None for sample in event.samples),
                 lags=lags(event.iteration, event.samples),
                 bottleneck=self._live.judge() if event.iteration in self._judged else Bottleneck(""),
             )

@@ -54,6 +54,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     lag_mean: float  # of a response token, in iterations
     lag_max: int
     lags: dict[int, int]  # response tokens by lag
+    response_tokens: float  # of a trained response, as a mean
     queue_mean: float
     queue_max: int
     rows: list[Row]
@@ -199,6 +200,7 @@ def _outcome(
         lag_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(1, lags.total()),
         lag_max=max(lags, default=0),
         lags={lag: tokens * workload.grain for lag, tokens in sorted(lags.items())},
+        response_tokens=workload.grain * lags.total() / max(1, sum(each.responses for each in counted)),
         queue_mean=sum(each.queued_prompts_s for each in counted) / total_s,
         queue_max=max(each.most_queued for each in counted),
         rows=rows,

@@ -12,14 +12,13 @@ from spot_async.tools.inspect.report import Plot, Section
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, seconds, short_number
 from spot_async.tools.pages.templates import templates
-from spot_async.tools.simulate.lengths import Lengths
 from spot_async.tools.simulate.rates import ClusterRates
 from spot_async.tools.simulate.simulation import Outcome
 
 
 def headings(outcomes: Sequence[Outcome]) -> list[str]:
     return ["max_staleness", "iteration", "bound", "by", "trainer idle", *(f"{role} busy" for role in outcomes[0].busy),
-            "lag mean", "largest", "queue mean", "largest"]  # fmt: skip
+            "lag, mean", "lag, largest", "queue, mean", "queue, largest"]  # fmt: skip
 
 
 def cells(outcome: Outcome) -> list[str]:
@@ -54,22 +53,22 @@ def lag_shares(outcomes: Sequence[Outcome], lag: int) -> list[float]:
     return [outcome.lags.get(lag, 0) / max(1, sum(outcome.lags.values())) for outcome in outcomes]
 
 
-def rate_lines(rates: ClusterRates, lengths: Lengths) -> list[str]:
+def rate_lines(rates: ClusterRates, mean_tokens: float) -> list[str]:
     """Return the rates that were simulated, in words."""
     lines = []
     for role in ("student", "teacher", "reference"):
         own = rates.of(role)
         if own.tokens_per_s is None or own.tokens_per_s_each is None:
             continue
-        parts = [f"{own.replicas or 1} x {own.tokens_per_s:.4g} tokens/s", f"{own.tokens_per_s_each:.4g} each"]
+        parts = [f"{own.replicas or 1} x {own.tokens_per_s:,.0f} tokens/s", f"{own.tokens_per_s_each:,.0f} each"]
         parts += [f"{own.slots} slots"] if own.slots else []
         parts += [f"{own.request_s:.2g} s a request"] if own.request_s else []
         lines.append(f"{role}: {', '.join(parts)}")
-    trainer = f"trainer: {rates.trainer.tokens_per_s:.4g} tokens/s and {rates.trainer.fixed_s:.2g} s"
+    trainer = f"trainer: {rates.trainer.tokens_per_s:,.0f} tokens/s and {rates.trainer.fixed_s:.2g} s"
     others = (
         f"weight update {rates.update_s:.2g} s, candidates {rates.candidates_s:.2g} s, verdict {rates.verdict_s:.2g} s"
     )
-    return [*lines, f"{trainer}; {others}; responses of {lengths.mean:.0f} tokens on average"]
+    return [*lines, f"{trainer}; {others}; responses of {mean_tokens:.0f} tokens on average"]
 
 
 def simulation_section(outcomes: Sequence[Outcome]) -> Section:
