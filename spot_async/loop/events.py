@@ -43,7 +43,10 @@ class ServersStarting(Event, frozen=True):
 
 
 class StepBegan(Event, frozen=True):
-    """A step of the run begins, named for people; the one before it is done. `orchestrator` is set while it trains."""
+    """A step of the run begins, named for people; the one before it is done.
+
+    `orchestrator` is set while it trains. In an asynchronous run that goes on while evaluations are made during it.
+    """
 
     name: str
     orchestrator: Orchestrator | None = None

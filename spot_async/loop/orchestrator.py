@@ -118,6 +118,11 @@ class Orchestrator:
         self._phases = Phases("train", stages.events)
 
     @property
+    def is_strict(self) -> bool:
+        """Whether the trainer waits for its weights to be served, so that its two pumps are never busy at once."""
+        return self._settings.max_staleness == 0
+
+    @property
     def trained(self) -> WeightVersion:
         """The newest weights that the trainer has made."""
         return self._trained

@@ -21,6 +21,7 @@ from spot_async.evaluation.response_log import Identity, ResponseLog, check_same
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import collected, evaluate, keys_of, reported_k
 from spot_async.loop.events import EvaluationBegan, ResponseJudged, StepBegan
+from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool
@@ -36,14 +37,17 @@ async def measure(
     events: Channel,
     when: str,
     weights: Path,
+    beside: Orchestrator | None = None,
 ) -> EvaluationResult | None:
     """Evaluate the `weights` that are served, and write the files; return None if the configuration has no evaluation.
 
-    `when` is part of the files' names; it is empty for the only evaluation of a run directory.
+    `when` is part of the files' names; it is empty for the only evaluation of a run directory. `beside` is what goes on
+    training meanwhile.
     """
     if config.evaluation is None:
         return None
-    events.publish(StepBegan(f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip()))
+    step = f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip()
+    events.publish(StepBegan(step, beside))
     identity = identity_of(config, benchmarks, weights)
     log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
     known = log.open()

@@ -216,7 +216,9 @@ class TrainingRun:
         evaluate = LiveEvaluation(partial(evaluation_is_due, self._config), partial(self._evaluate_live, student))
         return make_orchestrator(self._config, self._plan, stages, self._trainer, [student], evaluate)
 
-    async def _evaluate(self, student: Student, when: str, weights: Path) -> EvaluationResult | None:
+    async def _evaluate(
+        self, student: Student, when: str, weights: Path, beside: Orchestrator | None = None
+    ) -> EvaluationResult | None:
         """Return the result of `measure`; None also if the budget ran out meanwhile."""
         result = None
         try:
@@ -229,6 +231,7 @@ class TrainingRun:
                 self._events,
                 when,
                 weights,
+                beside,
             )
         except* BudgetSpentError as spent:
             self._results.is_out_of_money(spent)
@@ -236,7 +239,8 @@ class TrainingRun:
 
     async def _evaluate_live(self, student: Student, iteration: int) -> EvaluationResult | None:
         """Return the evaluation of the weights that are served: what a `LiveEvaluation` measures."""
-        result = await self._evaluate(student, f"{iteration:06d}", self._directory.weights_after(iteration))
+        goes_on = self._results.orchestrator if self._config.max_staleness > 0 else None
+        result = await self._evaluate(student, f"{iteration:06d}", self._directory.weights_after(iteration), goes_on)
         if iteration < self._plan.schedule.iterations:  # otherwise training is over
             self._begin(f"training with {self._config.policy.kind}", self._results.orchestrator)
         return result

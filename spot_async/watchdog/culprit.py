@@ -1,19 +1,21 @@
 """Names in one line what a silent run waits for. Pure: a `RunLook` is passed in.
 
 In a phase of the trainer's it is whoever has to act then. While a batch is waited for, it is the oldest request that a
-stage sent. A prompt that is at no stage, although its coroutine runs, waits inside the policy's own code.
+stage sent. A prompt that is at no stage, although its coroutine runs, waits inside the policy's own code. Where two
+pumps are watched, it is the most overdue one that is looked at, and the other is said to go on or to wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
-from spot_async.loop.events import Phase
+from spot_async.loop.events import Phase, Pump
 from spot_async.stages.stage import OpenRequest
 from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.watchdog.pumps import PumpLook
 from spot_async.watchdog.stacks import TaskView
 
 SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}
@@ -21,6 +23,7 @@ OF_TRAINER: dict[Phase | None, str] = {
     "train": "the trainer has not answered",
     "update weights": "the student's servers have not confirmed the weights",
 }
+PUMP_NAMES: dict[Pump, str] = {"train": "the trainer", "publish": "publishing"}
 
 
 @dataclass(frozen=True)
@@ -28,29 +31,64 @@ class RunLook:
     """What the watchdog knows of a run at one moment."""
 
     now_s: float
-    silence_s: float
     step: str  # the step of the run, as the console shows it
-    phase: Phase | None = None  # the phase of the iteration that goes on; None before and after training
+    pumps: Sequence[PumpLook]  # those that are watched, the most overdue first
     open: Mapping[str, Sequence[OpenRequest]] = field(default_factory=dict)  # by stage
     limits: Mapping[str, int] = field(default_factory=dict)  # how many requests in flight each stage allows
     problems: Mapping[int, str] = field(default_factory=dict)  # problem ids of running prompts, by ordinal
     tasks: Sequence[TaskView] = ()
     blocked_at: str | None = None  # the line that blocks the event loop
 
+    @property
+    def silence_s(self) -> float:
+        return self.pumps[0].silence_s
+
+    @property
+    def phase(self) -> Phase | None:
+        return self.pumps[0].phase
+
 
 def name_culprit(look: RunLook) -> str:
     """Return who or what the run waits for."""
     if look.blocked_at is not None:
         return f"the event loop is blocked at {look.blocked_at}"
+    if len(look.pumps) > 1:
+        return f"{_culprit_of_pump(look)}; {_what_other_does(*look.pumps)}"
+    return _culprit(look)
+
+
+def _culprit_of_pump(look: RunLook) -> str:
+    """Return whom the most overdue of two pumps waits for. Only requests that can hold it up count."""
+    pump = look.pumps[0]
+    trains = {stage: requests for stage, requests in look.open.items() if stage in STAGE_SERVERS}
+    match pump.phase:
+        case "train" | "update weights" as phase:
+            weights = f" of iteration {pump.iteration}" if phase == "update weights" else ""
+            return f"{OF_TRAINER[phase]}{weights} for {pump.silence_s:,.0f} s"
+        case "drain":
+            waits = f"the weights of iteration {pump.iteration} wait for requests under way at the student"
+            sent = [each for each in _sent(look) if STAGE_SERVERS.get(each[1]) == "student"]
+            return f"{waits}: {describe_request(look, *min(sent, key=_started)[1:])}" if sent else waits
+        case "evaluate" if pump.pump == "publish":
+            of_evaluation = {stage: requests for stage, requests in look.open.items() if stage not in trains}
+            return _culprit(replace(look, open=of_evaluation, problems={}))
+        case _:
+            return _culprit(replace(look, open=trains))
+
+
+def _what_other_does(pump: PumpLook, other: PumpLook) -> str:
+    name = PUMP_NAMES[other.pump]
+    if other.waits_for_other:
+        return f"{name} waits for it"
+    if other.silence_s < pump.silence_s / 2:
+        return f"{name} goes on"
+    return f"{name} has committed nothing for {other.silence_s:,.0f} s either"
+
+
+def _culprit(look: RunLook) -> str:
     if look.phase in OF_TRAINER:
         return OF_TRAINER[look.phase]
-    sent = [
-        (request.started_s, stage, request)
-        for stage, requests in look.open.items()
-        for request in requests
-        if request.started_s is not None
-    ]
-    oldest = min(sent, key=lambda each: each[0], default=None)
+    oldest = min(_sent(look), key=_started, default=None)
     if oldest is not None and look.now_s - oldest[0] >= look.silence_s / 2:
         return describe_request(look, oldest[1], oldest[2])
     idle = _outside_stages(look)
@@ -65,6 +103,20 @@ def name_culprit(look: RunLook) -> str:
     if look.phase == "wait for batch":
         return "no prompt is being supervised, and none is admitted"
     return f"the run has been {look.step} for {look.silence_s:,.0f} s"
+
+
+def _sent(look: RunLook) -> list[tuple[float, str, OpenRequest]]:
+    """Return the requests that a server has, each with the time of its turn and its stage."""
+    return [
+        (request.started_s, stage, request)
+        for stage, requests in look.open.items()
+        for request in requests
+        if request.started_s is not None
+    ]
+
+
+def _started(sent: tuple[float, str, OpenRequest]) -> float:
+    return sent[0]
 
 
 def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from spot_async.loop.events import (
     PhaseBegan,
     PhaseEnded,
     PromptEnded,
+    Pump,
     ResponseJudged,
     ServersStarting,
     StepBegan,
@@ -34,7 +36,8 @@ from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
 from spot_async.watchdog.culprit import RunLook, name_culprit
-from spot_async.watchdog.progress import Commit, Progress
+from spot_async.watchdog.progress import PUMPS, Commit, Progress
+from spot_async.watchdog.pumps import PumpLook, look_at_pumps
 from spot_async.watchdog.report import ReportContents, write_report
 from spot_async.watchdog.silence import SilenceLimits
 from spot_async.watchdog.stacks import TaskBook, thread_place
@@ -45,7 +48,11 @@ BLOCKED_AFTER_S = 10.0  # the event loop counts as blocked after so long without
 COME_DOWN_S = 60.0  # how long a stalled run may take to end in order
 FROZEN_S = 5.0  # a beat that is later than this means that the whole process did not run
 
-_COMMIT_OF_PHASE: dict[Phase, Commit] = {"train": Commit.BATCH_TRAINED, "update weights": Commit.WEIGHTS_CONFIRMED}
+# Commits of the publish pump in an asynchronous run. All others but steps are the train pump's.
+_PUBLISHED = (Commit.WEIGHTS_CONFIRMED, Commit.RESPONSE_JUDGED)
+
+# What the pumps do before they have said so.
+_FIRST_PHASES: dict[Pump, tuple[Phase, int]] = {"train": ("wait for batch", 1), "publish": ("wait for weights", 1)}
 
 
 class Watchdog:
@@ -64,7 +71,7 @@ class Watchdog:
         """`limits`: with None it does not watch, and writes reports only when asked to."""
         self.report_path = directory / REPORT
         self._orchestrator: Orchestrator | None = None  # only while it trains
-        self._phase: Phase = "wait for batch"  # the phase of the iteration that goes on
+        self._phases: dict[Pump, tuple[Phase, int]] = {}  # the phase that each pump is in, and its iteration
         self._evaluation_stages: Sequence[Stage[Any]] = ()  # those of the evaluation that goes on
         self._limits = limits
         self._logs = directory / "logs"
@@ -102,16 +109,23 @@ class Watchdog:
             case ServersStarting():
                 self._replicas = event.replicas
             case StepBegan():
-                self._commit(Commit.STEP, f"{self._step} done")
+                goes_on = self._has_two_pumps and event.orchestrator is self._orchestrator
+                self._commit(Commit.STEP, f"{self._step} done", ("publish",) if goes_on else PUMPS)
                 self._step, self._orchestrator, self._evaluation_stages = event.name, event.orchestrator, ()
             case EvaluationBegan():
                 self._evaluation_stages = event.stages
             case ResponseJudged():
                 self._commit(Commit.RESPONSE_JUDGED, f"response {event.finished} of {event.total}")
-            case PhaseBegan(pump="train"):
-                self._phase = event.name
-            case PhaseEnded(pump="train", name=("train" | "update weights") as name):
-                self._commit(_COMMIT_OF_PHASE[name], f"iteration {event.iteration}")
+            case PhaseBegan():
+                self._phases[event.pump] = (event.name, event.iteration)
+                if self._has_two_pumps:
+                    self._progress.begin((event.pump,), self._loop.time())
+            case PhaseEnded(pump="train", name="train"):
+                self._commit(Commit.BATCH_TRAINED, f"iteration {event.iteration}")
+            case PhaseEnded(pump="publish", name="update weights"):
+                self._commit(Commit.WEIGHTS_CONFIRMED, f"iteration {event.iteration}")
+                if self._phases["train"][0] == "wait for batch":  # its requests may have waited for the update
+                    self._progress.begin(PUMPS, self._loop.time())
             case PromptEnded(outcome=PromptState.QUEUED):
                 self._commit(Commit.PROMPT_QUEUED, f"prompt {event.prompt.ordinal}")
 
@@ -128,30 +142,33 @@ class Watchdog:
         if late_s > FROZEN_S:
             self._progress.forgive(late_s, now_s)
         self._book.look(now_s)
-        if self._limits is None or self._stalled.done() or not self._progress.is_stalled(now_s, self._limit_s):
+        if self._stalled.done() or not self._pumps(now_s)[0].is_stalled:
             return
         message = self._stall_message(now_s, blocked_at=None)
         structlog.get_logger().error(STALLED, reason=message)
         self._stalled.set_result(message)
 
-    @property
-    def _limit_s(self) -> float:
-        assert self._limits is not None
-        limit_s = self._limits.of(self._phase_of_training)
-        return limit_s + max(
-            (each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0
-        )
+    def _pumps(self, now_s: float) -> Sequence[PumpLook]:
+        """Return what the pumps do, the most overdue first. Limits are put off as long as endpoints asked for."""
+        pumps: Sequence[Pump] = () if self._orchestrator is None else PUMPS if self._has_two_pumps else ("train",)
+        phases = {pump: self._phases.get(pump, _FIRST_PHASES[pump]) for pump in pumps}
+        asked_s = max((each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0)
+        looks = look_at_pumps(phases, self._progress, self._limits, now_s)
+        return [replace(look, limit_s=look.limit_s + asked_s) for look in looks]
 
     @property
-    def _phase_of_training(self) -> Phase | None:
-        return self._phase if self._orchestrator is not None else None
+    def _has_two_pumps(self) -> bool:
+        return self._orchestrator is not None and not self._orchestrator.is_strict
 
     @property
     def _stages(self) -> list[Stage[Any]]:
         return [*self._evaluation_stages, *(self._orchestrator.stages.all if self._orchestrator is not None else ())]
 
-    def _commit(self, kind: Commit, detail: str) -> None:
-        self._progress.commit(kind, detail, self._loop.time())
+    def _commit(self, kind: Commit, detail: str, pumps: Collection[Pump] = ()) -> None:
+        """Note a commit of these pumps; by default of all in a strict run, else of the one whose kind it is."""
+        if not pumps:
+            pumps = PUMPS if not self._has_two_pumps else ("publish",) if kind in _PUBLISHED else ("train",)
+        self._progress.commit(kind, detail, self._loop.time(), pumps)
 
     def _report_when_asked(self) -> None:
         look = self._look(self._loop.time(), None)
@@ -162,16 +179,15 @@ class Watchdog:
         """Write the report, and return its essence in one line."""
         look = self._look(now_s, blocked_at)
         self._write("A run that stalled", look)
-        return (
-            f"the run stalled: nothing was committed for {look.silence_s:,.0f} s, and {name_culprit(look)}; "
-            f"see {self.report_path}"
-        )
+        silence = f"nothing was committed for {look.silence_s:,.0f} s, and "
+        if len(look.pumps) > 1 and blocked_at is None:  # then the culprit says for how long, and the other may go on
+            silence = ""
+        return f"the run stalled: {silence}{name_culprit(look)}; see {self.report_path}"
 
     def _write(self, title: str, look: RunLook) -> None:
         contents = ReportContents(
             title=title,
             look=look,
-            limit_s=self._limit_s if self._limits is not None else float("inf"),
             commits=self._progress.last(),
             counts=dict(self._counts()),
             replicas=self._replicas(),
@@ -186,9 +202,8 @@ class Watchdog:
         orchestrator = self._orchestrator
         return RunLook(
             now_s=now_s,
-            silence_s=self._progress.silence_s(now_s),
             step=self._step,
-            phase=self._phase_of_training,
+            pumps=self._pumps(now_s),
             open={stage.name: list(stage.open) for stage in self._stages},
             limits={stage.name: stage.concurrency for stage in self._stages},
             problems=(
@@ -231,14 +246,15 @@ class Watchdog:
             if blocked_s < BLOCKED_AFTER_S:
                 if reported:
                     structlog.get_logger().warning("event loop goes on", after_s=BLOCKED_AFTER_S)
-                reported, place, now_s, limit_s = False, None, self._loop.time(), self._limit_s + COME_DOWN_S
+                reported, place, now_s, later_s = False, None, self._loop.time(), COME_DOWN_S
             else:
-                place, now_s, limit_s = thread_place(self._loop_thread), self._beat_s + blocked_s, self._limit_s
+                place, now_s, later_s = thread_place(self._loop_thread), self._beat_s + blocked_s, 0.0
                 if not reported:
                     self._write("A run whose event loop is blocked", self._look(now_s, place))
                     structlog.get_logger().warning("event loop blocked", seconds=blocked_s, at=place)
                 reported = True
-            if self._progress.is_stalled(now_s, limit_s):
+            pump = self._pumps(now_s)[0]
+            if pump.silence_s >= pump.limit_s + later_s:
                 message = self._stall_message(now_s, place)
                 structlog.get_logger().error(STALLED, reason=message)
                 if self._exit_process is not None:

@@ -36,7 +36,6 @@ class ReportContents:
 
     title: str
     look: RunLook
-    limit_s: float
     commits: Sequence[LastCommit] = ()
     counts: Mapping[str, str] = field(default_factory=dict)  # of the admission book and the stages, in words by name
     replicas: Sequence[str] = ()  # a line about each replica
@@ -57,13 +56,16 @@ def report_lines(contents: ReportContents) -> Iterator[str]:
     look = contents.look
     yield f"{contents.title}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}, process {os.getpid()}"
     yield f"It waits for this: {name_culprit(look)}."
-    waits = f", waiting for {WAITS_FOR[look.phase]}" if look.phase is not None else ""
-    yield f"Phase: {look.step}{waits}."
-    silence = f"Nothing was committed for {look.silence_s:,.0f} s"
-    if look.silence_s < contents.limit_s:
-        yield f"{silence}; from {contents.limit_s:,.0f} s on it would be a stall."
-    else:
-        yield f"{silence}; from {contents.limit_s:,.0f} s on that is a stall."
+    if len(look.pumps) > 1:
+        yield f"Phase: {look.step}."
+    for pump in look.pumps:
+        waits = f", waiting for {WAITS_FOR[pump.phase]}" if pump.phase is not None else ""
+        if len(look.pumps) > 1:
+            yield f"The {pump.pump} pump: iteration {pump.iteration}{waits}."
+        else:
+            yield f"Phase: {look.step}{waits}."
+        is_stall = "that is a stall" if pump.is_stalled else "it would be a stall"
+        yield f"Nothing was committed for {pump.silence_s:,.0f} s; from {pump.limit_s:,.0f} s on {is_stall}."
     yield from _section("Last commits", _commits(contents.commits, look.now_s))
     yield from _section("Oldest request of each stage", _oldest(look))
     yield from _section("Counts", (f"{name}: {figures}" for name, figures in contents.counts.items()))

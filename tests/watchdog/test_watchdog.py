@@ -22,10 +22,13 @@ from spot_async.checks.plan import plan_training
 from spot_async.cli import ending, exit_code
 from spot_async.config.loading import load_config
 from spot_async.errors import BudgetSpentError, ConfigError, ProcessDiedError, StalledError, ThrottledError
-from spot_async.loop.events import StepBegan
+from spot_async.loop.events import ResponseJudged, StepBegan
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.testing.replies import capabilities
 from spot_async.testing.services import (
+    VOCAB_SIZE,
     Latency,
     SimulatedStudent,
     SimulatedTeacher,
@@ -87,20 +90,48 @@ class WaitingPolicy(OpdPolicy):
         return await super().supervise(prompt, stages)
 
 
-def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations=3):
-    """A run under a watchdog on virtual time; returns the orchestrator, or raises what ended the run."""
-    orchestrator = make_run(
+class Student(SimulatedStudent):
+    """Takes `update_s` for new weights, a deadline or not, and for ever for the response to one prompt, if it is told.
+
+    So does a real one whose connection hangs.
+    """
+
+    def __init__(self, update_s=0.0, hangs_at=None):
+        super().__init__(latency=Latency(base_s=10.0))
+        self.update_s, self.hangs_at = update_s, hangs_at
+
+    async def generate(self, *args, session, **rest):
+        if session == f"prompt-{self.hangs_at}":
+            await asyncio.sleep(FOR_EVER)
+        return await super().generate(*args, session=session, **rest)
+
+    async def update_weights(self, snapshot, *, deadline):
+        await asyncio.sleep(self.update_s)
+        self.version = snapshot.version
+
+
+def simulate(
+    folder, *, policy=OpdPolicy, student=None, teacher=None, trainer=None, iterations=3, evaluate=None, **settings
+):
+    """A run under a watchdog on virtual time; returns the orchestrator, or raises what ended the run.
+
+    `evaluate(events)` evaluates the weights of each iteration.
+    """
+    run = make_run(
         make_policy(policy),
-        student=SimulatedStudent(latency=Latency(base_s=10.0)),
+        student=student or Student(),
         teacher=teacher,
         trainer=trainer,
         config=same_limits(timeout_s=FOR_EVER),
         iterations=iterations,
         batch_size=8,
         weight_update_timeout_s=600.0,
-    ).orchestrator
+        evaluate=evaluate and LiveEvaluation(lambda iteration: True, lambda iteration: evaluate(run.stages.events)),
+        **settings,
+    )
+    orchestrator = run.orchestrator
 
-    async def run():
+    async def watched():
         with Watchdog(LIMITS, folder) as watchdog:
             orchestrator.stages.events.subscribe(watchdog)
             watchdog.on(StepBegan("training with opd", orchestrator))
@@ -109,7 +140,7 @@ def simulate(folder, *, policy=OpdPolicy, teacher=None, trainer=None, iterations
         assert "watchdog" not in [thread.name for thread in threading.enumerate()]
         return orchestrator
 
-    return run_on_virtual_time(run())
+    return run_on_virtual_time(watched())
 
 
 def stalled(folder, **run):
@@ -175,6 +206,59 @@ def test_a_run_that_is_told_to_wait_again_and_again_ends_and_says_by_whom(tmp_pa
     line, _ = stalled(tmp_path, teacher=Closed())
     assert "stage score of the teacher has not answered for" in line
     assert re.search(r"sent 2 x, paused for up to 6\d min at a time as it asked", line), line
+
+
+def test_a_hung_publish_is_named_although_the_trainer_goes_on(tmp_path):
+    line, report = stalled(tmp_path, student=Student(update_s=FOR_EVER), trainer=SlowTrainer(), max_staleness=2)
+    assert line.startswith(
+        "the run stalled: the student's servers have not confirmed the weights of iteration 1 for 900 s; the trainer "
+    )
+    assert re.search(
+        r"The publish pump: iteration 1, waiting for the weight update\.\n.* from 900 s on that is a stall", report
+    )
+    assert re.search(r"The train pump: iteration \d, waiting for .*\n.* it would be a stall", report)
+
+
+def test_a_hung_drain_is_named_with_the_request_that_holds_it_up(tmp_path):
+    cannot = {"student": capabilities(VOCAB_SIZE, in_flight_updates=False)}
+    line, _ = stalled(tmp_path, student=Student(hangs_at=10), max_staleness=1, capabilities=cannot)
+    assert "the weights of iteration 1 wait for requests under way at the student: stage rollout of the student" in line
+    assert "prompt 10 (problem p10)" in line
+
+
+def test_a_hung_trainer_is_named_although_publishing_goes_on(tmp_path):
+    class Hanging(SimulatedTrainer):
+        async def train(self, iteration, batch):
+            if iteration == 1:
+                await asyncio.sleep(FOR_EVER)
+            return await super().train(iteration, batch)
+
+    async def evaluate(events):
+        for finished in range(1, 100):
+            await asyncio.sleep(100.0)
+            events.publish(ResponseJudged(finished, 100))
+
+    line, _ = stalled(tmp_path, trainer=Hanging(), max_staleness=1, evaluate=evaluate)
+    assert re.match(r"the run stalled: the trainer has not answered for 90\d s; publishing goes on; see ", line)
+
+
+@pytest.mark.parametrize("in_flight_updates", [True, False])
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_pumps_that_wait_for_each_other_for_long_are_left_alone(tmp_path, max_staleness, in_flight_updates):
+    async def evaluate(events):
+        await asyncio.sleep(TIMEOUT_S - 2)
+
+    orchestrator = simulate(
+        tmp_path,
+        student=Student(update_s=TIMEOUT_S - 2),
+        trainer=SlowTrainer(),
+        iterations=5,
+        max_staleness=max_staleness,
+        capabilities={"student": capabilities(VOCAB_SIZE, in_flight_updates=in_flight_updates)},
+        evaluate=evaluate,
+    )
+    assert orchestrator.state.iteration == 5
+    assert not (tmp_path / "stall-report.txt").exists()
 
 
 def test_a_process_that_did_not_run_has_not_been_silent():
