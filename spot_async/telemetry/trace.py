@@ -3,6 +3,7 @@
 It has these tracks:
 
 * the trainer: iterations, and phases with the stage that was waited for
+* in an asynchronous run, the publishing of its weights beside the trainer, and the iterations trained and served
 * the prompts' coroutines, with an arrow from each to the training step that it ended in
 * each server that had something to do: requests in flight
 * each stage that had something to do: its requests, on as many lanes as were busy at once
@@ -29,7 +30,7 @@ import structlog
 
 from spot_async.base.events import Event
 from spot_async.loop.admission import AdmissionBook, PromptState
-from spot_async.loop.events import PhaseEnded, PromptEnded
+from spot_async.loop.events import PhaseEnded, PromptEnded, WeightsServed
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import append_whole
 from spot_async.stages.events import RequestAsked, RequestEnded
@@ -43,7 +44,7 @@ RATE_INTERVAL_S = 0.5
 # Process ids, which stand for groups of tracks. They are far from thread ids, since viewers draw a thread with its
 # process's id as the main thread.
 TRAINER, PROMPTS, SERVERS, FIRST_STAGE = 1001, 1002, 1003, 1004
-ITERATIONS, PHASES = 1, 2  # thread ids of the trainer's tracks
+ITERATIONS, PHASES, PUBLISHING = 1, 2, 3  # thread ids of the trainer's tracks
 
 
 @contextmanager
@@ -51,7 +52,10 @@ def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
     """Write a trace of the run while inside."""
     file = TraceFile(path)
     try:
-        orchestrator.stages.events.subscribe(TraceRecorder(file, orchestrator.stages, orchestrator.book))
+        recorder = TraceRecorder(
+            file, orchestrator.stages, orchestrator.book, shows_publishing=not orchestrator.is_strict
+        )
+        orchestrator.stages.events.subscribe(recorder)
         file.flush()  # viewers do not open an empty file
         yield
     finally:
@@ -123,7 +127,8 @@ class Lanes:
 class TraceRecorder:
     """The listener that writes requests, prompts and phases as they end. Times in the file are the loop's."""
 
-    def __init__(self, file: TraceFile, stages: Stages, book: AdmissionBook) -> None:
+    def __init__(self, file: TraceFile, stages: Stages, book: AdmissionBook, *, shows_publishing: bool = False) -> None:
+        """`shows_publishing` is for asynchronous runs: in a strict one the trainer's own phases show it."""
         self._file = file
         self._stages = stages
         self._book = book
@@ -137,9 +142,13 @@ class TraceRecorder:
         self._iteration_started_s = 0.0
         self._arrows: set[int] = set()  # prompts whose arrow has begun and not ended
         self._last_change_s: float | None = None
+        self._shows_publishing = shows_publishing
+        self._weights = {"trained": 0, "served": 0}  # the iterations that made them
         self._name_process(TRAINER, "trainer")
         self._name_thread(TRAINER, ITERATIONS, "iterations")
         self._name_thread(TRAINER, PHASES, "trainer")
+        if shows_publishing:
+            self._name_thread(TRAINER, PUBLISHING, "publishing")
         self._name_process(PROMPTS, "prompts")
 
     def on(self, event: Event) -> None:
@@ -153,6 +162,11 @@ class TraceRecorder:
                 self._add_prompt(event)
             case PhaseEnded(pump="train"):
                 self._add_phase(event)
+            case PhaseEnded(pump="publish") if self._shows_publishing:
+                args = {"iteration": event.iteration}
+                self._slice(TRAINER, PUBLISHING, event.name, event.started_s, event.ended_s, args)
+            case WeightsServed():
+                self._count_weights("served", event.iteration, event.at_s)
 
     def _add_request(self, span: RequestEnded) -> None:
         ordinal, *rest = span.priority
@@ -191,6 +205,7 @@ class TraceRecorder:
                 name = f"waits for {wait.stage or 'nothing known'}"
                 self._slice(TRAINER, PHASES, name, wait.started_s, wait.ended_s, args)
         elif span.name == "train":
+            self._count_weights("trained", span.iteration, span.ended_s)
             for ordinal in self._arrows.intersection(span.ordinals):
                 self._arrow("f", ordinal, TRAINER, PHASES, microseconds(span.started_s))
             self._arrows.difference_update(span.ordinals)
@@ -199,6 +214,11 @@ class TraceRecorder:
         if self._recorded:
             self._count(span.ended_s)
         self._file.flush()
+
+    def _count_weights(self, name: str, iteration: int, at_s: float) -> None:
+        if self._shows_publishing:
+            self._weights = {**self._weights, name: iteration}
+            self._counters.set(TRAINER, "weights", microseconds(at_s), self._weights)
 
     def _finish_iteration(self, span: PhaseEnded) -> None:
         args: dict[str, Any] = {"prompts": len(span.ordinals)}

@@ -12,6 +12,7 @@ import pytest
 
 from spot_async.config import SamplingConfig
 from spot_async.loop.events import IterationFinished
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.leasing import OneService
@@ -19,7 +20,8 @@ from spot_async.stages.events import RequestAsked, RequestEnded
 from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry import trace
 from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
-from spot_async.testing.replies import generation, token_scores
+from spot_async.testing.replies import capabilities, generation, token_scores
+from spot_async.testing.services import VOCAB_SIZE
 from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.types import Verdict
 
@@ -176,6 +178,32 @@ def test_slices_of_a_track_nest_or_follow_and_every_trained_prompt_has_its_arrow
     assert in_flight[-1] == 0
     waits = [name for name, _, _ in slices(events, "trainer", "trainer") if name.startswith("waits for")]
     assert waits.count("waits for probe") >= 3
+
+
+def test_publishing_beside_the_trainer_has_a_track_with_all_its_phases(tmp_path):
+    run = spot_run(
+        iterations=4,
+        batch_size=4,
+        max_staleness=1,
+        capabilities={"student": capabilities(VOCAB_SIZE, in_flight_updates=False)},
+        evaluate=LiveEvaluation(lambda iteration: iteration == 2, lambda iteration: asyncio.sleep(100.0)),
+    )
+    events = record(tmp_path / "trace.json", run)
+    lane = sorted(slices(events, "trainer", "publishing"), key=lambda span: span[1:])
+    assert [name for name, *_ in lane][:8] == [
+        *["wait for weights", "drain", "update weights"] * 2,
+        "evaluate",
+        "wait for weights",
+    ]
+    assert all(first[2] <= second[1] for first, second in pairwise(lane))
+    (evaluation,) = (span for span in lane if span[0] == "evaluate")
+    assert evaluation[2] - evaluation[1] == pytest.approx(100.0)
+    trains = [span for span in slices(events, "trainer", "trainer") if span[0] == "train"]
+    assert any(started < evaluation[2] and ended > evaluation[1] for _, started, ended in trains)  # at the same time
+    weights = [e["args"] for e in events if e["ph"] == "C" and e["name"] == "weights"]
+    assert weights[0] == {"trained": 1, "served": 0}
+    assert weights[-1] == {"trained": 4, "served": 4}
+    assert not slices(record(tmp_path / "strict.json", spot_run(iterations=1, batch_size=4)), "trainer", "publishing")
 
 
 def test_a_killed_runs_file_needs_nothing_but_its_bracket(tmp_path):
