@@ -206,6 +206,7 @@ class TrainingRun:
             self._directory,
             stages,
             sinks,
+            is_strict=self._config.max_staleness == 0,
             samples_every=self._config.run.samples_every,
             backends=services.backends,
             loop_lag=self._lag,

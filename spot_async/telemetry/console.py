@@ -1,7 +1,7 @@
 """Shows a run to people while it goes on, and the table at its end.
 
 A terminal has a live panel. Elsewhere there is one line per iteration, and one now and then during evaluations, so that
-a log stays readable.
+a log stays readable. In an asynchronous run an evaluation goes on beside training, and both are shown.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from spot_async.loop.events import (
     Phase,
     PhaseBegan,
     PromptEnded,
+    Pump,
     ResponseJudged,
     ServersStarting,
     StepBegan,
@@ -55,7 +56,9 @@ class RunConsole:
         self._replicas: Callable[[], Sequence[str]] = tuple  # returns a line about each replica
         self._iterations = iterations
         self._step = "starting"
-        self._phase: Phase = "wait for batch"  # counts only while it trains
+        self._phases: dict[Pump, Phase] = {"train": "wait for batch", "publish": "wait for weights"}  # while it trains
+        self._judged = ""  # how far an evaluation beside training is
+        self._lag = ""  # of the newest iteration
         self._progress: tuple[int, int] | None = None
         self._training_pace: Pace | None = None  # of training, including evaluations in between
         self._pace = Pace(time.monotonic())  # of the present step
@@ -84,8 +87,8 @@ class RunConsole:
                 self._replicas = event.replicas
             case StepBegan():
                 self._show_step(event.name, event.orchestrator)
-            case PhaseBegan(pump="train"):
-                self._phase = event.name
+            case PhaseBegan():
+                self._phases[event.pump] = event.name
             case ResponseJudged():
                 self._show_progress(event.finished, event.total)
             case Evaluated():
@@ -99,17 +102,21 @@ class RunConsole:
     def _show_step(self, name: str, orchestrator: Orchestrator | None) -> None:
         self._step, self._orchestrator = name, orchestrator
         self._progress = None if orchestrator is None else (orchestrator.state.iteration, self._iterations)
-        self._left, self._pace = "", Pace(time.monotonic())
+        self._left, self._judged, self._pace = "", "", Pace(time.monotonic())
         if orchestrator is not None:
             self._pace = self._training_pace = self._training_pace or self._pace
         if not self.console.is_terminal:
             self.say(name)
 
     def _show_progress(self, finished: int, total: int) -> None:
-        self._see_progress(finished, total)
+        responses = f"{finished:,} of {total:,} responses"
+        if self._orchestrator is None:
+            self._see_progress(finished, total)
+        else:  # the bar is that of training, which goes on
+            self._judged = responses
         if not self.console.is_terminal and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
-            line = f"{self._step}: {finished:,} of {total:,} responses"
-            self.say(f"{line} · {self._left}" if self._left else line)
+            line = f"{self._step}: {responses}"
+            self.say(f"{line} · {self._left}" if self._left and self._orchestrator is None else line)
 
     def _show_iteration(self, result: IterationFinished) -> None:
         means = mean_metrics(result.samples)
@@ -118,15 +125,17 @@ class RunConsole:
         evaluation, self._evaluation = self._evaluation, None
         if result.made_no_step:
             self.warn(no_step_words(result))
+        train = result.report.metrics
+        self._lag = lag_words(train)
         if self.console.is_terminal:
             return
-        train = result.report.metrics
         parts = [
             f"iteration {result.iteration}/{self._iterations}",
             self._accuracy,
             f"loss {train['loss']:.4f}" if "loss" in train else "",
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
+            self._lag,
             evaluation_words(evaluation),
             self._left,
         ]
@@ -149,7 +158,8 @@ class RunConsole:
         return f"{seconds // 60:02d}:{seconds % 60:02d}"
 
     def _render(self) -> RenderableType:
-        head = Text.assemble((f"{self._elapsed()}  ", "dim"), (self._step, "bold"))
+        step = f"{self._step}: {self._judged}" if self._judged else self._step
+        head = Text.assemble((f"{self._elapsed()}  ", "dim"), (step, "bold"))
         rows: list[RenderableType] = [head]
         if self._progress is not None:
             finished, total = self._progress
@@ -164,8 +174,23 @@ class RunConsole:
 
     def _status(self, orchestrator: Orchestrator) -> Text:
         rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
-        waits_for = describe_wait(self._phase, orchestrator.stages)
-        return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {waits_for}"]))
+        waits_for = describe_wait(self._phases["train"], orchestrator.stages)
+        if orchestrator.is_strict:
+            return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {waits_for}"]))
+        trained, served = orchestrator.trained.step, orchestrator.served.step
+        weights = [f"weights: {trained} trained, {served} served", *([self._lag] if self._lag else [])]
+        publishing = WAITS_FOR[self._phases["publish"]]
+        waits = [f"the trainer waits for {waits_for}", f"publishing waits for {publishing}"]
+        return Text(
+            "\n".join(" · ".join(line) for line in ([self._accuracy, f"{rate:,.0f} tokens/s", *weights], waits))
+        )
+
+
+def lag_words(train: Mapping[str, float]) -> str:
+    """Return how old the weights were that sampled an iteration's tokens; empty where none was older than those."""
+    if "lag_mean" not in train:
+        return ""
+    return f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max"
 
 
 def no_step_words(result: IterationFinished) -> str:

@@ -10,13 +10,13 @@ from spot_async.loop.events import Phase, PhaseBegan, PhaseEnded, Pump
 
 
 class PumpClock:
-    """The seconds of one pump, by phase. They end with `take`, which may be in the middle of a phase."""
+    """The seconds of one pump by phase, since they were last taken."""
 
-    def __init__(self, pump: Pump, first: Phase, now_s: float) -> None:
-        """Begin to measure. `first` is the phase that the pump is in until it says otherwise."""
+    def __init__(self, pump: Pump, phase: Phase | None = None, since_s: float = float("-inf")) -> None:
+        """Begin to measure: in this phase since then, or with the first phase that begins."""
         self._pump = pump
-        self._phase = first
-        self._since_s = now_s  # everything before is counted
+        self._phase = phase
+        self._since_s = since_s  # everything before is counted
         self._seconds: dict[Phase, float] = defaultdict(float)
 
     def on(self, event: Event) -> None:
@@ -24,16 +24,16 @@ class PumpClock:
             case PhaseBegan() if event.pump == self._pump:
                 self._phase, self._since_s = event.name, max(self._since_s, event.at_s)
             case PhaseEnded() if event.pump == self._pump:
-                self.count(event.name, max(event.started_s, self._since_s), event.ended_s)
+                self._count(event.name, max(event.started_s, self._since_s), event.ended_s)
+                self._phase = None
 
     def take(self, now_s: float) -> Mapping[Phase, float]:
-        """Return the seconds since the last call."""
-        self.count(self._phase, self._since_s, now_s)
+        """Return the seconds since the last call. The phase that goes on is counted up to now."""
+        if self._phase is not None:
+            self._count(self._phase, self._since_s, now_s)
         seconds, self._seconds = self._seconds, defaultdict(float)
-        self._since_s = now_s
         return seconds
 
-    def count(self, phase: Phase, started_s: float, ended_s: float) -> None:
-        if ended_s > started_s:  # otherwise `take` has counted it already
-            self._seconds[phase] += ended_s - started_s
-            self._since_s = ended_s
+    def _count(self, phase: Phase, started_s: float, ended_s: float) -> None:
+        self._seconds[phase] += max(0.0, ended_s - started_s)
+        self._since_s = max(self._since_s, ended_s)

@@ -6,10 +6,11 @@ samples that have it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +23,17 @@ from spot_async.base.events import Event
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
+from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, WeightsServed
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.pump_clock import PumpClock
 from spot_async.telemetry.replica_metrics import ReplicaMetrics
 from spot_async.telemetry.sinks import MetricSink
+from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Prompt, Sample
 
 
@@ -43,6 +46,7 @@ class RunLog:
         stages: Stages,
         sinks: Sequence[MetricSink] = (),
         *,
+        is_strict: bool = True,
         samples_every: int = 1,
         backends: Mapping[str, Backend] | None = None,
         loop_lag: LoopLag | None = None,
@@ -50,8 +54,11 @@ class RunLog:
     ) -> None:
         """Begin to measure the first iteration.
 
-        `backends` are by role. Their traffic and their replicas are reported, if they have any.
+        Unless the run `is_strict`, it is also written how far training and publishing are apart. `backends` are by
+        role. Their traffic and their replicas are reported, if they have any.
         """
+        self._publishing = None if is_strict else PumpClock("publish")
+        self._served_step = 0
         self._spending = spending
         self._loop_lag = loop_lag
         if loop_lag is not None:
@@ -69,7 +76,11 @@ class RunLog:
         self._evaluation: Evaluated | None = None  # the newest one that is in no row yet
 
     def on(self, event: Event) -> None:
+        if self._publishing is not None:
+            self._publishing.on(event)
         match event:
+            case WeightsServed():
+                self._served_step = event.version.step
             case Evaluated():
                 self._evaluation = event
             case IterationFinished():
@@ -83,7 +94,7 @@ class RunLog:
         evaluation, self._evaluation = self._evaluation, None
         metrics = iteration_metrics(result, elapsed_s, evaluation)
         metrics |= self._generation_metrics(elapsed_s - result.times_s.evaluate)
-        metrics |= self._traffic_metrics() | self._replicas.take(elapsed_s)
+        metrics |= self._publishing_metrics(result) | self._traffic_metrics() | self._replicas.take(elapsed_s)
         metrics |= self._spending.take() if self._spending is not None else {}
         metrics |= self._loop_lag.take() if self._loop_lag is not None else {}
         self._iteration_started_s = now_s
@@ -100,6 +111,17 @@ class RunLog:
         structlog.get_logger().warning(
             "prompt died", problem_id=prompt.problem.id, failure=error.failure_class.value, reason=str(error)
         )
+
+    def _publishing_metrics(self, result: IterationFinished) -> dict[str, float]:
+        """Return what the publish pump did during the iteration, and how old what was trained on is."""
+        if self._publishing is None:
+            return {}
+        seconds = self._publishing.take(asyncio.get_running_loop().time())
+        return {
+            "weights/served": float(self._served_step),
+            **{f"publish/{phase.replace(' ', '_')}_s": each for phase, each in seconds.items()},
+            **{f"lag/{lag}": float(tokens) for lag, tokens in sorted(tokens_by_lag(result).items())},
+        }
 
     def _traffic_metrics(self) -> dict[str, float]:
         """Return the traffic of each role since the last iteration, including evaluations."""
@@ -167,6 +189,16 @@ def iteration_metrics(
             else {"evaluation/iteration": float(evaluation.iteration)}
         ),
     }
+
+
+def tokens_by_lag(result: IterationFinished) -> Counter[int]:
+    """Return how many tokens of an iteration come from weights so many steps older than those that it started from."""
+    live_step = result.report.snapshot.version.step - 1
+    tokens: Counter[int] = Counter()
+    for sample in result.samples:
+        for span in sampled_spans(sample.supervision) if sample.supervision is not None else ():
+            tokens[live_step - span.version.step] += span.end - span.start
+    return tokens
 
 
 def evaluation_metrics(evaluation: EvaluationResult | None) -> dict[str, float]:

@@ -155,6 +155,7 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max
         directory,
         run.stages,
         [SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))],
+        is_strict=max_staleness == 0,
         backends={"student": CountedServer(student.traffic), "teacher": SimpleNamespace()},
         spending=RunSpendingMetrics(
             {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
@@ -178,6 +179,17 @@ def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simul
     patterns = documented()
     assert {name for name in written if not any(p.fullmatch(name) for p in patterns.values())} == set()
     assert {row for row, p in patterns.items() if not any(p.fullmatch(name) for name in written)} == set()
+
+
+def test_only_an_asynchronous_run_says_how_old_its_tokens_are_and_what_publishing_did(simulated, tmp_path):
+    rows, _ = simulate(OpdPolicy, tmp_path, max_staleness=1)
+    lags = [{int(name[4:]): tokens for name, tokens in row.items() if name.startswith("lag/")} for row in rows]
+    assert lags[0].keys() == {0}  # sampled before anything was trained
+    assert all(lag.keys() == {1} for lag in lags[1:])  # the servers are quick: each batch is sampled one update early
+    assert [row["weights/served"] for row in rows] == [0.0, 1.0, 2.0, 4.0]
+    assert all(sum(seconds for name, seconds in row.items() if name.startswith("publish/")) > 0 for row in rows)
+    words = ("lag/", "weights/", "publish/")
+    assert not any(name.startswith(words) for row in simulated[0] for name in row)
 
 
 def test_traffic_is_that_of_the_iteration_by_the_role_of_the_server(simulated):

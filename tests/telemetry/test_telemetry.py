@@ -18,12 +18,13 @@ from types import SimpleNamespace
 import pytest
 import structlog
 from rich.console import Console
+from rich.text import Text
 
 from spot_async.backends.shared.launch import free_port
 from spot_async.config import TelemetryConfig
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
-from spot_async.loop.events import IterationFinished, PhaseTimes, ResponseJudged, StepBegan
+from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseTimes, ResponseJudged, StepBegan
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.console import RunConsole
@@ -120,6 +121,49 @@ def test_a_line_of_progress_says_how_long_training_will_take_evaluations_in_betw
         "about 23 s left",
     ]
     assert "left" not in lines[3]
+
+
+def asynchronous_run():
+    """What a screen reads of one whose trainer is two steps ahead."""
+    stages = SimpleNamespace(all=[], tokens_generated=0)
+    versions = {"trained": WeightVersion(0, 13), "served": WeightVersion(0, 11)}
+    book, state = SimpleNamespace(waiting=3), SimpleNamespace(iteration=13)
+    return SimpleNamespace(state=state, is_strict=False, stages=stages, book=book, **versions)
+
+
+def test_the_panel_of_an_asynchronous_run_shows_both_pumps_their_versions_and_the_lag():
+    text = io.StringIO()
+    screen = RunConsole(Console(file=text, width=120, force_terminal=True), iterations=20)
+    orchestrator, metrics = asynchronous_run(), {"loss": 1.0, "lag_mean": 0.75, "lag_max": 2.0}
+    report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 13)), metrics=metrics)
+    screen.on(StepBegan("training with opd", orchestrator))
+    screen.on(IterationFinished(13, [], report, PhaseTimes()))
+    screen.on(PhaseBegan("train", 14, "wait for batch", 0.0))
+    screen.on(PhaseBegan("publish", 12, "update weights", 0.0))
+    with screen.live():
+        pass
+    panel = Text.from_ansi(text.getvalue()).plain
+    assert "weights: 13 trained, 11 served · lag 0.75 mean, 2 max" in panel
+    assert "the trainer waits for supervision · publishing waits for the weight update" in panel
+
+
+def test_an_evaluation_beside_training_is_shown_with_it(monkeypatch):
+    text, now_s = io.StringIO(), [0.0]
+    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    screen, orchestrator = RunConsole(Console(file=text, width=200), iterations=20), asynchronous_run()
+    report = TrainReport(
+        snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 14)), metrics={"lag_mean": 0.5, "lag_max": 1.0}
+    )
+    screen.on(StepBegan("training with opd", orchestrator))
+    screen.on(StepBegan("evaluating after iteration 12", orchestrator))
+    for finished in range(1, 32):
+        now_s[0] += 1.0
+        screen.on(ResponseJudged(finished, 4000))
+    screen.on(IterationFinished(14, [], report, PhaseTimes()))
+    *_, progress, _, iteration = text.getvalue().splitlines()
+    assert progress.endswith("evaluating after iteration 12: 30 of 4,000 responses")
+    assert "iteration 14/20" in iteration
+    assert "lag 0.50 mean, 1 max · about 3 min left" in iteration  # 31 s for one, since the screen saw only one
 
 
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
