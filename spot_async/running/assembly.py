@@ -25,7 +25,7 @@ from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.stages import Services, Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
-from spot_async.telemetry.totals import roles_with_room, stage_slots
+from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room, stage_slots
 from spot_async.trainer.settings import TrainerSettings
 
 
@@ -121,6 +121,7 @@ def make_live_bottleneck(
         replicas=partial(replica_states, backends),
         slots=partial(stage_slots, tree),
         roles_with_room=roles_with_room(tree, cores),
+        may_be_asynchronous=may_be_asynchronous(tree, cores),
     )
 
 

@@ -6,23 +6,40 @@ as many requests in flight as come in while one is answered. A limit below that 
 
 The report uses this for whole runs, the console for the last minute. The console's line ends with the first remedy of
 the report's list, in the same words.
+
+In an asynchronous run a "weight update" of the trainer's is a wait until publishing is no further behind than it may
+be. What publishing does meanwhile says why. Of a strict run it is said what staleness would bring.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spot_async.base.text import rough_time
+from spot_async.loop.events import Phase
 from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.telemetry.staleness_gain import StrictTimes, gain_words
 
 TRAINER_BOUND = 0.5  # training is the bottleneck from this share of the time on
 UPDATE_BOUND = 0.25
 CLEAR_SHARE = 0.6  # one server is named alone from this share of the wait on
 FULL = 0.75  # a limit holds requests back if more than this share of it is used
 IDLE = 0.15  # a few stragglers hold everybody up if less than this share of a batch is in flight
+# What publishing can be busy with: in words, and what helps most against it.
+PUBLISHES: dict[Phase, tuple[str, str]] = {
+    "drain": (
+        "draining requests under way",
+        "a student server that loads weights beside them, or a lower sampling.max_response_tokens",
+    ),
+    "update weights": (
+        "sending weights to the student's servers",
+        "publish to a faster disk (run.directory), or train on larger batches (training.batch_size)",
+    ),
+    "evaluate": ("evaluations", "a higher evaluation.eval_every, or a lower evaluation.samples"),
+}
 THROTTLED = 0.05  # an endpoint's refusals hold the stage up from this share of what is sent on
 
 
@@ -81,6 +98,13 @@ class RunTimes:
     batch_size: int = 1
     servers: Mapping[str, ServerUse] = field(default_factory=dict)  # by role, as far as it is known
     roles_with_room: Collection[str] = ()  # those that could have one more server
+    publish_s: Mapping[Phase, float] = field(default_factory=dict)  # of the publish pump; empty for a strict run
+    strict: StrictTimes | None = None  # of a strict run that could be an asynchronous one
+
+    @property
+    def of_requests(self) -> str:
+        """The time that the means of requests are of, in words."""
+        return "on average" if self.publish_s else "while the trainer waited for them"
 
 
 @dataclass(frozen=True)
@@ -90,10 +114,16 @@ class Bottleneck:
     sentence: str
     advice: tuple[str, ...] = ()
     brief: str = ""
+    staleness: str = ""  # what it would bring a strict run; the last of the advice too
 
 
 def judge(times: RunTimes) -> Bottleneck:
     """Return what held the run up."""
+    found, staleness = _judge(times), gain_words(times.strict)
+    return replace(found, advice=(*found.advice, staleness), staleness=staleness) if staleness else found
+
+
+def _judge(times: RunTimes) -> Bottleneck:
     total_s = times.wait_s + times.train_s + times.update_s
     if total_s <= 0:
         return Bottleneck("No times were recorded, so nothing can be said about what held the run up.")
@@ -108,6 +138,8 @@ def judge(times: RunTimes) -> Bottleneck:
             f"trainer bound: it trains {percent(train)} of the time; raise training.ranks or "
             "training.micro_batch_tokens",
         )
+    if update >= UPDATE_BOUND and update >= wait / 2 and any(times.publish_s.get(phase) for phase in PUBLISHES):
+        return _judge_publishing(times.publish_s, update)
     if update >= UPDATE_BOUND and update >= wait / 2:
         return Bottleneck(
             f"Weight-update bound: sending weights to the student's servers took {percent(update)} of the time.",
@@ -116,6 +148,20 @@ def judge(times: RunTimes) -> Bottleneck:
             "training.batch_size",
         )
     return _judge_wait(times, wait)
+
+
+def _judge_publishing(publish_s: Mapping[Phase, float], share: float) -> Bottleneck:
+    """Return what an asynchronous trainer waits for whose weights are not served in time."""
+    spent_s = {phase: publish_s.get(phase, 0.0) for phase in PUBLISHES}
+    longest = max(spent_s, key=lambda phase: spent_s[phase])
+    what, remedy = PUBLISHES[longest]
+    of_it = percent(spent_s[longest] / sum(spent_s.values()))
+    return Bottleneck(
+        f"Publishing bound: the trainer waited {percent(share)} of the time until its weights were served. "
+        f"Publishing spent {of_it} of its work on {what}.",
+        (remedy, "a higher max_staleness: the trainer goes on, and weights that are replaced meanwhile are never sent"),
+        f"publishing bound: trainer idle {percent(share)} until its weights are served, mostly for {what}; {remedy}",
+    )
 
 
 def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
@@ -210,7 +256,7 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
         assert use.slots is not None
         return _Finding(
             f"the {server}'s {use.slots} slots were {_fullness(use.in_flight, use.slots)} "
-            f"({use.in_flight:.0f} {stage} requests in flight while the trainer waited for them): "
+            f"({use.in_flight:.0f} {stage} requests in flight {times.of_requests}): "
             "a higher limit would only make them wait there",
             f"the {server}'s {use.slots} slots are full",
             faster,
@@ -218,7 +264,7 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
     if use.has_full_limit:
         full = (
             f"{_fullness(use.in_flight, use.limit)} "
-            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, while the trainer waited for them)"
+            f"({use.in_flight:.0f} in flight, {use.queued:.0f} queued, {times.of_requests})"
         )
         if use.is_limit_of_servers:
             return _Finding(
@@ -234,14 +280,14 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
         )
     if use.has_stragglers(times.batch_size):
         return _Finding(
-            f"only {use.in_flight:.1f} {stage} requests were in flight while the trainer waited for them: "
+            f"only {use.in_flight:.1f} {stage} requests were in flight {times.of_requests}: "
             "a few long ones hold each batch up",
             "a few long ones hold each batch up",
             ("a larger training.batch_size hides them, a lower sampling.max_response_tokens cuts them",),
         )
     return _Finding(
-        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight while the trainer "
-        "waited for them): the server itself works at full speed",
+        f"the limit of {use.limit} requests was not the reason ({use.in_flight:.0f} in flight {times.of_requests}): "
+        "the server itself works at full speed",
         "the server itself works at full speed",
         faster,
     )
@@ -250,7 +296,8 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
 def stage_load(busy_s: float, queued_s: float, over_s: float, limit: int) -> tuple[float, float]:
     """Return the mean numbers of requests in flight and queued, from the seconds that all requests took together.
 
-    These are divided by `over_s`, the time that the trainer waited for the stage, since its requests mostly run then.
+    These are divided by `over_s`. In a strict run that is the time that the trainer waited for the stage, since its
+    requests mostly run then. In an asynchronous one they run all the time.
     """
     return min(busy_s / over_s, limit), queued_s / over_s
 

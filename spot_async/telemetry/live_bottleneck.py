@@ -2,6 +2,8 @@
 
 It measures the time since it last said so, and leaves the judgement to `bottleneck.py`, as the report does. Requests
 that have not ended count for the part of that time in which they were there, so it may be shorter than a request.
+
+What staleness would bring a strict run is measured on whole iterations since the start, and said once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import structlog
 from spot_async.base.events import Event
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
-from spot_async.loop.events import Phase, PhaseBegan, PhaseEnded
+from spot_async.loop.events import IterationFinished, Phase
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
@@ -25,7 +27,9 @@ from spot_async.stages.stage import Stage
 from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry.bottleneck import Bottleneck, RunTimes, ServerUse, StageUse, judge, stage_load
+from spot_async.telemetry.pump_clock import PumpClock
 from spot_async.telemetry.replica_metrics import Pool
+from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes
 
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # states in which a replica serves nothing
 
@@ -46,40 +50,51 @@ def replica_lines(backends: Mapping[str, object]) -> list[str]:
     ]
 
 
-class TrainerClock:
-    """Measures what the trainer does and what it waits for, including the phase that goes on. It is a listener."""
+class TrainerClock(PumpClock):
+    """Measures what the trainer does, and which stages it waits for."""
 
     def __init__(self, stages: Sequence[Stage[Any]], now_s: float) -> None:
+        super().__init__("train", "wait for batch", now_s)
         self._waits = WaitClock(stages)
-        self._since_s = now_s  # everything before is counted
-        self._phase: Phase = "wait for batch"  # the one that goes on
-        self._phases: dict[Phase, float] = defaultdict(float)
         self._waited_for: dict[str, float] = defaultdict(float)
 
     def on(self, event: Event) -> None:
-        match event:
-            case PhaseBegan(pump="train"):
-                self._phase = event.name
-            case PhaseEnded(pump="train"):
-                self._count(event.name, max(event.started_s, self._since_s), event.ended_s)
-            case _:
-                self._waits.on(event)
+        self._waits.on(event)
+        super().on(event)
 
-    def take(self, now_s: float) -> tuple[Mapping[Phase, float], Mapping[str, float]]:
-        """Return the seconds since the last call: by phase, and those of the wait by stage."""
-        self._count(self._phase, self._since_s, now_s)
-        phases, waited_for = self._phases, self._waited_for
-        self._phases, self._waited_for, self._since_s = defaultdict(float), defaultdict(float), now_s
-        return phases, waited_for
+    def take_waits(self) -> Mapping[str, float]:
+        """Return the seconds of the wait for batches by stage, for the time that was taken last."""
+        waited_for, self._waited_for = self._waited_for, defaultdict(float)
+        return waited_for
 
     def _count(self, phase: Phase, started_s: float, ended_s: float) -> None:
-        if ended_s <= started_s:  # `take` has counted it already
-            return
-        self._phases[phase] += ended_s - started_s
-        if phase == "wait for batch":
+        super()._count(phase, started_s, ended_s)
+        if phase == "wait for batch" and ended_s > started_s:
             for stage, seconds in seconds_by_stage(self._waits.take(started_s, ended_s)).items():
                 self._waited_for[stage] += seconds
-        self._since_s = ended_s
+
+
+class IterationSums:
+    """Adds up the times of finished iterations, and their requests. It is a listener."""
+
+    def __init__(self, stages: Sequence[Stage[Any]]) -> None:
+        self._stages = stages
+        self.times = StrictTimes(0, 0.0, 0.0, 0.0)
+
+    def on(self, event: Event) -> None:
+        match event:
+            case IterationFinished(times_s=added):
+                self.times = StrictTimes(
+                    self.times.iterations + 1,
+                    self.times.wait_s + added.wait_for_batch,
+                    self.times.train_s + added.train,
+                    self.times.update_s + added.update_weights,
+                    {
+                        stage.name: StageTotal(stage.counters.busy_s, stage.counters.completed, stage.concurrency)
+                        for stage in self._stages
+                        if stage.counters.completed
+                    },
+                )
 
 
 @dataclass(frozen=True)
@@ -124,11 +139,13 @@ class LiveBottleneck:
         replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict,
         slots: Callable[[str, int], int | None] = lambda stage, down: None,
         roles_with_room: Collection[str] = (),
+        may_be_asynchronous: bool = False,
     ) -> None:
         """Begin to measure. Call it on the running loop.
 
         `replicas` returns those of each role as they are now. `slots(stage, down)` returns how many requests the
-        stage's servers generate at once while `down` of them are down. `roles_with_room` is that of `RunTimes`.
+        stage's servers generate at once while `down` of them are down. `roles_with_room` is that of `RunTimes`. With
+        `may_be_asynchronous` it says what staleness would bring.
         """
         now_s = asyncio.get_running_loop().time()
         self._orchestrator = orchestrator
@@ -139,9 +156,12 @@ class LiveBottleneck:
         self._slots = slots
         self._roles_with_room = roles_with_room
         self._clock = TrainerClock(orchestrator.stages.all, now_s)
+        self._publishing = PumpClock("publish", "wait for weights", now_s)
+        self._sums = IterationSums(orchestrator.stages.all) if may_be_asynchronous else None
+        self._said_staleness = False
         self._read_s = now_s
         self._readings = self._read(now_s)
-        orchestrator.stages.events.subscribe(self._clock)
+        orchestrator.stages.events.subscribe(self._clock, self._publishing, *([self._sums] if self._sums else []))
 
     async def speak(self) -> None:
         """Run beside the run; return at once if `every_s` is 0."""
@@ -151,11 +171,15 @@ class LiveBottleneck:
             if bottleneck.brief:
                 self._say(bottleneck.brief)
                 structlog.get_logger().info("bottleneck", verdict=bottleneck.sentence, advice=bottleneck.advice)
+            if bottleneck.staleness and not self._said_staleness:
+                self._said_staleness = True
+                self._say(bottleneck.staleness)
 
     def judge(self) -> Bottleneck:
         """Return what held the run up since the last call."""
         now_s = asyncio.get_running_loop().time()
-        phases, waited_for = self._clock.take(now_s)
+        phases, publish_s = self._clock.take(now_s), self._publishing.take(now_s)
+        waited_for = self._clock.take_waits()
         before, after = self._readings, self._read(now_s)
         elapsed_s, self._read_s, self._readings = now_s - self._read_s, now_s, after
         servers = {role: server_use(states) for role, states in self._replicas().items() if states}
@@ -174,6 +198,8 @@ class LiveBottleneck:
                 batch_size=self._batch_size,
                 servers=servers,
                 roles_with_room=self._roles_with_room,
+                publish_s={} if self._orchestrator.is_strict else publish_s,
+                strict=self._sums.times if self._sums is not None else None,
             )
         )
 
@@ -188,9 +214,8 @@ class LiveBottleneck:
     ) -> StageUse:
         server = servers.get(STAGE_SERVERS[stage.name])
         limit = stage.concurrency if server is None else min(stage.concurrency, max(1, server.let_in))
-        in_flight, queued = stage_load(
-            after.busy_s - before.busy_s, after.queued_s - before.queued_s, waited_for[stage.name], limit
-        )
+        over_s = waited_for[stage.name] if self._orchestrator.is_strict else elapsed_s
+        in_flight, queued = stage_load(after.busy_s - before.busy_s, after.queued_s - before.queued_s, over_s, limit)
         answered, sent = after.answered - before.answered, after.sent - before.sent
         return StageUse(
             in_flight,

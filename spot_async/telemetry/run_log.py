@@ -94,6 +94,8 @@ class RunLog:
         evaluation, self._evaluation = self._evaluation, None
         metrics = iteration_metrics(result, elapsed_s, evaluation)
         metrics |= self._generation_metrics(elapsed_s - result.times_s.evaluate)
+        if self._publishing is not None and evaluation is not None:  # the trainer need not have waited for it
+            metrics["time/evaluate_s"] = result.times_s.evaluate
         metrics |= self._publishing_metrics(result) | self._traffic_metrics() | self._replicas.take(elapsed_s)
         metrics |= self._spending.take() if self._spending is not None else {}
         metrics |= self._loop_lag.take() if self._loop_lag is not None else {}

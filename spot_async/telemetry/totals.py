@@ -12,7 +12,8 @@ from typing import Any
 
 from spot_async.run_directory.reading import SampleSummary
 from spot_async.stages.stages import STAGE_SERVERS
-from spot_async.telemetry.bottleneck import RunTimes, StageUse, stage_load
+from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, StageUse, stage_load
+from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes
 
 RELATIVE_BINS = 20
 GENERATING = ("rollout", "probe", "teacher_response")  # stages whose requests take slots; scores take none
@@ -62,6 +63,7 @@ def run_times(rows: Rows, config: Mapping[str, Any], cores: int | None = None) -
     for stage in stage_names(rows):
         over_s = waited_for.get(stage, 0.0)
         if over_s > 0:
+            over_s = over_s if is_strict(config) else sum(map(training_s, rows))
             busy_s, queued_s = (
                 sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * training_s(row) for row in rows)
                 for what in ("in_flight", "queued")
@@ -79,7 +81,45 @@ def run_times(rows: Rows, config: Mapping[str, Any], cores: int | None = None) -
         stages=stages,
         batch_size=int(config.get("training", {}).get("batch_size", 1)),
         roles_with_room=roles_with_room(config, cores),
+        publish_s={phase: total(rows, f"publish/{phase.replace(' ', '_')}_s") for phase in PUBLISHES}
+        if not is_strict(config)
+        else {},
+        strict=strict_times(rows, config) if may_be_asynchronous(config, cores) else None,
     )
+
+
+def strict_times(rows: Rows, config: Mapping[str, Any]) -> StrictTimes:
+    """Return the times of strict iterations, from which `gain_words` says what staleness would bring."""
+    return StrictTimes(
+        iterations=len(rows),
+        wait_s=total(rows, "time/wait_for_batch_s"),
+        train_s=total(rows, "time/train_s"),
+        update_s=total(rows, "time/update_weights_s"),
+        stages={
+            stage: StageTotal(
+                sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows),
+                total(rows, f"stage/{stage}/requests"),
+                effective_limit(rows, config, stage),
+            )
+            for stage in stage_names(rows)
+        },
+    )
+
+
+def is_strict(config: Mapping[str, Any]) -> bool:
+    return not config.get("max_staleness")
+
+
+def may_be_asynchronous(config: Mapping[str, Any], cores: int | None) -> bool:
+    """Whether a strict run's student could sample while the trainer trains, on devices or cores of its own.
+
+    Our own servers on the CPU share its cores with the trainer. There must be enough for the threads of all.
+    """
+    if not is_strict(config) or ((config.get("student") or {}).get("backend") or {}).get("sleep_while_training"):
+        return False
+    used = sum(threads_on_cpu(config).values())
+    training = config.get("training") or {}
+    return not used or used + int(training.get("ranks") or 1) * int(training.get("threads") or 1) <= (cores or 0)
 
 
 def training_s(row: Mapping[str, float]) -> float:
@@ -117,13 +157,14 @@ def effective_limit(rows: Rows, config: Mapping[str, Any], stage: str) -> int:
 def limit_use(row: Mapping[str, float], config: Mapping[str, Any], stage: str) -> float | None:
     """Return the mean share of its limit that a stage had in flight while a batch was waited for, 0 to 1.
 
-    The metric is a mean over the whole iteration. Requests run only while a batch is waited for, so it is scaled to
-    that part.
+    The metric is a mean over the whole iteration. In a strict run, requests run only while a batch is waited for, so it
+    is scaled to that part.
     """
     in_flight, wait_s = row.get(f"stage/{stage}/mean_in_flight"), row.get("time/wait_for_batch_s")
-    if in_flight is None or not wait_s:
+    if in_flight is None or (is_strict(config) and not wait_s):
         return None
-    return min(1.0, in_flight * training_s(row) / wait_s / effective_limit([row], config, stage))
+    in_flight *= training_s(row) / wait_s if is_strict(config) and wait_s else 1.0
+    return min(1.0, in_flight / effective_limit([row], config, stage))
 
 
 def servers_let_in(rows: Rows, stage: str) -> float | None:
@@ -139,18 +180,26 @@ def roles_with_room(config: Mapping[str, Any], cores: int | None) -> frozenset[s
     Roles at a `url` or on a device count, since nobody here knows how many more machines or devices there are. A role
     of our own servers on the CPU counts if enough cores are left for the threads of one more.
     """
-    backends = {role: (config.get(role) or {}).get("backend") or {} for role in ("student", "teacher", "reference")}
-    ours = {
-        role: int(backend.get("threads") or 1) * int(backend.get("replicas") or 1)
-        for role, backend in backends.items()
-        if backend.get("kind") == "local" and not backend.get("url") and backend.get("device") == "cpu"
-    }
+    backends, ours = _backends(config), threads_on_cpu(config)
     used = sum(ours.values())
     return frozenset(
         role
         for role, backend in backends.items()
         if backend and (role not in ours or used + int(backend.get("threads") or 1) <= (cores or 0))
     )
+
+
+def threads_on_cpu(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the threads that our own servers use on this machine's CPU, by their role."""
+    return {
+        role: int(backend.get("threads") or 1) * int(backend.get("replicas") or 1)
+        for role, backend in _backends(config).items()
+        if backend.get("kind") == "local" and not backend.get("url") and backend.get("device") == "cpu"
+    }
+
+
+def _backends(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {role: (config.get(role) or {}).get("backend") or {} for role in ("student", "teacher", "reference")}
 
 
 def stage_limit(config: Mapping[str, Any], stage: str) -> int:

@@ -16,15 +16,20 @@ from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.config import Config
 from spot_async.errors import ThrottledError
-from spot_async.loop.events import PhaseBegan, PhaseEnded
+from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseEnded, PhaseTimes
+from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.leasing import pool_of
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.stages.stage import Stage
 from spot_async.stages.stages import STAGE_SERVERS
-from spot_async.telemetry.bottleneck import RunTimes, ServerUse, StageUse, judge
-from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_lines
-from spot_async.telemetry.totals import roles_with_room, stage_slots
+from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, StageUse, judge
+from spot_async.telemetry.live_bottleneck import IterationSums, LiveBottleneck, replica_lines
+from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes, gain_words
+from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room, stage_slots
+from spot_async.testing.replies import capabilities
+from spot_async.testing.services import VOCAB_SIZE, Latency, SimulatedStudent, SimulatedTrainer
+from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Traffic
 
@@ -160,6 +165,86 @@ def test_servers_that_are_down_and_endpoints_that_refuse_come_before_any_limit_o
     assert "down" not in judge(times).brief
 
 
+def strict_times(wait_s, train_s, update_s=0.0, iterations=10, **stages):
+    """Times of as many iterations, each of which took these seconds."""
+    return StrictTimes(iterations, wait_s * iterations, train_s * iterations, update_s * iterations, stages)
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (strict_times(40.0, 10.0, 1.0), "the trainer idles 80 %: max_staleness=1 would bring an iteration from 51 s to "
+         "26 s at best"),
+        (strict_times(15.0, 36.0), "the trainer idles 29 %: max_staleness=1 would bring an iteration from 51 s to 36 s "
+         "at best"),
+        # 1,280 rollouts of 20 s each, 64 at a time: 40 s of the 41 s of each iteration
+        (strict_times(41.0, 10.0, rollout=StageTotal(25_600.0, 1_280, 64)), "from 51 s to 40 s at best"),
+        # No more than two batches of 8 are ever under way together, whatever the limit.
+        (strict_times(8.0, 1.0, score=StageTotal(1_200.0, 80, 512)), "from 9.0 s to 7.5 s at best"),
+        (strict_times(5.0, 46.0), ""),  # hardly worth it
+        (strict_times(40.0, 10.0, iterations=1), ""),  # the first one may be anything
+        (None, ""),
+    ],
+)  # fmt: skip
+def test_a_strict_run_is_told_what_staleness_would_bring_at_best(times, words):
+    assert words in gain_words(times)
+    assert bool(words) == bool(gain_words(times))
+    verdict = judge(RunTimes(9.0, 1.0, 0.0, PROBE, strict=times))
+    assert verdict.staleness == gain_words(times)
+    assert (verdict.advice[-1] == verdict.staleness) == bool(words)
+
+
+@pytest.mark.parametrize("seconds", [(10.0, 10.0), (20.0, 5.0), (3.0, 12.0)])
+def test_no_asynchronous_run_is_faster_than_what_is_said_to_be_best(seconds):
+    """The real orchestrator on virtual time: a strict run, of which the estimate is made, and the one it speaks of."""
+
+    def finished(max_staleness):
+        rollout_s, train_s = seconds
+        run = make_run(
+            make_policy(OpdPolicy),
+            student=SimulatedStudent(Latency(base_s=rollout_s, per_token_s=0.01)),
+            trainer=SimulatedTrainer(train_s),
+            capabilities={"student": capabilities(VOCAB_SIZE, in_flight_updates=True)},
+            config=same_limits(concurrency=64, timeout_s=1e6),
+            iterations=40,
+            max_staleness=max_staleness,
+        )
+        sums = IterationSums(run.stages.all)
+        run.stages.events.subscribe(sums)
+        run.finish()
+        return sums.times
+
+    strict, asynchronous = finished(0), finished(1)
+    best_s = strict.bound_s(1)
+    assert 0.97 * best_s <= asynchronous.iteration_s < 1.5 * best_s < strict.iteration_s * 1.2
+
+
+def test_staleness_is_not_spoken_of_where_it_cannot_be_had():
+    alone = {"student": {"backend": {"kind": "vllm"}}, "training": {"ranks": 1, "threads": 1}}
+    assert may_be_asynchronous(alone, None)
+    assert not may_be_asynchronous(alone | {"max_staleness": 1}, None)
+    assert not may_be_asynchronous(alone | {"student": {"backend": {"sleep_while_training": True}}}, None)
+    local = {"backend": {"kind": "local", "url": None, "device": "cpu", "threads": 1, "replicas": 1}}
+    shared = alone | {"student": local, "teacher": local}
+    assert may_be_asynchronous(shared, 3)
+    assert not may_be_asynchronous(shared, 2)  # the trainer has no core of its own
+
+
+@pytest.mark.parametrize(
+    ("publish_s", "words"),
+    [
+        ({"drain": 30.0, "update weights": 10.0}, "draining requests under way; a student server that loads weights"),
+        ({"drain": 3.0, "update weights": 10.0}, "sending weights to the student's servers; publish to a faster disk"),
+        ({"update weights": 3.0, "evaluate": 90.0}, "evaluations; a higher evaluation.eval_every"),
+    ],
+)
+def test_a_trainer_that_is_too_far_ahead_waits_for_what_publishing_does(publish_s, words):
+    verdict = judge(RunTimes(1.0, 3.0, 4.0, publish_s={"wait for weights": 1.0, **publish_s}))
+    assert verdict.brief.startswith("publishing bound: trainer idle 50 % until its weights are served, mostly for ")
+    assert words in verdict.brief
+    assert "max_staleness" in verdict.advice[-1]
+
+
 def key_exists(schemas: list[Any], key: str) -> bool:
     """Whether some schema (a plug-in's, where the key leads to one) has the key."""
     name, _, rest = key.partition(".")
@@ -182,6 +267,7 @@ def test_every_key_that_is_advised_is_a_key_of_the_configuration():
     uses = [None, FULL_PROBES, StageUse(99.0, 0.0, 100, 64), StageUse(3.0, 0.0, 100), StageUse(40.0, 0.0, 100),
             StageUse(4.0, 9.0, 4, throttled_share=0.5)]  # fmt: skip
     verdicts = [judge(RunTimes(4.0, 6.0, 0.1)), judge(RunTimes(3.0, 3.0, 4.0))]
+    verdicts += [judge(RunTimes(3.0, 3.0, 4.0, publish_s={phase: 1.0})) for phase in PUBLISHES]
     for stage, use in itertools.product(STAGE_SERVERS, uses):
         stages = {stage: use} if use is not None else {}
         servers = {STAGE_SERVERS[stage]: ServerUse(2, 1, 4)}
@@ -194,6 +280,8 @@ def test_every_key_that_is_advised_is_a_key_of_the_configuration():
 
 class Run:
     """What a live verdict reads of an orchestrator; one stage whose requests take `latency_s` each."""
+
+    is_strict = True
 
     def __init__(self, *, concurrency: int, latency_s: float, stage: str = "score") -> None:
         self.latency_s = latency_s
@@ -269,6 +357,27 @@ def test_a_throttled_minute_is_told_from_a_slow_one():
     run.refusals = 20
     live(run, verdicts, lambda: asyncio.sleep(61.0))
     assert "throttled by the endpoint (" in verdicts[0]
+
+
+def test_what_staleness_would_bring_is_said_once_and_only_of_whole_iterations():
+    said = []
+
+    async def main():
+        run = Run(concurrency=64, latency_s=30.0)
+        verdict = LiveBottleneck(run, said.append, every_s=60.0, batch_size=64, may_be_asynchronous=True)
+        async with asyncio.TaskGroup() as group:
+            speaking = group.create_task(verdict.speak())
+            for number in (1, 2, 3):
+                await asyncio.sleep(61.0)
+                times = PhaseTimes(wait_for_batch=50.0, train=10.0, update_weights=1.0)
+                run.events.publish(IterationFinished(number, [], None, times))
+            await asyncio.sleep(61.0)
+            speaking.cancel()
+
+    run_on_virtual_time(main())
+    assert [line for line in said if "max_staleness" in line] == [
+        "the trainer idles 84 %: max_staleness=1 would bring an iteration from 61 s to 30 s at best"
+    ]
 
 
 def test_none_is_said_where_none_is_wanted():
