@@ -122,6 +122,14 @@ def may_be_asynchronous(config: Mapping[str, Any], cores: int | None) -> bool:
     return not used or used + int(training.get("ranks") or 1) * int(training.get("threads") or 1) <= (cores or 0)
 
 
+def lag_shares(rows: Rows) -> dict[int, float]:
+    """Return the share of a run's tokens with each lag, from 0 to the largest; empty for a strict run."""
+    lags = {int(name.removeprefix("lag/")) for row in rows for name in row if name.startswith("lag/")}
+    tokens = {lag: total(rows, f"lag/{lag}") for lag in range(max(lags, default=-1) + 1)}
+    every = sum(tokens.values())
+    return {lag: count / every for lag, count in tokens.items()} if every else {}
+
+
 def training_s(row: Mapping[str, float]) -> float:
     """Return an iteration's time without evaluation."""
     return row.get("time/iteration_s", 0.0) - row.get("time/evaluate_s", 0.0)

@@ -103,6 +103,49 @@ def test_what_does_not_generate_takes_no_slots(stage):
     assert stage_slots(config, "teacher_response") == 8
 
 
+ASYNCHRONOUS = {"lag/0": 100.0, "lag/1": 300.0, "train/lag_mean": 0.75, "train/lag_max": 1.0,
+                "train/effective_sample_share": 0.9, "train/staleness_kl": 0.01, "train/mismatch_kl": 0.001,
+                "publish/wait_for_weights_s": 1.0, "publish/drain_s": 6.0, "publish/update_weights_s": 2.0,
+                "time/wait_for_batch_s": 3.0, "time/train_s": 3.0, "time/update_weights_s": 4.0}  # fmt: skip
+
+
+def test_a_run_with_staleness_says_how_stale_it_was_and_what_publishing_did(tmp_path, capsys):
+    rows = [metrics_row(i) | ASYNCHRONOUS | {"weights/served": i - 1.0} for i in (1, 2)]
+    files = make_run(tmp_path / "run", [], rows)
+    (tmp_path / "run" / "config.yaml").write_text(CONFIG + "max_staleness: 2\n")
+    report = read_report(files)
+    assert dict(report.facts)["staleness"] == "at most 2; of the tokens 25 % lag 0, 75 % lag 1 (mean 0.75)"
+    assert report.bottleneck.sentence.startswith("Publishing bound: the trainer waited 40 % of the time")
+    assert "75 % of its work on draining" in report.bottleneck.sentence
+    (section,) = (each for each in report.sections if each.title == "Staleness")
+    figures = {plot.title: plot.figure for plot in section.plots}
+    assert "lag 1:  75 %" in figures["Lag of tokens"]
+    assert "iteration 2: trained 2, served 1" in figures["Weights trained and served"]
+    assert "drain 6" in figures["What publishing did"]
+    assert {"Lag by iteration", "What old samples are worth", "What staleness changes"} < figures.keys()
+    write_report(Console(), files.path, None)
+    assert "staleness: at most 2; of the tokens 25 % lag 0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_in_a_run_with_staleness_servers_are_used_all_the_time(tmp_path):
+    """A strict run's requests run only while the trainer waits for them."""
+    row, config = metrics_row(1) | ASYNCHRONOUS, yaml.safe_load(CONFIG)
+    assert run_times([row], config).stages["probe"].in_flight == pytest.approx(5 * 10 / 7)
+    assert limit_use(row, config, "probe") == pytest.approx(1.0)
+    config["max_staleness"] = 1
+    assert run_times([row], config).stages["probe"].in_flight == pytest.approx(5.0)
+    assert limit_use(row, config, "probe") == pytest.approx(5 / 16)
+
+
+def test_a_strict_run_says_nothing_of_staleness_but_what_it_would_bring(tmp_path):
+    report = read_report(make_run(tmp_path / "run", [], [metrics_row(i) for i in (1, 2, 3)]))
+    assert "Staleness" not in [section.title for section in report.sections]
+    assert "staleness" not in dict(report.facts)
+    assert report.bottleneck.advice[-1] == (
+        "the trainer idles 85 %: max_staleness=1 would bring an iteration from 10 s to 5.0 s at best"
+    )
+
+
 def test_a_run_of_soft_targets_alone_has_no_advantage(tmp_path):
     row = metrics_row(1) | {"teacher/entropy_nats": 0.2, "train/advantage_mean": 0.0, "train/loss_branch": 0.5}
     row |= {"replica/student-1/limit": 64.0, "replica/student-1/mean_in_flight": 40.0, "replica/teacher/limit": 512.0}

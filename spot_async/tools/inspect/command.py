@@ -16,7 +16,7 @@ from spot_async.run_directory.reading import RunFiles, SampleSummary
 from spot_async.types import Verdict
 
 if TYPE_CHECKING:
-    from spot_async.tools.inspect.report import Section
+    from spot_async.tools.inspect.plots import Section
 
 
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
@@ -84,6 +84,8 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
     refuse_evaluation(files)
     report = read_report(files, more)
     screen.print(Text(report.bottleneck.sentence), *(Text(f"* {line}") for line in report.bottleneck.advice), sep="\n")
+    if (staleness := dict(report.facts).get("staleness")) is not None:
+        screen.print(Text(f"staleness: {staleness}"))
     if report.missing_signal is not None:
         screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:

@@ -6,9 +6,8 @@ left out, and the page says so.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,20 @@ from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
 from spot_async.spending.records import spending_words
 from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
-from spot_async.telemetry.totals import RELATIVE_BINS, Rows, SampleStatistics, limit_use, run_times, stage_names, total
+from spot_async.telemetry.totals import (
+    RELATIVE_BINS,
+    Rows,
+    SampleStatistics,
+    is_strict,
+    limit_use,
+    run_times,
+    stage_names,
+    total,
+)
 from spot_async.tools.inspect.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
+from spot_async.tools.inspect.plots import Section, lines, points, present, stacked
 from spot_async.tools.inspect.signal import missing_signal
+from spot_async.tools.inspect.staleness import staleness_section, staleness_words
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds, short_number
@@ -30,21 +40,6 @@ from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seco
 LENGTH_BINS = 20  # about so many, since their widths are round numbers
 TOP_TOKENS = 14
 ADVANTAGE_OF_TEACHER = "Teacher minus student, nats per token. Rises towards 0 as student meets teacher."
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One card of the page."""
-
-    title: str
-    note: str  # how to read it
-    figure: Markup
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    plots: tuple[Plot, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +69,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         probing_section(rows, statistics, PolicySettings.of(config)),
         response_section(rows, statistics),
         time_section(rows, config),
+        staleness_section(rows),
         optimiser_section(rows, config),
         spending_section(rows),
         *more,
@@ -96,23 +92,23 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
     advantages = any(row.get("train/advantage_mean") for row in rows)  # a method with only soft targets has none
     return Section(
         "Learning",
-        _present(
+        present(
             ("Accuracy on held-out problems", *((evaluated.note, evaluated.figure()) if evaluated else ("", None))),
             ("Accuracy in training", "Share of the sampled responses that are correct.",
-             _lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent, most=1.0)),
+             lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent, most=1.0)),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
-             _lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "soft targets": "train/loss_branch",
+             lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "soft targets": "train/loss_branch",
                            "reference": "train/loss_reference"})),
             ("Advantage", ADVANTAGE_OF_TEACHER if scored else "Mean per token, as the policy gives it.",
-             _lines(rows, {"mean advantage": "train/advantage_mean"}) if advantages else None),
+             lines(rows, {"mean advantage": "train/advantage_mean"}) if advantages else None),
             ("Gated positions", "Share whose teacher entropy exceeds policy.tau_nats, where the forward KL is on; "
              "uncertain: those whose entropy is known only within bounds that hold it.",
-             _lines(rows, {"gated": "eopd/gated", "uncertain": "eopd/uncertain"}, fine_percent, most=1.0)),
+             lines(rows, {"gated": "eopd/gated", "uncertain": "eopd/uncertain"}, fine_percent, most=1.0)),
             ("Responses without a signal", "Share of those trained whose group's rewards are all equal (advantage 0), "
              "and share of all that were left out for want of a verdict.",
-             _lines(rows, {"advantage 0": "grpo/no_signal", "left out": "grpo/left_out"}, percent, most=1.0)),
+             lines(rows, {"advantage 0": "grpo/no_signal", "left out": "grpo/left_out"}, percent, most=1.0)),
             ("Teacher entropy", "Nats per token, mean.",
-             _lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
+             lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
         ),
     )  # fmt: skip
 
@@ -138,16 +134,16 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
     kept = [("kept", retained), ("left out", dropped)] if policy.guided else [("", retained)]
     return Section(
         "Probing" if policy.guided else "Positions",
-        _present(
+        present(
             ("Positions probed and kept", "Per rollout. Kept (B+): at least one candidate led to a correct answer.",
-             _lines(rows, counts, from_zero=True)) if policy.guided else
+             lines(rows, counts, from_zero=True)) if policy.guided else
             ("Positions selected", "Per rollout. All are trained, none is probed: policy.verifier_guidance is false.",
-             _lines(rows, counts, from_zero=True)),
+             lines(rows, counts, from_zero=True)),
             ("Accuracy of probes", "Share of continuations that end correct.",
-             _lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent, most=1.0)
+             lines(rows, {"probes": "probe/accuracy", "rollouts": "rollout/accuracy"}, percent, most=1.0)
              if any("probe/accuracy" in row for row in rows) else None),
             ("Calibration shift", "How far outcomes move the target from the teacher's prior: total variation, 0 to 1.",
-             _lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True) if policy.guided else None),
+             lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True) if policy.guided else None),
             (*(looks or ("", "")), svg.histogram(edges, [("", means)], x_name=place) if looks and any(means) else None),
             (f"Where positions were {policy.chosen}", f"Share of {policy.chosen} positions by place in the response.",
              svg.histogram(edges, [("", shares)], x_name=place, format_y=percent) if shares else None),
@@ -160,14 +156,14 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
 def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
     return Section(
         "Responses",
-        _present(
+        present(
             ("Length of responses", "Mean tokens per response.",
-             _lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
+             lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
             ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the "
              "iterations that have samples; of fewer than three, of all.",
              length_histogram(statistics.lengths)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
-             _lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
+             lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
         ),
     )  # fmt: skip
 
@@ -181,62 +177,65 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     names = sorted({name.split("/")[1] for row in rows for name in row if name.startswith("replica/")})
     figures = {"in flight": "mean_in_flight", "limit": "limit"}
     servers = [  # a colour for each server, a dash for each metric; colours that come again have other dashes
-        Series(f"{name}: {label}", points, server, dash + len(figures) * (server // len(svg.COLOURS)))
+        Series(f"{name}: {label}", found, server, dash + len(figures) * (server // len(svg.COLOURS)))
         for server, name in enumerate(names)
         for dash, (label, key) in enumerate(figures.items())
-        if (points := _points(rows, f"replica/{name}/{key}"))
+        if (found := points(rows, f"replica/{name}/{key}"))
     ]
     lags = {"p50": "loop/lag_p50_s", "p99": "loop/lag_p99_s", "longest": "loop/lag_max_s"}
     # In short iterations with few events, p99 is the longest lag, and one line would hide the other.
     if 2 * sum(row.get(lags["p99"]) == row.get(lags["longest"]) for row in rows) > len(rows):
         lags = {"p50": lags["p50"], "p99 and longest": lags["longest"]}
+    waits_for_publishing = "" if is_strict(config) else (
+        " For weight updates and evaluations it waits only until publishing is close enough behind it."
+    )  # fmt: skip
     used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
     return Section(
         "Time",
-        _present(
-            ("Time per phase", "Seconds of each iteration, as the trainer spends them.",
-             _stacked(rows, {"wait for batch": "time/wait_for_batch_s", "train": "time/train_s",
+        present(
+            ("Time per phase", "Seconds of each iteration, as the trainer spends them." + waits_for_publishing,
+             stacked(rows, {"wait for batch": "time/wait_for_batch_s", "train": "time/train_s",
                              "update weights": "time/update_weights_s", "evaluate": "time/evaluate_s"})),
             ("What the trainer waited for", "Seconds of each iteration, by the stage that most prompts were at.",
-             _stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
+             stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
             ("Stages: use of their limits", "Mean requests in flight while the trainer waited for a batch, over the "
              "stage's limit or, where it is less, what its servers let in. For the bottleneck above, only the time "
              "counts in which most prompts were at the stage.",
              used),
             ("Stages: queues", "Mean requests that waited for their turn.",
-             _lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
+             lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
-             _lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True)),
+             lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True)),
             ("Servers: requests let in", "Of all stages: mean in flight during the iteration, the limit as it ended.",
              svg.line_plot(servers, from_zero=True) if servers else None),
             ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest. "
              "Of few events the last two are one.",
-             _lines(rows, lags, seconds, from_zero=True)),
+             lines(rows, lags, seconds, from_zero=True)),
             ("Tokens generated per second", "Rollouts and probes, over the whole iteration.",
-             _lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
+             lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
         ),
     )  # fmt: skip
 
 
 def optimiser_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     most = config.get("training", {}).get("max_grad_norm")
-    norms = [norm for _, norm in _points(rows, "train/grad_norm")]
+    norms = [norm for _, norm in points(rows, "train/grad_norm")]
     level = None  # a level far above all norms would squeeze them together
     if most is not None and norms and most <= 2 * max(norms):
         level = (f"max_grad_norm: {short_number(most)}", float(most))
     return Section(
         "Optimiser",
-        _present(
+        present(
             ("Gradient norm", "Before it is scaled down to training.max_grad_norm, mean over the iteration's updates.",
-             _lines(rows, {"norm": "train/grad_norm"}, from_zero=True, level=level)),
+             lines(rows, {"norm": "train/grad_norm"}, from_zero=True, level=level)),
             ("Ratio of new to old policy", "Per token; the mean stays near 1, the largest shows outliers.",
-             _lines(rows, {"mean": "train/ratio_mean", "largest": "train/ratio_max"})),
+             lines(rows, {"mean": "train/ratio_mean", "largest": "train/ratio_max"})),
             ("Server against trainer", "Mean difference of the two's log-probabilities of one token, same weights.",
-             _lines(rows, {"mean": "train/mismatch_mean"}, from_zero=True)),
+             lines(rows, {"mean": "train/mismatch_mean"}, from_zero=True)),
             ("Clipped tokens", "Share of tokens whose gradient the clip removed.",
-             _lines(rows, {"clipped": "train/clip_fraction"}, fine_percent, from_zero=True)),
+             lines(rows, {"clipped": "train/clip_fraction"}, fine_percent, from_zero=True)),
             ("Learning rate", "Of the iteration's updates.",
-             _lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True, smooth=False)),
+             lines(rows, {"learning rate": "train/learning_rate"}, from_zero=True, smooth=False)),
         ),
     )  # fmt: skip
 
@@ -248,13 +247,13 @@ def spending_section(rows: Rows) -> Section:
     hits = {"kept already": "score_cache/hits", "asked for": "score_cache/misses"}
     return Section(
         "Spending",
-        _present(
-            ("Money spent", "For answers, since the start of the run.", _lines(rows, paid, from_zero=True)),
+        present(
+            ("Money spent", "For answers, since the start of the run.", lines(rows, paid, from_zero=True)),
             ("Requests without an answer", "Of each iteration: billed or not, which only the provider knows.",
-             _lines(rows, unknown, from_zero=True) if any(row.get(name) for row in rows for name in unknown.values())
+             lines(rows, unknown, from_zero=True) if any(row.get(name) for row in rows for name in unknown.values())
              else None),
             ("Teacher scores", "By iteration: those that the cache had, and those that were asked for.",
-             _lines(rows, hits, from_zero=True)),
+             lines(rows, hits, from_zero=True)),
         ),
     )  # fmt: skip
 
@@ -295,6 +294,7 @@ def facts(
         "teacher": (config.get("teacher") or {}).get("model"),
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
         "best": evaluated and evaluated.best_words,
+        "staleness": staleness_words(config, rows),
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,
@@ -341,45 +341,3 @@ def notes(
     for reason, count in Counter(each.reason for each in dead).most_common(3):
         found.append(f"{count} of them: {visible(reason)}")
     return tuple(found)
-
-
-def _present(*plots: tuple[str, str, Markup | None]) -> tuple[Plot, ...]:
-    return tuple(Plot(title, note, figure) for title, note, figure in plots if figure is not None)
-
-
-def _lines(
-    rows: Rows,
-    names: Mapping[str, str],
-    format_y: Callable[[float], str] = short_number,
-    *,
-    from_zero: bool = False,
-    most: float = math.inf,
-    level: tuple[str, float] | None = None,
-    smooth: bool = True,
-) -> Markup | None:
-    """Return a plot with a line per metric that is there. Lines of zeros are drawn only if there are no others."""
-    series = [Series(name, _points(rows, metric), i) for i, (name, metric) in enumerate(names.items())]
-    series = [each for each in series if each.points]
-    moving = [each for each in series if any(value for _, value in each.points)]
-    if not series:
-        return None
-    return svg.line_plot(
-        moving or series[:1], format_y=format_y, from_zero=from_zero, most=most, level=level, smooth=smooth
-    )
-
-
-def _stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
-    """Return a plot of times, stacked on top of each other."""
-    with_times = [row for row in rows if any(metric in row for metric in names.values())]
-    if not with_times:
-        return None
-    series = [
-        Series(name, [(row["iteration"], row.get(metric, 0.0)) for row in with_times], i)
-        for i, (name, metric) in enumerate(names.items())
-        if total(rows, metric) > 0
-    ]
-    return svg.stacked_plot(series, format_y=seconds)
-
-
-def _points(rows: Rows, metric: str) -> list[tuple[float, float]]:
-    return [(row["iteration"], row[metric]) for row in rows if metric in row]
