@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from spot_async.telemetry.bottleneck import percent
-from spot_async.tools.inspect.report import Plot, Section
+from spot_async.tools.inspect.plots import Plot, Section
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, seconds, short_number
 from spot_async.tools.pages.templates import templates
