@@ -2,10 +2,11 @@
 
 No run imports it. `spot-async simulate` runs on it.
 
-A test of a policy begins with one of two names: `ScriptedStages` for one prompt with numbers that the test chooses, or
-`simulated_run` for a whole run.
+A test of a policy begins with one of three names: `ScriptedStages` for one prompt with numbers that the test chooses,
+`simulated_run` for a whole run, or `faulty_run` for one in which things go wrong.
 """
 
+from spot_async.testing.faulty_run import faulty_run
 from spot_async.testing.replies import capabilities, generation, token_scores
 from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.simulation import (
@@ -22,6 +23,7 @@ __all__ = [
     "ScriptedStages",
     "SimulatedRun",
     "capabilities",
+    "faulty_run",
     "generation",
     "make_policy",
     "make_run",

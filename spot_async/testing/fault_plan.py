@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -22,6 +22,7 @@ from spot_async.testing.stateful_trainer import StatefulTrainer, TrainerFault
 from spot_async.types import Problem, Verdict
 
 MEAN_S = 20.0  # after the start of a run
+MOST_FAULTS = 6  # of a run
 FOREIGN_WEIGHTS = "foreign"  # what a server holds that somebody else has started again
 
 
@@ -140,6 +141,17 @@ MAY_END = {
 }
 
 
+# The errors for which a prompt may be given up then. New weights are no reason.
+MAY_KILL = {
+    r".*(killed|frozen|: dies)": "PermanentError: .* times a server ended or froze|(DeadlineExceeded|Transient)Error",
+    r".*takes": "(DeadlineExceeded|Throttled)Error",
+    r".*replies .*: bad request": "PermanentError: .*HTTP 400",
+    r".*replies .*: nonsense": "PoisonedReplyError",
+    r".*replies .*: (server error|reset|cut off)": "TransientError",
+    r".*replies .*: (never|late|throttled)": "DeadlineExceededError",
+}
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing that goes wrong, as its seed decides. `number` is its place in the plan of its run."""
@@ -160,15 +172,13 @@ class Fault:
         await strike(scene, rng, say)
 
 
-def explained(error: SpotError, struck: Iterable[str]) -> bool:
-    """Return whether a run may end early with this error because of what struck it."""
+def explained(error: SpotError, struck: Iterable[str], by: Mapping[str, str]) -> bool:
+    """Return whether this error may come of what struck, by one of these pairs of patterns."""
     words = f"{type(error).__name__}: {error}"
-    return any(
-        re.match(what, each) and re.match(pattern, words) for each in struck for what, pattern in MAY_END.items()
-    )
+    return any(re.match(what, each) and re.match(pattern, words) for each in struck for what, pattern in by.items())
 
 
-def planned_faults(seed: int, most: int = 6) -> list[Fault]:
+def planned_faults(seed: int, most: int = MOST_FAULTS) -> list[Fault]:
     """Return the faults of a run's seed."""
     number = random.Random(derive_seed(seed, "faults")).randint(0, most)
     return [Fault(i, derive_seed(seed, "fault", i)) for i in range(number)]

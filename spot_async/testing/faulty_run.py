@@ -27,13 +27,22 @@ from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import gather, leaves, root_cause, watched
 from spot_async.config import ServingConfig
-from spot_async.errors import RequestError, SpotError, VersionMismatchError
+from spot_async.errors import RequestError, SpotError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage
-from spot_async.testing.fault_plan import Fault, FaultyVerifier, Scene, explained, kept_running, planned_faults
+from spot_async.testing.fault_plan import (
+    MAY_END,
+    MAY_KILL,
+    Fault,
+    FaultyVerifier,
+    Scene,
+    explained,
+    kept_running,
+    planned_faults,
+)
 from spot_async.testing.invariants import Invariants, OneUpdateAtATime, TrueSpans, require
 from spot_async.testing.replies import capabilities
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica, Update
@@ -117,7 +126,7 @@ class _Drill:
             tokens_per_s=rng.choice([60.0, 200.0]),
             tokens_per_s_each=20.0,
             start_s=rng.choice([0.5, 5.0]),
-            update_s=rng.choice([0.1, 1.0, 10.0]),
+            update_s=rng.choice([0.1, 1.0, 10.0, 1.5 * REQUEST_TIMEOUT_S]),
         )
         self._invariants = Invariants(
             batch_size=self._batch_size,
@@ -170,11 +179,17 @@ class _Drill:
         require(not left, "I8", f"tasks are left: {left}")
         serving = [each.name for each in self.scene.servers if each.is_running]
         require(self._attaches or not serving, "I8", f"servers are left: {serving}")
-        dead = run.journal.dead
-        require(bool(self.scene.struck) or not dead, "I8", f"prompts died although nothing was wrong: {dead}")
-        mismatched = [ordinal for ordinal, each in dead.items() if isinstance(each, VersionMismatchError)]
-        require(not mismatched, "I2", f"prompts {mismatched} died of an update")
+        self._check_results(run, is_early=error is not None)
         return FaultyRun(run, self.scene.struck, loop.time(), error, logs)
+
+    def _check_results(self, run: SimulatedRun, *, is_early: bool) -> None:
+        """Check that no prompt died without a reason, and that every evaluation that was due was made."""
+        for ordinal, error in run.journal.dead.items():
+            known = explained(error, self.scene.struck.values(), MAY_KILL)
+            require(known, "I8", f"no fault explains the death of prompt {ordinal}: {type(error).__name__}: {error}")
+        due = [i for i in range(1, self._trainer.step + 1) if self._evaluation_is_due(i)]
+        made = [each.iteration for each in run.journal.evaluated]
+        require(is_early or made == due, "I7", f"weights {due} were to be evaluated, and {made} were")
 
     async def _beside_faults(self, run: SimulatedRun, pools: Mapping[str, ReplicaPool[Any]]) -> None:
         async def all_of_it() -> None:
@@ -200,7 +215,7 @@ class _Drill:
             if not isinstance(failure, SpotError):
                 raise failure
         error = root_cause(failures)
-        known = explained(error, self.scene.struck.values())
+        known = explained(error, self.scene.struck.values(), MAY_END)
         require(known, "I8", f"no fault explains the end: {type(error).__name__}: {error}")
         return error
 

@@ -8,7 +8,7 @@
     I6  no prompt is admitted early, and none that no iteration is left for
     I7  weights that are served, sent or newest are on the disk
     I8  in the end nothing runs: no prompt, no request, no lease, no task
-    I9  with n = 0 all tokens of a batch are of the weights that it updates
+    I9  with n = 0 all tokens of a batch are of the weights that it updates, and no prompt runs beside an evaluation
 
 It knows no fault. It listens to a run's events, and looks at the book and the servers whenever one comes.
 """
@@ -85,6 +85,8 @@ class Invariants:
         assert self._run is not None
         orchestrator, trainer = self._run
         self._check_book(orchestrator)
+        if isinstance(event, PhaseBegan | PhaseEnded) and (event.pump, event.name) == ("publish", "evaluate"):
+            self._check_evaluation(orchestrator)
         match event:
             case PhaseBegan(pump=pump):
                 require(pump not in self._phases, "I5", f"{event} while {self._phases.get(pump)} goes on")
@@ -102,6 +104,10 @@ class Invariants:
                 batch = [each.supervision for each in event.samples if each.supervision is not None]
                 due = weights_after(trainer.weights[iteration - 1], batch)
                 require(trainer.weights[iteration] == due, "I4", f"iteration {iteration} was trained on other samples")
+
+    def _check_evaluation(self, orchestrator: Orchestrator) -> None:
+        running = orchestrator.book.count(PromptState.RUNNING)
+        require(self._max_staleness > 0 or not running, "I9", f"{running} prompts run beside an evaluation")
 
     def _check_book(self, orchestrator: Orchestrator) -> None:
         counts = orchestrator.book.counts

@@ -52,6 +52,27 @@ def serve_before_servers_confirm(monkeypatch):
     monkeypatch.setattr(WeightPublisher, "offer", serve)
 
 
+def skip_an_evaluation(monkeypatch):
+    offer = WeightPublisher.offer
+
+    def newest_wins(publisher, *publication):
+        publisher._waiting.clear()
+        offer(publisher, *publication)
+
+    monkeypatch.setattr(WeightPublisher, "offer", newest_wins)
+
+
+def evaluate_with_the_gate_open(monkeypatch):
+    due = WeightPublisher._is_due
+
+    def served(publisher, iteration):
+        if publisher.confirmed.step == iteration:
+            publisher.served = publisher.confirmed
+        return due(publisher, iteration)
+
+    monkeypatch.setattr(WeightPublisher, "_is_due", served)
+
+
 def start_an_update_twice(monkeypatch):
     update = WeightPublisher._update
 
@@ -120,7 +141,9 @@ def forget_to_close_requests(monkeypatch):
     [
         ("I6", admit_early),
         ("I6", admit_what_no_iteration_is_left_for),
-        ("student-. gets weights with . requests in flight", serve_before_servers_confirm),
+        ("I9", serve_before_servers_confirm),
+        ("I7", skip_an_evaluation),
+        ("I9", evaluate_with_the_gate_open),
         ("I5", start_an_update_twice),
         ("I4", take_batches_as_prompts_finish),
         ("supervision of p0 .* is wrong", train_a_batch_twice),

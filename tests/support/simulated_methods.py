@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from multiprocessing import get_context
 
 from spot_async.policies.eopd import EopdPolicy
@@ -22,7 +23,7 @@ from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.protocols import Policy
-from spot_async.testing.fault_plan import Fault, planned_faults
+from spot_async.testing.fault_plan import MOST_FAULTS, Fault, planned_faults
 from spot_async.testing.faulty_run import FaultyRun, faulty_run, shrunk
 from spot_async.testing.simulation import make_policy, policy_context
 
@@ -42,6 +43,7 @@ def run(seed: int, faults: Sequence[Fault] | None = None, **more: object) -> Fau
 
 
 def failure(seed: int, faults: Sequence[Fault] | None = None) -> Exception | None:
+    """Return what is wrong with a run; None if all is well."""
     try:
         run(seed, faults)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with a run
@@ -49,20 +51,21 @@ def failure(seed: int, faults: Sequence[Fault] | None = None) -> Exception | Non
     return None
 
 
-def explained(seed: int) -> str:
+def explained(seed: int, most: int = MOST_FAULTS) -> str:
     """Return how a seed fails with as few of its faults as possible, and how to replay that; empty if it does not."""
-    if failure(seed) is None:
+    planned = planned_faults(seed, most)
+    if failure(seed, planned) is None:
         return ""
-    needed = shrunk(planned_faults(seed), lambda faults: failure(seed, faults) is not None)
+    needed = shrunk(planned, lambda faults: failure(seed, faults) is not None)
     error = failure(seed, needed)
     numbers = ",".join(str(fault.number) for fault in needed) or "none"
     how = "; ".join(getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}\n{how}\n  python {__file__} --seed {seed} --faults {numbers}"
+    return f"{type(error).__name__}: {error}\n{how}\n  python {__file__} --seed {seed} --most {most} --faults {numbers}"
 
 
-def failures(seeds: Iterable[int]) -> dict[int, str]:
+def failures(most: int, seeds: Iterable[int]) -> dict[int, str]:
     """Return how each of these seeds fails, if it does."""
-    return {seed: how for seed in seeds if (how := explained(seed))}
+    return {seed: how for seed in seeds if (how := explained(seed, most))}
 
 
 def main() -> int:
@@ -70,16 +73,17 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--most", type=int, default=MOST_FAULTS, help="the most faults of a run")
     parser.add_argument("--seed", type=int, help="replay this one, and show where it fails")
     parser.add_argument("--faults", help="numbers of its faults, as 0,3, or none; without this all of them")
     given = parser.parse_args()
     if given.seed is not None:
-        return _replay(given.seed, given.faults)
+        return _replay(given.seed, given.most, given.faults)
     seeds = range(given.first, given.first + given.seeds)
     shards = [seeds[i : i + 50] for i in range(0, len(seeds), 50)]
     wrong = 0
     with get_context("spawn").Pool(given.processes) as pool:
-        for found in pool.imap(failures, shards):
+        for found in pool.imap(partial(failures, given.most), shards):
             for seed, how in found.items():
                 wrong += 1
                 sys.stdout.write(f"seed {seed}: {how}\n")
@@ -87,8 +91,8 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _replay(seed: int, numbers: str | None) -> int:
-    faults = planned_faults(seed)
+def _replay(seed: int, most: int, numbers: str | None) -> int:
+    faults = planned_faults(seed, most)
     if numbers is not None:
         wanted = [int(number) for number in numbers.split(",") if number != "none"]
         faults = [fault for fault in faults if fault.number in wanted]
