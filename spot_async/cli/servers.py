@@ -63,6 +63,10 @@ def tune(
     paid: Annotated[
         bool, typer.Option("--paid", help="also ramp endpoints whose settings name prices or rate limits")
     ] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="also recommend max_staleness, with this run's trainer and lengths"),
+    ] = None,
     directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
 ) -> None:
     """Find how many requests in flight each of a run's servers pays for, and write the limits that follow.
@@ -73,13 +77,16 @@ def tune(
     from spot_async.checks.plan import plan_training
     from spot_async.tools.tune.results import check_output
     from spot_async.tools.tune.running import TuneOptions, check_options, without_files
+    from spot_async.tools.tune.staleness import check_run
 
     output = output or config.with_name(f"{config.stem}.tuned.yaml")
-    options = TuneOptions(seconds, limit_requests, paid)
+    options = TuneOptions(seconds, limit_requests, paid, run)
     try:
         settings = without_files(load_config(config, overrides or ()))
         check_output(config, output)
         check_options(settings, options)
+        if run is not None:
+            check_run(run, settings)
         plan = plan_training(settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)

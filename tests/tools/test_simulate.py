@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.config import Config
-from spot_async.config.loading import config_from
+from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.loop.events import IterationFinished
 from spot_async.policies.spot import SpotPolicy
@@ -28,6 +28,10 @@ from spot_async.tools.simulate.command import SimulateOptions, gathered
 from spot_async.tools.simulate.fit import Timed, speed
 from spot_async.tools.simulate.lengths import Workload
 from spot_async.tools.simulate.simulation import Outcome, simulate
+from spot_async.tools.tune.measurement import Level, Ramp, StageLoad
+from spot_async.tools.tune.results import Tuning, as_yaml
+from spot_async.tools.tune.staleness import check_run, with_staleness
+from spot_async.types import PolicyNeeds
 
 BATCH = 8
 RATES: dict[str, Any] = {
@@ -179,6 +183,38 @@ def test_lengths_of_another_model_are_refused(tmp_path):
     other = configuration(student={"model": "b/student"})
     with pytest.raises(DataError, match=r"^--from .*: that run trained a/student, .* b/student: give a run of this"):
         outcomes(other, tmp_path, run=tmp_path / "run")
+
+
+def ramp(server: str, stage: str, tokens_per_s: float) -> Ramp:
+    """Return a ramp with its knee at 4 in flight."""
+
+    def level(in_flight: int) -> Level:
+        done = min(in_flight, 4)
+        load = {stage: StageLoad(requests=done, busy_s=10.0 * in_flight)}
+        tokens = int(10 * done / 4 * tokens_per_s)
+        return Level(
+            concurrency=in_flight, seconds=10.0, requests=done, tokens=tokens, p50_s=1.0, p95_s=1.0, stages=load
+        )
+
+    levels = [level(in_flight) for in_flight in (1, 2, 4, 8)]
+    return Ramp(server=server, levels=levels, knee=4, ended="flat")
+
+
+def test_tune_recommends_the_staleness_that_pays_and_writes_it(tmp_path):
+    recorded_run(tmp_path / "run", config := configuration("spot", sampling={"max_response_tokens": 64}))
+    ramps = [ramp("student", "rollout", 1000.0), ramp("teacher", "score", 1000.0)]
+    asked = {"student": 9.0, "teacher": 1.0}
+    nothing: dict[str, list[Any]] = {"recommendations": [], "advice": [], "warnings": []}
+    found = Tuning(measured="now", seconds=1.0, prompts=4, requests_per_prompt=asked, ramps=ramps, **nothing)
+    check_run(tmp_path / "run", config)
+    tuned = with_staleness(found, config, PolicyNeeds(teacher_top_k=16, probes_per_prompt=8), tmp_path / "run")
+    assert tuned.recommendations[0].key == "max_staleness"
+    assert tuned.recommendations[0].recommended > 0
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    output = tmp_path / "c.tuned.yaml"
+    output.write_text(as_yaml(tuned, tmp_path / "c.yaml", output, []))
+    assert load_config(output).max_staleness == tuned.recommendations[0].recommended
+    assert load_config(output).stages.score.concurrency == 4
 
 
 def test_the_command_prints_json_and_writes_a_page(tmp_path):

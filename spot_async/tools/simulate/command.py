@@ -17,10 +17,8 @@ from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
 from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates
 from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
-from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate
+from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
 from spot_async.tools.simulate.view import outcome_table, rate_lines, simulation_page
-
-NEARLY = 1.03  # times the fastest iteration is as good
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
 
 def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[ClusterRates, Lengths, list[str]]:
     """Return rates and lengths from all sources, and lines that name these. What is stated wins, then the run's own."""
-    sources = [_slots(config)]
+    sources = [configured_slots(config)]
     told = []
     tuning = options.tuning or tune_beside(source)
     if tuning is not None:
@@ -103,7 +101,7 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
     return rates, LogNormalLengths(rates.lengths.median, rates.lengths.sigma), told
 
 
-def _slots(config: Config) -> Tree:
+def configured_slots(config: Config) -> Tree:
     """Return the slots of servers, where the configuration names them."""
     found: Tree = {}
     for role in ("student", "teacher", "reference"):
@@ -116,9 +114,7 @@ def _slots(config: Config) -> Tree:
 
 def advice(outcomes: Sequence[Outcome]) -> list[str]:
     """Return in words what staleness brings, and what binds then."""
-    strict, best = outcomes[0], min(outcomes, key=lambda each: each.iteration_s)
-    # The smallest that is nearly as fast: more staleness is no use by itself.
-    enough = next(each for each in outcomes if each.iteration_s <= NEARLY * best.iteration_s)
+    strict, enough = outcomes[0], sufficient(outcomes)
     binding = [enough.bottleneck, *(f"* {line}" for line in enough.advice[:2])]
     if len(outcomes) == 1:
         return binding

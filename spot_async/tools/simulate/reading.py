@@ -23,6 +23,7 @@ from spot_async.telemetry.totals import Rows, total, training_s
 from spot_async.tools.simulate.fit import Speed, Timed, speed
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt
 from spot_async.tools.simulate.rates import Tree
+from spot_async.tools.tune.measurement import Ramp
 from spot_async.tools.tune.results import read_tuning
 
 RESPONSES = ("rollout", "teacher_response")  # stages whose answers are the responses of samples
@@ -102,8 +103,13 @@ def read_run(path: Path, config: Config) -> Recorded:
 
 def read_tune(path: Path) -> Tree:
     """Return the rates that `tune` measured. Raises DataError."""
+    return rates_of_ramps(read_tuning(path).ramps)
+
+
+def rates_of_ramps(ramps: Sequence[Ramp]) -> Tree:
+    """Return the rates of servers that were ramped."""
     rates: Tree = {}
-    for ramp in read_tuning(path).ramps:
+    for ramp in ramps:
         speeds = [level.tokens_per_s for level in ramp.levels]
         if ramp.server == "verifier" and ramp.levels:
             rates["verdict_s"] = ramp.levels[0].p50_s

@@ -32,6 +32,8 @@ from spot_async.tools.simulate.services import RatedServer, RatedStudent, RatedT
 
 WARM_UP = 2  # iterations for each n, and one more: until then a run has not found its rhythm
 
+NEARLY = 1.03  # times the fastest is as good
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated iteration."""
@@ -90,6 +92,12 @@ def simulate(
         strict_s = outcomes[0].iteration_s if outcomes else None
         outcomes.append(_outcome(staleness, rates, workload, observed[first - 1 : last], strict_s))
     return outcomes
+
+
+def sufficient(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the one with the least staleness that is nearly as fast as the fastest. More is no use by itself."""
+    fastest_s = min(each.iteration_s for each in outcomes)
+    return next(each for each in outcomes if each.iteration_s <= NEARLY * fastest_s)
 
 
 def _run(

@@ -15,6 +15,7 @@ from spot_async.tools.tune.measurement import Level
 from spot_async.tools.tune.recommendation import duration
 from spot_async.tools.tune.results import write
 from spot_async.tools.tune.running import TuneOptions, tune
+from spot_async.tools.tune.staleness import with_staleness
 from spot_async.tools.tune.view import terminal_tables, tuning_page
 
 
@@ -42,6 +43,9 @@ def run(
             )
 
         tuning = asyncio.run(tune(config, plan, directory, options, tell=tell, on_level=show))
+    if options.run is not None:
+        with screen.status("simulating"):
+            tuning = with_staleness(tuning, config, plan.policy.needs, options.run)
     for table in terminal_tables(tuning):
         screen.print(table)
     for warning in tuning.warnings:

@@ -75,13 +75,19 @@ def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: list[str]) ->
         lines += [f"# Measured with {' '.join(overrides)}: give these again."]
     lines += _comment([*tuning.warnings, *tuning.advice])
     lines += ["", f"base: {_quoted(base)}"]
-    if tuning.recommendations:
-        lines += ["", "stages:"]
-    for each in tuning.recommendations:
+    stages = [each for each in tuning.recommendations if each.key.startswith("stages.")]
+    for each in (each for each in tuning.recommendations if each not in stages):
+        lines += ["", *_comment([_change(each)]), f"{each.key}: {each.recommended}"]
+    lines += ["", "stages:"] if stages else []
+    for each in stages:
         _, stage, key = each.key.split(".")
-        change = "as configured" if each.recommended == each.configured else f"{each.configured} as configured"
-        lines += [f"  {stage}:", *_comment([f"{change}; {each.reason}"], indent=4), f"    {key}: {each.recommended}"]
+        lines += [f"  {stage}:", *_comment([_change(each)], indent=4), f"    {key}: {each.recommended}"]
     return "\n".join(lines) + "\n"
+
+
+def _change(each: Recommendation) -> str:
+    change = "as configured" if each.recommended == each.configured else f"{each.configured} as configured"
+    return f"{change}; {each.reason}"
 
 
 def write(tuning: Tuning, config: Path, output: Path, overrides: list[str], page: str) -> None:

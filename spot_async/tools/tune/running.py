@@ -46,6 +46,7 @@ class TuneOptions:
     seconds: float  # for each server
     limit_requests: int | None = None  # for each server
     is_paid: bool = False  # whether to ramp endpoints with prices or rate limits too
+    run: Path | None = None  # whose trainer and lengths a recommended `max_staleness` is simulated with
 
 
 def without_files(config: Config) -> Config:
