@@ -71,7 +71,9 @@ def _culprit_of_pump(look: RunLook) -> str:
             return f"{waits}: {describe_request(look, *min(sent, key=_started)[1:])}" if sent else waits
         case "evaluate" if pump.pump == "publish":
             of_evaluation = {stage: requests for stage, requests in look.open.items() if stage not in trains}
-            return _culprit(replace(look, open=of_evaluation, problems={}))
+            if any(of_evaluation.values()):
+                return _culprit(replace(look, open=of_evaluation, problems={}))
+            return f"the evaluation of iteration {pump.iteration} has judged no response for {pump.silence_s:,.0f} s"
         case _:
             return _culprit(replace(look, open=trains))
 

@@ -242,6 +242,15 @@ def test_a_hung_trainer_is_named_although_publishing_goes_on(tmp_path):
     assert re.match(r"the run stalled: the trainer has not answered for 90\d s; publishing goes on; see ", line)
 
 
+def test_an_evaluation_that_hangs_beside_training_is_named_and_no_prompt_of_training(tmp_path):
+    async def evaluate(events):
+        await asyncio.sleep(FOR_EVER)
+
+    line, report = stalled(tmp_path, trainer=SlowTrainer(), max_staleness=2, evaluate=evaluate)
+    assert "the run stalled: the evaluation of iteration 1 has judged no response for 900 s; the trainer " in line
+    assert "The publish pump: iteration 1, waiting for the evaluation." in report
+
+
 @pytest.mark.parametrize("in_flight_updates", [True, False])
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_pumps_that_wait_for_each_other_for_long_are_left_alone(tmp_path, max_staleness, in_flight_updates):

@@ -189,6 +189,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     waits_for_publishing = "" if is_strict(config) else (
         " For weight updates and evaluations it waits only until publishing is close enough behind it."
     )  # fmt: skip
+    of_wait = " while the trainer waited for a batch" if is_strict(config) else ""
     used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
     return Section(
         "Time",
@@ -198,7 +199,7 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
                              "update weights": "time/update_weights_s", "evaluate": "time/evaluate_s"})),
             ("What the trainer waited for", "Seconds of each iteration, by the stage that most prompts were at.",
              stacked(rows, {stage: f"wait/{stage}_s" for stage in (*stages, "nothing")})),
-            ("Stages: use of their limits", "Mean requests in flight while the trainer waited for a batch, over the "
+            ("Stages: use of their limits", f"Mean requests in flight{of_wait}, over the "
              "stage's limit or, where it is less, what its servers let in. For the bottleneck above, only the time "
              "counts in which most prompts were at the stage.",
              used),
