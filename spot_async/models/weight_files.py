@@ -51,10 +51,10 @@ def complete_directory(final: Path) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         for file in partial.iterdir():
-            _fsync(file)
-        _fsync(partial)
+            flush_to_disk(file)
+        flush_to_disk(partial)
         partial.rename(final)
-        _fsync(final.parent)
+        flush_to_disk(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -94,6 +94,7 @@ def _opened(stack: contextlib.ExitStack, directory: Path) -> int:
     return descriptor
 
 
-def _fsync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Return once the file, or the directory's list of files, would outlive a power cut."""
     with contextlib.ExitStack() as stack:
         os.fsync(_opened(stack, path))

@@ -105,17 +105,20 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def broadcast_bytes(data: bytes | None) -> bytes:
-    """Return rank 0's bytes on every rank. They travel in a tensor, because object collectives would pickle."""
+def broadcast_bytes(data: bytes | None, source: int = 0) -> bytes:
+    """Return the bytes of rank `source` on every rank. The others give None.
+
+    Bytes travel in a tensor, because object collectives would pickle.
+    """
     if rank_count() == 1:
         assert data is not None
         return data
     length = torch.tensor([len(data) if data is not None else 0])
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=source)
     buffer = torch.empty(int(length), dtype=torch.uint8)
     if data is not None:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
+    dist.broadcast(buffer, src=source)
     return buffer.numpy().tobytes()
 
 

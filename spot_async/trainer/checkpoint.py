@@ -1,0 +1,179 @@
+"""Saves and loads all that the next step depends on: parameters, AdamW's moments and steps, torch's random state.
+
+Every rank writes one safetensors file. What all ranks hold is in rank 0's. Files have the form of torch's distributed
+checkpoints, so torch's own reader gives every rank its part, on any number of ranks and however the student is spread.
+
+torch's own writer is not used. Its ranks agree on file names by pickled messages. Without those, all of them write the
+same file name, and a rank's part is refused because it is not the whole.
+
+Which checkpoint is valid is not decided here, nor are batches: those follow from the step and the run's seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from spot_async.base.text import first_line
+from spot_async.errors import TrainerError
+from spot_async.models.weight_files import flush_to_disk
+from spot_async.trainer.parallel import Strategy, broadcast_bytes, local
+
+STEP = "trained_steps"
+RANDOM_STATE = "random_state"
+# What torch's reader looks for in a file's header.
+PLACES, PLACE = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+def save_checkpoint(
+    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> None:
+    """Write the state after `step` steps into a directory, which is made if it is missing. All ranks must call it.
+
+    When it returns, all ranks' files are on disk. Raises `TrainerError`, the same on all ranks, when one could not
+    write. Nothing of this checkpoint is then left, and others are untouched.
+    """
+    reason = ""
+    if strategy.rank == 0:
+        try:
+            new = [each for each in (directory, *directory.parents) if not each.exists()]
+            directory.mkdir(parents=True, exist_ok=True)
+            for each in new:
+                flush_to_disk(each.parent)
+            for leftover in directory.glob("*.safetensors"):  # of an attempt that was cut off
+                leftover.unlink()
+        except OSError as error:
+            reason = _reason(error)
+    _stop_if_failed(reason, directory, strategy)
+    path = directory / f"rank-{strategy.rank + 1:05d}-of-{strategy.ranks:05d}.safetensors"
+    try:
+        _write(path, _held(step, model, optimizer, strategy))
+    except (OSError, SafetensorError) as error:
+        reason = _reason(error)
+    try:
+        _stop_if_failed(reason, directory, strategy)
+    except TrainerError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def load_checkpoint(
+    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> None:
+    """Load what `save_checkpoint` wrote after `step` steps into a model and its optimiser, in place.
+
+    Raises `TrainerError` when files are missing or damaged, or are those of another model or another step.
+    """
+    wanted = {**_state(model, optimizer), STEP: torch.zeros((), dtype=torch.int64)}
+    randomness = _random_state(strategy)
+    try:
+        reader = HuggingFaceStorageReader(str(directory))
+        found = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
+        wanted |= {name: state for name, state in randomness.items() if name in found}
+        _check(found, wanted)
+        with warnings.catch_warnings(action="ignore"):  # that torch takes this for a single process
+            load(cast(dict[str, Any], wanted), storage_reader=reader, no_dist=True)
+        if wanted[STEP] != step:
+            raise TrainerError(f"it is of step {int(wanted[STEP])}, not {step}")
+    except (OSError, SafetensorError, ValueError, KeyError, TrainerError) as error:
+        raise TrainerError(f"cannot load checkpoint {directory}: {_reason(error)}") from error
+    _set_random_state(randomness, strategy)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return parameters and the optimiser's state by name; tied parameters once.
+
+    A parameter that has had no step gets the state with which AdamW would begin, so that names depend only on the
+    model.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        found[f"parameter.{name}"] = parameter.detach()
+        found |= {f"{kind}.{name}": tensor for kind, tensor in state.items()}
+    return found
+
+
+def _held(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, Tensor]:
+    """Return what this rank writes, by name."""
+    state = {**_state(model, optimizer), STEP: torch.tensor(step)}
+    if strategy.rank > 0:
+        state = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+    # A rank may have no part of a small tensor.
+    return {**{name: each for name, each in state.items() if local(each).numel()}, **_random_state(strategy)}
+
+
+def _random_state(strategy: Strategy) -> dict[str, Tensor]:
+    """Return the state of torch's generators on this rank, by name. Another number of ranks leaves some unread."""
+    states = {f"{RANDOM_STATE}.cpu.{strategy.rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{RANDOM_STATE}.cuda.{strategy.rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_state(states: dict[str, Tensor], strategy: Strategy) -> None:
+    torch.set_rng_state(states[f"{RANDOM_STATE}.cpu.{strategy.rank}"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[f"{RANDOM_STATE}.cuda.{strategy.rank}"])
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    places = {name: {PLACE: _offsets(tensor)} for name, tensor in tensors.items()}
+    parts = {name: local(tensor).contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(parts, path, metadata={PLACES: json.dumps(places)})
+    flush_to_disk(path)
+    flush_to_disk(path.parent)
+
+
+def _offsets(tensor: Tensor) -> list[int]:
+    """Return where in the whole tensor this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim()
+    (chunk,) = cast(Any, tensor).__create_chunk_list__()
+    return list(chunk.offsets)
+
+
+def _check(found: dict[str, TensorStorageMetadata], wanted: dict[str, Tensor]) -> None:
+    """Raise `TrainerError` for a tensor that is missing, unknown, incomplete, or of another shape or type."""
+    for name, tensor in wanted.items():
+        if name not in found:
+            raise TrainerError(f"tensor {name} is missing")
+        shape, dtype = tuple(found[name].size), found[name].properties.dtype
+        if shape != tuple(tensor.shape):
+            raise TrainerError(f"tensor {name} has shape {shape}, the student's has {tuple(tensor.shape)}")
+        if dtype != tensor.dtype:
+            raise TrainerError(f"tensor {name} is {dtype}, the student's is {tensor.dtype}")
+        # torch's reader would leave a hole as it is. Parts do not overlap, so their sizes tell.
+        if sum(math.prod(part.sizes) for part in found[name].chunks) != tensor.numel():
+            raise TrainerError(f"a part of tensor {name} is missing")
+    for name in found.keys() - wanted.keys():
+        if not name.startswith(f"{RANDOM_STATE}."):
+            raise TrainerError(f"tensor {name} is none of the student's")
+
+
+def _stop_if_failed(reason: str, directory: Path, strategy: Strategy) -> None:
+    """Raise `TrainerError` on all ranks, with the reason of one that failed, if any did."""
+    failed_rank = int(strategy.max(torch.tensor(strategy.rank if reason else -1)))
+    if failed_rank >= 0:
+        told = broadcast_bytes(reason.encode() if strategy.rank == failed_rank else None, source=failed_rank)
+        raise TrainerError(f"cannot save a checkpoint to {directory}: {told.decode()}; older ones are untouched")
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
