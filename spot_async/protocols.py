@@ -324,9 +324,12 @@ class ScheduleChecker(Protocol):
 class Trainer(Protocol):
     """Trains on batches from the supervision queue and publishes new weights."""
 
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+    async def train(
+        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
+    ) -> TrainReport:
         """Train on one batch; return once the new weights are published. Iterations count from 0.
 
+        `checkpoint_to` is a directory for a checkpoint of the trainer, which is on disk too when this returns.
         Raises `TrainerError` when a rank stopped (non-finite loss, full disk, killed).
         """
         ...

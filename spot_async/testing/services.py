@@ -182,7 +182,9 @@ class SimulatedTrainer:
     directory: str | None = None
     batches: list[list[Supervision]] = field(default_factory=list)
 
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+    async def train(
+        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
+    ) -> TrainReport:
         if iteration != len(self.batches):
             raise ValueError(f"iteration {iteration} after {len(self.batches)} batches")
         await asyncio.sleep(self.step_s)

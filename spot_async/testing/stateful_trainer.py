@@ -61,7 +61,9 @@ class StatefulTrainer:
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
 
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+    async def train(
+        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
+    ) -> TrainReport:
         require(iteration == self.step, "I4", f"iteration {iteration} is trained after {self.step} steps")
         self._check(iteration, batch)
         fault = self.faults.popleft() if self.faults else None

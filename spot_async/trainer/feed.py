@@ -20,15 +20,17 @@ from spot_async.types import TrainReport
 class BatchFeed:
     """The feed of batches. All ranks call the same methods in the same order, and only rank 0 talks on the socket."""
 
-    def __init__(self, channel_directory: str, rank: int) -> None:
+    def __init__(self, channel_directory: str, rank: int, *, step: int = 0) -> None:
+        """`step` is the first iteration that is due."""
         self._socket: zmq.Socket[bytes] | None = None
         if rank == 0:
             self._socket = zmq.Context.instance().socket(zmq.PAIR)
             self._socket.connect(endpoint(channel_directory))
+        self._due = step
         self._last: Trained | None = None
 
     def ready(self) -> None:
-        self._say(Ready())
+        self._say(Ready(self._due))
 
     def next(self) -> Batch:
         """Wait for the next batch. Raises `TrainerError` if it is not of the iteration that is due."""
@@ -37,9 +39,10 @@ class BatchFeed:
         else:
             frame, batch = self._receive(self._socket)
             broadcast_bytes(frame)
-        due = 0 if self._last is None else self._last.iteration + 1
-        if batch.iteration != due:
-            raise TrainerError(f"the trainer was given iteration {batch.iteration + 1}, but iteration {due + 1} is due")
+        if batch.iteration != self._due:
+            raise TrainerError(
+                f"the trainer was given iteration {batch.iteration + 1}, but iteration {self._due + 1} is due"
+            )
         return batch
 
     def _receive(self, socket: zmq.Socket[bytes]) -> tuple[bytes, Batch]:
@@ -53,6 +56,7 @@ class BatchFeed:
             self._say(self._last)
 
     def trained(self, iteration: int, report: TrainReport) -> None:
+        self._due = iteration + 1
         self._last = Trained(iteration, report)
         self._say(self._last)
 

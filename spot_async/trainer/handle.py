@@ -28,7 +28,8 @@ ACKNOWLEDGEMENT_TIMEOUT_S = 10.0
 
 
 class TrainerProcess:
-    """The trainer of a run, as an async context manager. Entering waits until all ranks are ready.
+    """The trainer of a run, as an async context manager. Entering waits until all ranks are ready;
+    `step` is then the number of steps behind them, and so the first iteration to train.
 
     Implements `protocols.Trainer`. Whatever goes wrong in entering or training is a `TrainerError`; then leave.
     """
@@ -48,7 +49,7 @@ class TrainerProcess:
             self._socket.bind(endpoint(channel_directory))
             self._child = await self._start(channel_directory)
             stack.push_async_callback(self._child.stop)
-            await self._while_it_lives(self._ready(), "the trainer was not ready")
+            self.step = (await self._while_it_lives(self._ready(), "the trainer was not ready")).step
             self._resources = stack.pop_all()
         return self
 
@@ -59,13 +60,16 @@ class TrainerProcess:
         """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""
         await self._child.watch()
 
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+    async def train(
+        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
+    ) -> TrainReport:
         """Train on one batch; return once the new weights are published.
 
-        Iterations count from 0. An iteration that is sent again gets the same answer and is not trained again. Raises
-        `TrainerError` when a rank stopped (non-finite loss, full disk, killed) or took too long.
+        `checkpoint_to` is a directory for a checkpoint, which is then on disk too. Iterations count from 0. One that is
+        sent again gets the same answer and is not trained again. Raises `TrainerError` when a rank stopped (non-finite
+        loss, full disk, killed) or took too long.
         """
-        conversation = self._train(Batch(iteration, tuple(batch)))
+        conversation = self._train(Batch(iteration, tuple(batch), checkpoint_to))
         return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not trained")).report
 
     async def _start(self, channel_directory: str) -> ChildProcess:

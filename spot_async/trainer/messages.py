@@ -3,10 +3,10 @@
 They go through one Unix socket with one peer at each end. A message is one msgpack frame (`base/wire.py`); nothing is
 pickled.
 
-    rank 0 -> orchestrator   Ready          once, when every rank has its model
+    rank 0 -> orchestrator   Ready          once, when every rank has its model and is at its step
     orchestrator -> rank 0   Batch          train this; sent again when no acknowledgement comes
     rank 0 -> orchestrator   Accepted       the batch has arrived; training starts
-    rank 0 -> orchestrator   Trained        new weights are published
+    rank 0 -> orchestrator   Trained        new weights are published, and the checkpoint is on disk
     rank 0 -> orchestrator   Failure        training has stopped; sent again for every later batch
 
 Answers name their iteration, so that a late one is recognised and dropped. There is no message to stop: the
@@ -27,9 +27,13 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     iteration: int
     samples: tuple[Supervision, ...]
 
+    # A directory for a checkpoint after this iteration; None: no checkpoint.
+    checkpoint_to: str | None = None
+
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    pass
+    # The steps behind the trainer, which is also the iteration that is due.
+    step: int = 0
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):

@@ -41,6 +41,7 @@ METRICS: dict[str, str] = {
     "updates": "optimiser steps",
     "train_s": "seconds from the batch's arrival to the last optimiser step",
     "publish_s": "seconds to write the weights durably",
+    "checkpoint_s": "seconds to write a checkpoint durably, in iterations that end with one",
     "tokens_per_s": "tokens / train_s",
 }
 
@@ -100,7 +101,7 @@ class Tally:
         self.maxima = torch.maximum(self.maxima, torch.stack(row))
 
     def report(self, *, grad_norms: Sequence[float], learning_rate: float, train_s: float) -> dict[str, float]:
-        """Return the `METRICS`, except `publish_s` and means over nothing. `grad_norms` has one norm per update.
+        """Return the `METRICS`, except times of writing and means over nothing. `grad_norms` has one norm per update.
 
         Lag, staleness and the effective sample size are left out where no token lags. In a strict run they could only
         say that it is strict.

@@ -28,6 +28,7 @@ from spot_async.trainer.batching import (
     name_of,
     rank_micro_batches,
 )
+from spot_async.trainer.checkpoint import load_checkpoint, save_checkpoint
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.loss import (
     BranchTerm,
@@ -78,8 +79,8 @@ def _serve(settings: TrainerSettings, channel_directory: str, device: torch.devi
 
     This is a function of its own so that, when it returns, no trainer is left that refers to the process group.
     """
-    feed = BatchFeed(channel_directory, this_rank())
     trainer = StudentTrainer(settings, strategy_of(settings.training), device)
+    feed = BatchFeed(channel_directory, this_rank(), step=trainer.step)
     wait_for_all()
     train_batches(trainer, feed)
 
@@ -121,9 +122,15 @@ class StudentTrainer:
             dtype=torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32,
             keep=self._training.keep_weights,
         )
+        self.step = 0
+        if settings.resume is not None:
+            self.step = settings.resume.step
+            self._go_on_from(Path(settings.resume.directory))
 
     def train(self, batch: Batch) -> TrainReport:
-        """Train one iteration: every mini-batch once, then publish. Iteration i makes the weights of step i + 1.
+        """Train one iteration: every mini-batch once, then publish, then write the checkpoint that is asked for.
+
+        Iteration i makes the weights of step i + 1.
 
         A batch without samples makes no update, and the weights are published as they are.
         """
@@ -149,7 +156,13 @@ class StudentTrainer:
         snapshot = self._publish(step=iteration + 1)
         if self._settings.shares_devices and self._device.type == "cuda":
             torch.cuda.empty_cache()  # the student's server needs the memory that torch would keep
-        return TrainReport(snapshot=snapshot, metrics={**metrics, "publish_s": time.perf_counter() - started})
+        metrics["publish_s"] = time.perf_counter() - started
+        if batch.checkpoint_to is not None:
+            started = time.perf_counter()
+            directory = Path(batch.checkpoint_to)
+            save_checkpoint(directory, iteration + 1, self.model, self._optimizer, self._strategy)
+            metrics["checkpoint_s"] = time.perf_counter() - started
+        return TrainReport(snapshot=snapshot, metrics=metrics)
 
     def _check(self, batch: Batch) -> None:
         for sample in batch.samples:
@@ -332,11 +345,21 @@ class StudentTrainer:
         more = f", and {len(found) - CULPRITS_NAMED} samples more" if len(found) > CULPRITS_NAMED else ""
         return ", ".join(found[:CULPRITS_NAMED]) + more or "non-finite gradient, though each sample's own is finite"
 
+    def _go_on_from(self, directory: Path) -> None:
+        """Load a checkpoint of `step`, and publish its weights again if they are gone."""
+        load_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy)
+        # Rank 0 decides, because others may see its new directory before they look.
+        is_gone = self._strategy.rank == 0 and not self._publisher.path(self.step).exists()
+        if self._strategy.max(torch.tensor(float(is_gone), device=self._device)) > 0:
+            self._publish(self.step)
+
     def _publish(self, step: int) -> WeightSnapshot:
         state = self._strategy.full_state_dict(self.model)
         if self._strategy.rank == 0:
             self._publisher.publish(self.model, state, step)
-        return WeightSnapshot(directory=str(self._publisher.path(step)), version=WeightVersion(0, step))
+        return WeightSnapshot(
+            directory=str(self._publisher.path(step)), version=WeightVersion(self._settings.lineage, step)
+        )
 
 
 def _finite(values: Tensor) -> bool:

@@ -10,6 +10,13 @@ from spot_async.config import PositiveFloat, PositiveInt, Section, TrainingConfi
 from spot_async.errors import StorageError
 
 
+class ResumePoint(Section):
+    """Where a run goes on: the checkpoint after `step` steps."""
+
+    directory: str = Field(description="the checkpoint's tensors")
+    step: PositiveInt = Field(description="the first iteration that is trained, counted from 0")
+
+
 class TrainerSettings(Section):
     """The settings of one run of the trainer."""
 
@@ -25,6 +32,8 @@ class TrainerSettings(Section):
     shares_devices: bool = Field(
         False, description="the student's server is on the same devices, and needs their memory"
     )
+    resume: ResumePoint | None = Field(None, description="None: begin with the initial student")
+    lineage: int = Field(0, ge=0, description="of the versions that are published")
     end_token_ids: tuple[int, ...] = Field((), description="what ends a response; published as the eos tokens")
 
     @property

@@ -31,7 +31,7 @@ class RankOnThread:
         self._context = zmq.Context.instance()  # of the rank's socket
         # The student is loaded here, since transformers cannot load two models at a time, and servers load theirs here.
         student = StudentTrainer(settings, strategy_of(settings.training), torch.device("cpu"))
-        feed = BatchFeed(channel_directory, rank=0)
+        feed = BatchFeed(channel_directory, rank=0, step=student.step)
         self._rank = asyncio.create_task(asyncio.to_thread(_train, student, feed))
 
     async def watch(self) -> None:

@@ -196,6 +196,8 @@ class RatedTrainer(SimulatedTrainer):
             self._rates.fixed_s + sum(len(each.response_ids) for each in batch) * self._grain / self._rates.tokens_per_s
         )
 
-    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+    async def train(
+        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
+    ) -> TrainReport:
         self.step_s = self.seconds(batch)
-        return await super().train(iteration, batch)
+        return await super().train(iteration, batch, checkpoint_to=checkpoint_to)
