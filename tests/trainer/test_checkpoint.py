@@ -1,0 +1,281 @@
+"""Checkpoints of the trainer: a resumed run is the uninterrupted one, on any ranks, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spot_async.base import wire
+from spot_async.errors import TrainerError
+from spot_async.trainer.checkpoint import load_checkpoint, save_checkpoint
+from spot_async.trainer.handle import TrainerProcess
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.settings import ResumePoint, TrainerSettings
+from spot_async.types import SoftTargets, Supervision, WeightVersion
+
+MakeSettings = Callable[..., TrainerSettings]
+MakeTrainer = Callable[..., StudentTrainer]
+SHORT = {"iterations": 4, "batch_size": 4, "mini_batch_size": 2, "keep_weights": 4}
+RESUMED_AT = 2
+
+# Runs groups of ranks one after another, as forks of a process that has imported everything once. A rank trains the
+# runs of its group. `full` runs find the disk of rank 1 full when they checkpoint.
+GROUPS = """
+import json, os, resource, sys
+from pathlib import Path
+import torch
+import transformers.models.qwen3.modeling_qwen3
+from transformers.utils.logging import disable_progress_bar
+import spot_async.trainer.rank as rank_module
+from spot_async.base import wire
+from spot_async.errors import TrainerError
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.parallel import process_group, strategy_of, this_rank
+from spot_async.trainer.settings import TrainerSettings
+
+cpu = torch.device("cpu")
+torch.set_num_threads(1)
+disable_progress_bar()
+
+def train(job):
+    run = Path(job["run"])
+    settings = TrainerSettings.load(run / "trainer.json")
+    trainer = rank_module.StudentTrainer(settings, strategy_of(settings.training), cpu)
+    for iteration in range(trainer.step, job["until"]):
+        batch = wire.decode((Path(job["batches"]) / str(iteration)).read_bytes(), Batch)
+        checkpoint_to = job["checkpoint"] if iteration + 1 == job["checkpoint_at"] else None
+        if job["full"] and checkpoint_to and this_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        try:
+            trainer.train(Batch(iteration, batch.samples, checkpoint_to))
+        except TrainerError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            (run / f"error-{this_rank()}").write_text(str(error))
+
+def group(number, ranks, jobs):
+    channel = Path(sys.argv[2]) / f"group-{number}"
+    channel.mkdir()
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+            try:
+                with process_group(str(channel), cpu, "fsdp2"):
+                    for job in jobs:
+                        train(job)
+                os._exit(0)
+            finally:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        pids.append(pid)
+    if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        sys.exit(f"group {number} failed")
+
+for number, (ranks, jobs) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    group(number, ranks, jobs)
+"""
+
+
+@pytest.fixture
+def batch(supervision: Callable[..., Supervision], soft_targets: Callable[..., SoftTargets]) -> Callable[[int], Batch]:
+    def make(iteration: int) -> Batch:
+        lengths = [9, 1, 7, 12]
+        samples = (
+            supervision(4 * iteration + i, tokens, targets=soft_targets([0, 5] if i == 2 else [], 4))
+            for i, tokens in enumerate(lengths)
+        )
+        return Batch(iteration, tuple(samples))
+
+    return make
+
+
+def weights(run: Path, step: int) -> Path:
+    return run / "weights" / f"step-{step:06d}" / "model.safetensors"
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_change(
+    random_model: Callable[..., Path], trainer_settings: MakeSettings, batch: Callable[[int], Batch], tmp_path: Path
+) -> None:
+    # With heads of 6 the fourth of four ranks has no part of some tensors, and 50 tokens are not a multiple of 4.
+    student = random_model(head_dim=6)
+    (tmp_path / "batches").mkdir()
+    for iteration in range(4):
+        (tmp_path / "batches" / str(iteration)).write_bytes(wire.encode(batch(iteration)))
+
+    def job(name: str, sharding: str, *, until: int = 4, resume: str | None = None, **rest: Any) -> dict[str, Any]:
+        settings = trainer_settings(student, tmp_path / name, sharding=sharding, **SHORT)
+        if resume is not None:
+            point = ResumePoint(directory=str(tmp_path / resume / "tensors"), step=RESUMED_AT)
+            settings = settings.model_copy(update={"resume": point})
+        settings.save()
+        checkpoint = {"checkpoint": str(tmp_path / name / "tensors"), "checkpoint_at": None, "full": False}
+        batches = str(tmp_path / "batches")
+        return {"run": str(tmp_path / name), "batches": batches, "until": until, **checkpoint, **rest}
+
+    saves = {"until": RESUMED_AT, "checkpoint_at": RESUMED_AT}
+    # Checkpoints of four ranks go on for one step, so that others have something to compare with.
+    saves_and_goes_on = {"until": RESUMED_AT + 1, "checkpoint_at": RESUMED_AT}
+    same = {"1 none": (1, "none"), "2 none": (2, "none"), "2 fsdp2": (2, "fsdp2")}
+    changed = [
+        ("4 none", 2, "fsdp2"),
+        ("4 fsdp2", 2, "none"),
+        ("4 none", 1, "fsdp2"),
+        ("4 fsdp2", 1, "none"),
+        ("4 fsdp2", 1, "fsdp2"),
+    ]
+    first: dict[int, list[dict[str, Any]]] = {4: [], 2: [], 1: []}
+    then: dict[int, list[dict[str, Any]]] = {2: [], 1: []}
+    for sharding in ("none", "fsdp2"):
+        first[4].append(job(f"4 {sharding}", sharding, **saves_and_goes_on))
+    for name, (ranks, sharding) in same.items():
+        first[ranks] += [job(f"{name} whole", sharding), job(name, sharding, **saves)]
+        then[ranks].append(job(f"{name} resumed", sharding, resume=name))
+    for saved, ranks, sharding in changed:
+        then[ranks].append(job(f"{saved} on {ranks} {sharding}", sharding, resume=saved, until=RESUMED_AT + 1))
+    full = {"until": RESUMED_AT + 1, "checkpoint_at": RESUMED_AT + 1, "full": True}
+    then[2].append(job("full disk", "fsdp2", resume="2 fsdp2", checkpoint=str(tmp_path / "full" / "tensors"), **full))
+    plan = tmp_path / "plan"
+    plan.write_text(json.dumps([*first.items(), *then.items()]))
+    kept = tmp_path / "2 fsdp2" / "tensors"
+    subprocess.run([sys.executable, "-c", GROUPS, str(plan), str(tmp_path)], check=True, timeout=300)
+
+    for name in same:
+        for step in (RESUMED_AT, 3, 4):  # the first of them is published again
+            found, expected = weights(tmp_path / f"{name} resumed", step), weights(tmp_path / f"{name} whole", step)
+            assert found.read_bytes() == expected.read_bytes(), (name, step)
+    for saved, ranks, sharding in changed:
+        run = tmp_path / f"{saved} on {ranks} {sharding}"
+        again, before = weights(run, RESUMED_AT), weights(tmp_path / saved, RESUMED_AT)
+        assert again.read_bytes() == before.read_bytes(), run.name
+        found, expected = load_file(weights(run, 3)), load_file(weights(tmp_path / saved, 3))
+        assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-5) for key in expected), run.name
+
+    names = [sorted(each.name for each in (tmp_path / f"4 {kind}" / "tensors").iterdir()) for kind in ("none", "fsdp2")]
+    assert names[0] == names[1] == [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(1, 5)]
+    fourth = load_file(tmp_path / "4 fsdp2" / "tensors" / names[1][3])
+    assert any(name.startswith("parameter.") for name in fourth)
+    assert not any("q_norm" in name for name in fourth), "the test has no empty part"
+
+    errors = [(tmp_path / "full disk" / f"error-{rank}").read_text() for rank in range(2)]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"cannot save a checkpoint to {tmp_path / 'full' / 'tensors'}: ")
+    assert "File too large" in errors[0]
+    assert errors[0].endswith("; older ones are untouched")
+    assert "\n" not in errors[0]
+    assert list((tmp_path / "full" / "tensors").iterdir()) == []
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_loading_names_the_tensor_that_is_missing_unknown_or_different(
+    student: Path, make_trainer: MakeTrainer, batch: Callable[[int], Batch], tmp_path: Path
+) -> None:
+    trainer = make_trainer(student, tmp_path, sharding="fsdp2")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "rank-00004-of-00004.safetensors").write_bytes(b"of an attempt on more ranks that was cut off")
+    trainer.train(Batch(0, batch(0).samples, checkpoint_to=str(saved)))
+    (file,) = saved.iterdir()
+    tensors = load_file(file)
+    name = "exp_avg.model.layers.0.mlp.up_proj.weight"
+    assert name in tensors
+    parameters = dict(trainer.model.named_parameters())
+    assert len([each for each in tensors if each.startswith("parameter.")]) == len(parameters)
+
+    def load(directory: Path, step: int = 1) -> None:
+        load_checkpoint(directory, step, trainer.model, trainer._optimizer, trainer._strategy)
+
+    def places(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+        offsets = {each: {"saved_offsets": [0] * tensor.dim()} for each, tensor in tensors.items()}
+        return {"DCP_SHARDING_INFO": json.dumps(offsets)}
+
+    def spoiled(**changed: torch.Tensor | None) -> Path:
+        spoilt = tmp_path / "spoilt"
+        shutil.rmtree(spoilt, ignore_errors=True)
+        spoilt.mkdir()
+        kept = {each: tensor for each, tensor in {**tensors, **changed}.items() if tensor is not None}
+        save_file(kept, spoilt / file.name, metadata=places(kept))
+        return spoilt
+
+    wide = torch.zeros(3, 5)
+
+    def refused(directory: Path, why: str, step: int = 1) -> None:
+        with pytest.raises(TrainerError) as caught:
+            load(directory, step)
+        assert str(caught.value).startswith(f"cannot load checkpoint {directory}: {why}")
+        assert "\n" not in str(caught.value)
+
+    refused(spoiled(**{name: None}), f"tensor {name} is missing")
+    refused(spoiled(**{name: wide}), f"tensor {name} has shape (3, 5), the student's has {tuple(tensors[name].shape)}")
+    refused(
+        spoiled(**{name: tensors[name].double()}), f"tensor {name} is torch.float64, the student's is torch.float32"
+    )
+    refused(spoiled(**{"exp_avg.lm_head.bias": wide}), "tensor exp_avg.lm_head.bias is none of the student's")
+    refused(saved, "it is of step 1, not 7", step=7)
+    refused(tmp_path / "nowhere", "No such file or directory")
+
+    # A whole in three parts, of which the middle one is gone: the shape alone does not tell.
+    holed = spoiled(**{name: None})
+    thirds = tensors[name].chunk(3)
+    for number in (0, 2):
+        offsets = {name: {"saved_offsets": [number * len(thirds[0]), 0]}}
+        path = holed / f"part-{number}.safetensors"
+        save_file({name: thirds[number].clone()}, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+    refused(holed, f"a part of tensor {name} is missing")
+    cut = spoiled() / file.name
+    cut.write_bytes(cut.read_bytes()[:-100])
+    refused(cut.parent, "")
+    load(saved)  # and this one is good
+
+
+def test_torchs_random_state_goes_on_with_the_run(student: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer(student, tmp_path)
+    parts = trainer.model, trainer._optimizer, trainer._strategy
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        save_checkpoint(tmp_path / "saved", 1, *parts)
+        expected = torch.rand(4)
+        torch.manual_seed(4)
+        load_checkpoint(tmp_path / "saved", 1, *parts)
+        assert torch.equal(torch.rand(4), expected)
+
+
+async def test_the_trainer_checkpoints_when_asked_and_goes_on_at_its_step_in_its_lineage(
+    student: Path,
+    trainer_settings: MakeSettings,
+    trainer_on_thread: None,
+    batch: Callable[[int], Batch],
+    tmp_path: Path,
+) -> None:
+    settings = trainer_settings(student, tmp_path, **SHORT)
+    saved = tmp_path / "checkpoints" / "step-000002"
+    async with TrainerProcess(settings) as trainer:
+        assert trainer.step == 0
+        report = await trainer.train(0, batch(0).samples)
+        assert "checkpoint_s" not in report.metrics
+        report = await trainer.train(1, batch(1).samples, checkpoint_to=str(saved))
+        assert report.metrics["checkpoint_s"] > 0
+    published = weights(tmp_path, 2)
+    before, inode = published.read_bytes(), published.stat().st_ino
+
+    resumed = settings.model_copy(update={"resume": ResumePoint(directory=str(saved), step=2), "lineage": 1})
+    async with TrainerProcess(resumed) as trainer:
+        assert trainer.step == 2
+        assert published.stat().st_ino == inode, "weights that are there are not written again"
+        report = await trainer.train(2, batch(2).samples)
+        assert report.snapshot.version == WeightVersion(1, 3)
+    shutil.rmtree(published.parent)
+    async with TrainerProcess(resumed) as trainer:
+        assert published.read_bytes() == before
+        with pytest.raises(TrainerError, match=r"^the trainer was given iteration 2, but iteration 3 is due$"):
+            await trainer.train(1, batch(1).samples)
