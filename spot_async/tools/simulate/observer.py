@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from spot_async.base.events import Event
 from spot_async.loop.admission import AdmissionBook
-from spot_async.loop.events import IterationFinished, PhaseEnded
+from spot_async.loop.events import IterationFinished
 from spot_async.telemetry.bottleneck import Bottleneck
 from spot_async.telemetry.live_bottleneck import LiveBottleneck
 from spot_async.tools.simulate.services import RatedServer
@@ -24,7 +24,7 @@ class Observed:
     train_s: float
     queued_prompts_s: float  # seconds that finished prompts waited for their batch, all together
     most_queued: int
-    grains: Mapping[str, int]  # by role: what its servers did for the prompts of the batch
+    worked: Mapping[str, float]  # by role: grains that its servers have worked off since the start
     responses: int  # that were trained
     lags: Mapping[int, int]  # grains of responses by the iterations that their weights are behind
     bottleneck: Bottleneck  # since the iteration before
@@ -45,18 +45,14 @@ class Observer:
         self._since_s = asyncio.get_running_loop().time()
         self._queued = self._most_queued = 0
         self._queued_prompts_s = 0.0
-        self._ordinals: Sequence[int] = ()  # of the batch that was trained last
 
     def on(self, event: Event) -> None:
         now_s = asyncio.get_running_loop().time()
         self._queued_prompts_s += self._queued * (now_s - self._since_s)
         self._since_s, self._queued = now_s, self._book.waiting
         self._most_queued = max(self._most_queued, self._queued)
-        match event:
-            case PhaseEnded(pump="train", name="train"):
-                self._ordinals = event.ordinals
-            case IterationFinished():
-                self._finish(event, now_s)
+        if isinstance(event, IterationFinished):
+            self._finish(event, now_s)
 
     def _finish(self, event: IterationFinished, now_s: float) -> None:
         self.iterations.append(
@@ -65,16 +61,13 @@ class Observer:
                 train_s=event.times_s.train,
                 queued_prompts_s=self._queued_prompts_s,
                 most_queued=self._most_queued,
-                grains={role: self._grains(servers) for role, servers in self._servers.items()},
+                worked={role: sum(each.worked for each in servers) for role, servers in self._servers.items()},
                 responses=sum(sample.supervision is not None for sample in event.samples),
                 lags=lags(event.iteration, event.samples),
                 bottleneck=self._live.judge() if event.iteration in self._judged else Bottleneck(""),
             )
         )
         self._queued_prompts_s, self._most_queued = 0.0, self._queued
-
-    def _grains(self, servers: Sequence[RatedServer]) -> int:
-        return sum(server.grains[ordinal] for server in servers for ordinal in self._ordinals)
 
 
 def lags(iteration: int, samples: Sequence[Sample]) -> Counter[int]:

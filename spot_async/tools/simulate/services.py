@@ -77,7 +77,8 @@ class RatedServer:
     def __init__(self, rates: ServerRates, workload: Workload, *, update_s: float, in_flight_updates: bool) -> None:
         """Make a server. One without rates may be asked for nothing."""
         most, each = (rates.tokens_per_s or 0.0) / workload.grain, (rates.tokens_per_s_each or 0.0) / workload.grain
-        self.grains: Counter[int] = Counter()  # worked off so far, by prompt
+        self._finished = 0.0  # grains of requests that are done
+        self._begun: Counter[float] = Counter()  # requests under way, by what the processor had done when they began
         self._rates = rates
         self._workload = workload
         self._update_s = update_s
@@ -122,7 +123,7 @@ class RatedServer:
         most, ordinal = sampling.max_tokens, ordinal_of(prompt_ids)
         length = self._workload.grains(ordinal, sampling.seed, most)
         async with self._slots:
-            begun = await self.work(length, ordinal)
+            begun = await self.work(length)
         rng = np.random.default_rng(derive_seed(sampling.seed, "tokens"))
         token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
         if length < most:
@@ -132,13 +133,25 @@ class RatedServer:
         )
         return msgspec.structs.replace(reply, version_spans=self._spans(begun, length))
 
-    async def work(self, grains: int, ordinal: int) -> _Begun:
-        """Work off a request of a prompt; return where that began."""
+    @property
+    def worked(self) -> float:
+        """Grains that it has worked off so far, those of requests under way included."""
+        done = self._processor.each_got
+        return self._finished + sum(number * (done - begun) for begun, number in self._begun.items())
+
+    async def work(self, grains: int) -> _Begun:
+        """Work off a request; return where that began."""
         if self._rates.request_s:
             await asyncio.sleep(self._rates.request_s)
         begun = _Begun(self._processor.each_got, len(self._updates))
-        await self._processor.do(grains)
-        self.grains[ordinal] += grains
+        self._begun[begun.done] += 1
+        try:
+            await self._processor.do(grains)
+            self._finished += grains
+        finally:
+            self._begun[begun.done] -= 1
+            if not self._begun[begun.done]:
+                del self._begun[begun.done]
         return begun
 
     def _spans(self, begun: _Begun, length: int) -> tuple[VersionSpan, ...]:
@@ -178,7 +191,7 @@ class RatedTeacher(RatedServer, SimulatedTeacher):
         self.latency = AT_ONCE
 
     async def score(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
-        await self.work(len(response_ids), ordinal_of(prompt_ids))
+        await self.work(len(response_ids))
         return await super().score(prompt_ids, response_ids, **request)
 
 

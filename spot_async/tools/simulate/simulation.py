@@ -179,9 +179,10 @@ def _outcome(
     before, counted = observed[0], observed[1:]
     total_s = counted[-1].ended_s - before.ended_s
     iteration_s, train_s = total_s / len(counted), sum(each.train_s for each in counted) / len(counted)
+    # What they did in this time, so that none can have done more than its rate allows.
     servers_s = {
-        role: sum(each.grains[role] for each in counted) * workload.grain / len(counted) / _tokens_per_s(rates, role)
-        for role in before.grains
+        role: (worked - before.worked[role]) * workload.grain / len(counted) / _tokens_per_s(rates, role)
+        for role, worked in counted[-1].worked.items()
         if rates.of(role).tokens_per_s is not None
     }
     lags: Counter[int] = Counter()
