@@ -110,10 +110,10 @@ class Invariants:
         require(self._max_staleness > 0 or not running, "I9", f"{running} prompts run beside an evaluation")
 
     def _check_book(self, orchestrator: Orchestrator) -> None:
-        counts = orchestrator.book.counts
-        placed, held = sum(counts[state] for state in PLACED), orchestrator.book.held_prompts
+        count = orchestrator.book.count
+        placed, held = sum(map(count, PLACED)), orchestrator.book.held_prompts
         require(placed == held, "I3", f"{held} places are held by {placed} prompts")
-        living, served = sum(counts[state] for state in LIVING), orchestrator.served.step
+        living, served = sum(map(count, LIVING)), orchestrator.served.step
         most = min(self._max_staleness + served + 1, self._iterations) * self._batch_size
         require(living <= most, "I6", f"{living} prompts were admitted, not {most}, with weights {served} served")
 

@@ -31,7 +31,7 @@ METHODS: tuple[Callable[[], Policy], ...] = (
     lambda: make_policy(SpotPolicy, positions=2, probe_top_k=2, score_top_k=8),
     lambda: make_policy(OpdPolicy),
     lambda: make_policy(EopdPolicy, top_k=8),
-    lambda: make_policy(GrpoPolicy, policy_context(reference_kl=True)),
+    lambda: make_policy(GrpoPolicy, policy_context(reference_kl=True), samples=4),
     lambda: make_policy(KdPolicy),
 )
 STALENESS = (0, 1, 2)
