@@ -109,8 +109,7 @@ class Watchdog:
             case ServersStarting():
                 self._replicas = event.replicas
             case StepBegan():
-                goes_on = self._has_two_pumps and event.orchestrator is self._orchestrator
-                self._commit(Commit.STEP, f"{self._step} done", ("publish",) if goes_on else PUMPS)
+                self._commit(Commit.STEP, f"{self._step} done", PUMPS)
                 self._step, self._orchestrator, self._evaluation_stages = event.name, event.orchestrator, ()
             case EvaluationBegan():
                 self._evaluation_stages = event.stages

@@ -38,7 +38,8 @@ from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds
 from spot_async.watchdog.monitor import Watchdog
-from spot_async.watchdog.progress import Commit, Progress
+from spot_async.watchdog.progress import PUMPS, Commit, Progress
+from spot_async.watchdog.pumps import look_at_pumps
 from spot_async.watchdog.report import without_secrets
 from spot_async.watchdog.silence import SilenceLimits, silence_limits
 
@@ -268,6 +269,29 @@ def test_pumps_that_wait_for_each_other_for_long_are_left_alone(tmp_path, max_st
     )
     assert orchestrator.state.iteration == 5
     assert not (tmp_path / "stall-report.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("training", "publishing", "silences_s", "overdue", "is_stalled"),
+    [
+        ("train", "update weights", (10.0, 900.0), "publish", True),
+        ("train", "update weights", (900.0, 10.0), "train", True),
+        ("train", "wait for weights", (10.0, 5000.0), "train", False),  # publishing has nothing to do
+        ("wait for batch", "drain", (5000.0, 900.0), "publish", True),  # which holds all requests up
+        ("wait for batch", "drain", (5000.0, 10.0), "publish", False),
+        ("update weights", "evaluate", (5000.0, 10.0), "publish", False),
+        ("update weights", "wait for weights", (5000.0, 900.0), "publish", True),  # a bug, since each waits
+    ],
+)
+def test_a_pump_that_waits_for_the_other_is_not_at_fault(training, publishing, silences_s, overdue, is_stalled):
+    progress, now_s = Progress(now_s=0.0), 5000.0
+    for pump, silence_s in zip(PUMPS, silences_s, strict=True):
+        progress.begin((pump,), now_s - silence_s)
+    phases = {"train": (training, 3), "publish": (publishing, 2)}
+    looks = look_at_pumps(phases, progress, LIMITS, now_s)
+    assert looks[0].is_stalled == is_stalled
+    assert is_stalled or not any(look.is_stalled for look in looks)
+    assert looks[0].pump == overdue or looks[0].waits_for_other
 
 
 def test_a_process_that_did_not_run_has_not_been_silent():
