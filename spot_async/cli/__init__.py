@@ -62,6 +62,7 @@ app.command(help=flowing(servers.conformance))(servers.conformance)
 data_app.command("check", help=flowing(files.check_data))(files.check_data)
 app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)
 app.command(help=flowing(files.report))(files.report)
+app.command("verify-run", help=flowing(files.verify_run))(files.verify_run)
 app.command("compare", help=flowing(files.compare_runs))(files.compare_runs)
 
 

@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/quickstart.yaml")]
+TrainingConfigPath = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="YAML file; see configs/quickstart.yaml")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="override any key, e.g. training.learning_rate=1e-4"),

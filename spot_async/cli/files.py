@@ -1,4 +1,4 @@
-"""The commands that read files and start nothing: `data check`, `inspect`, `report`, `compare` and `simulate`."""
+"""The commands that read files and start nothing: of problem sets and of runs."""
 
 from __future__ import annotations
 
@@ -77,6 +77,22 @@ def inspect_run(
             commands.show_sample(screen, run, sample, html)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
+
+
+def verify_run(run: RunPath) -> None:
+    """Say from a run's files alone what became of every prompt: trained once, twice, lost, dead or pending.
+
+    Exit code 1 when a prompt was trained twice or lost, or a checkpoint is damaged; 2 when the files cannot be read.
+    """
+    from spot_async.tools import verify_run as tool
+
+    try:
+        found = tool.verify(run)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+    tool.show(screen, run, found)
+    if found.faults:
+        raise typer.Exit(1)
 
 
 def report(

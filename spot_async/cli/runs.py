@@ -11,11 +11,10 @@ import typer
 from rich.text import Text
 
 from spot_async.base.text import counted
-from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides
+from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides, TrainingConfigPath
 from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
-from spot_async.config.suggestions import CANNOT_RESUME
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.run_directory.layout import RunDirectory, name_of
 
@@ -23,36 +22,52 @@ if TYPE_CHECKING:  # these import transformers, and --help must not wait for tha
     from spot_async.checks.plan import TrainPlan
     from spot_async.evaluation.benchmarks import Benchmark
     from spot_async.models.files import ModelFiles
+    from spot_async.running.resuming import ResumedRun
     from spot_async.running.summary import TrainOutcome
 
 
 def train(
-    config: ConfigPath,
+    config: TrainingConfigPath = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,
     brief: Brief = False,
     earlier: Annotated[
         Path | None, typer.Option("--from", metavar="RUN", help="a run whose responses' lengths estimates assume")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # people try it, and get an answer
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN|auto",
+            help="go on with a run that ended early, from its newest checkpoint; auto: that of CONFIG's run.directory, "
+            "which is begun if there is none",
+        ),
+    ] = None,
 ) -> None:
     """Train a student from a teacher, and evaluate it before and after.
 
     Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
-    samples.jsonl (what the policy saw), the resolved configuration and all logs.
+    samples.jsonl (what the policy saw), the resolved configuration and all logs. A run that was killed goes on by
+    --resume RUN, which needs no CONFIG.
     """
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
     from spot_async.tools.estimate.machine import estimate_machine, show_machine
 
     try:
-        if resume:
-            raise ConfigError(f"--resume: {CANNOT_RESUME}")
         check_brief(brief, dry_run)
-        settings = load_config(config, overrides or ())
-        path = RunDirectory.choose_path(settings, name_of(config))
-        RunDirectory.check_usable(path)
-        plan = plan_training(settings)
+        begun = None
+        if resume is not None:
+            begun = _run_to_resume(resume, config, overrides or ())
+        if begun is not None:
+            settings, plan, path = begun.config, begun.plan, begun.directory.path
+        else:
+            if config is None:
+                raise ConfigError("CONFIG: give a configuration file, or a run to go on with: --resume RUN")
+            settings = load_config(config, overrides or ())
+            path = RunDirectory.choose_path(settings, name_of(config))
+            RunDirectory.check_usable(path)
+            plan = plan_training(settings)
         estimates = estimate_run(settings, plan, earlier)
         machine = estimate_machine(settings, plan, earlier)
         if dry_run:
@@ -64,21 +79,43 @@ def train(
             train as run_training,  # who is stopped in these seconds leaves no directory
         )
 
-        directory = RunDirectory.create(path, settings)
+        directory = RunDirectory.create(path, settings) if begun is None else begun.directory
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
+    if begun is not None:
+        step = begun.checkpoint.manifest.step
+        screen.print(f"going on after iteration {step} of {plan.schedule.iterations}: {path}", soft_wrap=True)
     if len(plan.rows) > 2:  # more than read and problems
         screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_estimates(screen, estimates)
     show_machine(screen, machine)
-    training = run_training(settings, plan, directory, screen, exit_process=hung(directory))
+    checkpoint = None if begun is None else begun.checkpoint
+    training = run_training(settings, plan, directory, screen, exit_process=hung(directory), checkpoint=checkpoint)
     outcome = run_until_stopped(training, directory)
     show_outcome(outcome, path)
     if outcome.spent is not None:
         fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
+
+
+def _run_to_resume(resume: str, config: Path | None, overrides: Sequence[str]) -> ResumedRun | None:
+    """Return the run that `--resume` names; None where `auto` finds none, which is then begun.
+
+    Without CONFIG the first override stands in its place.
+    """
+    from spot_async.run_directory.manifest import committed
+    from spot_async.running.resuming import open_run
+
+    if resume != "auto":
+        return open_run(Path(resume), [*([] if config is None else [str(config)]), *overrides])
+    if config is None:
+        raise ConfigError("--resume auto: give CONFIG, whose run.directory is looked at")
+    path = load_config(config, overrides).run.directory
+    if path is None:
+        raise ConfigError("--resume auto: run.directory must be set, or nobody could find the run")
+    return open_run(Path(path), overrides) if committed(Path(path)) else None
 
 
 def show_outcome(outcome: TrainOutcome, path: Path) -> None:

@@ -124,6 +124,13 @@ class SamplingConfig(Section):
     max_response_tokens: PositiveInt = Field(4096, description="longest response; a probe gets what its prefix leaves")
 
 
+class KeptCheckpoints(Section):
+    """Which checkpoints stay on disk. The newest is read back before one is deleted."""
+
+    last: int = Field(2, ge=1, description="the newest ones")
+    every: PositiveInt | None = Field(None, description="those of multiples of this iteration stay for good")
+
+
 class TrainingConfig(Section):
     """The student's optimisation."""
 
@@ -147,15 +154,15 @@ class TrainingConfig(Section):
         description="`sequence_mean`: the mean of each response, then over responses; `token_mean`: the mean over all "
         "tokens of a mini-batch",
     )
-    behavior: Literal["served", "recomputed"] = Field(
-        "served",
+    behavior: Literal["served", "recomputed"] | None = Field(
+        None,
         description="pi_old in ratios and advantages: as the inference server reported it (`served`), or recomputed by "
-        "the trainer before an iteration's first update",
+        "the trainer before an iteration's first update; default: `served` in a strict run, else `recomputed`",
     )
     importance_cap: PositiveFloat | None = Field(
         None,
-        description="weighs each token's policy term by min(recomputed / served probability, cap); off by default. "
-        "Needs `behavior: recomputed`",
+        description="weighs each token's policy term by min(recomputed / served probability, cap); off by default, but "
+        "2.0 in a run with staleness whose policy follows no teacher. Needs `behavior: recomputed`",
     )
     ranks: PositiveInt = Field(1, description="trainer processes")
     sharding: Literal["none", "fsdp2"] = Field(
@@ -174,6 +181,13 @@ class TrainingConfig(Section):
         description="published weight directories kept; one is being served, so 2 at least, and `max_staleness` more "
         "are kept",
     )
+    checkpoint_every: int = Field(
+        10,
+        ge=0,
+        description="iterations between two checkpoints, which `train --resume` goes on from; the last iteration has "
+        "one too; 0: none at all",
+    )
+    keep_checkpoints: KeptCheckpoints = Field(KeptCheckpoints(), description="the checkpoints that are kept")
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
     @pydantic.model_validator(mode="after")
@@ -182,11 +196,6 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"mini_batch_size={self.mini_batch_size} must divide batch_size={self.batch_size}: "
                 f"the nearest that does is {nearest_divisor(self.batch_size, self.mini_batch_size)}"
-            )
-        if self.importance_cap is not None and self.behavior == "served":
-            raise ValueError(
-                f"importance_cap={self.importance_cap:g} needs behavior=recomputed: with the served pi_old there is "
-                "nothing to weigh it against"
             )
         if self.epochs is None and self.iterations is None:
             raise ValueError("give exactly one of epochs and iterations; both are missing")
@@ -200,6 +209,10 @@ class TrainingConfig(Section):
                 f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"
             )
         return self
+
+    def behavior_under(self, max_staleness: int) -> Literal["served", "recomputed"]:
+        """Return whose pi_old it is: `behavior`, or its default."""
+        return self.behavior or ("recomputed" if max_staleness else "served")
 
 
 class QueueConfig(Section):
@@ -323,6 +336,12 @@ class Config(Section):
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
         self._check_queue()
+        cap = self.training.importance_cap
+        if cap is not None and self.training.behavior_under(self.max_staleness) == "served":
+            raise ValueError(
+                f"training: importance_cap={cap:g} needs behavior=recomputed: with the served pi_old there is nothing "
+                "to weigh it against"
+            )
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
         return self

@@ -62,7 +62,7 @@ OTHER_TRAINERS: Mapping[str, str] = {
 }
 # Features that people look for and that are not there, by the names that TRL, verl, PEFT or we would give them.
 _LORA = "there is no LoRA or other PEFT yet: all weights of the student are trained"
-CANNOT_RESUME = "training runs cannot be resumed yet; evaluations can, by `spot-async eval --resume RUN`"
+CANNOT_RESUME = "runs are resumed by a command: `spot-async train --resume RUN`, `spot-async eval --resume RUN`"
 _MACHINES = "training over several machines does not exist yet: `training.ranks` are of one; servers may run on others"
 NOT_THERE: Mapping[str, str] = {
     **dict.fromkeys(("lora", "lora_rank", "lora_r", "lora_alpha", "use_lora", "lora_config"), _LORA),

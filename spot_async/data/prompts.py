@@ -173,6 +173,7 @@ class PromptSchedule:
         per_epoch = len(sources) // batch_size
         self.iterations = iterations if iterations is not None else (epochs or 1) * per_epoch
         self.left_over_per_epoch = len(sources) - per_epoch * batch_size
+        self.per_epoch = per_epoch * batch_size  # prompts
 
     def __iter__(self) -> Iterator[Prompt]:
         """Yield all prompts of the run, and after its last batch more, to replace prompts that are given up."""

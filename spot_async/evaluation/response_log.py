@@ -132,6 +132,17 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
+def read_responses(directory: RunDirectory, name: str) -> dict[ResponseKey, JudgedResponse]:
+    """Return the responses of a complete file. Raises DataError if it is gone, or naming a damaged line."""
+    path = directory.path / name
+    try:
+        lines = enumerate(path.read_bytes().splitlines(), start=1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    responses = [_decode(line, JudgedResponse, f"{path}:{number}", "evaluate again") for number, line in lines]
+    return {response.key: response for response in responses}
+
+
 class ResponseLog:
     """The responses of one evaluation in a run directory."""
 
@@ -184,13 +195,7 @@ class ResponseLog:
 
     def read_complete(self) -> dict[ResponseKey, JudgedResponse]:
         """Return the responses of the complete file. Raises DataError if it is gone, or naming a damaged line."""
-        path = self._directory.path / self._name
-        try:
-            lines = enumerate(path.read_bytes().splitlines(), start=1)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-        responses = [_decode(line, JudgedResponse, f"{path}:{number}", "evaluate again") for number, line in lines]
-        return {response.key: response for response in responses}
+        return read_responses(self._directory, self._name)
 
     def discard_partial(self) -> None:
         """Delete the partial file. Called once everything that follows from the responses is written."""

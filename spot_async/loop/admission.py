@@ -34,6 +34,11 @@ class PromptState(StrEnum):
 WITH_SAMPLES = (PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
 
 
+def is_trained(samples: Sequence[Sample]) -> bool:
+    """Return whether any sample of a prompt is trained on."""
+    return any(sample.supervision is not None for sample in samples)
+
+
 class AdmissionBook:
     """Holds every admitted prompt by its ordinal, in exactly one state.
 
@@ -131,6 +136,10 @@ class AdmissionBook:
         self._free_place(ordinal)
         self._settle()
 
+    def settle(self, ordinal: int, state: PromptState) -> None:
+        """Note a prompt that an earlier part of this run brought to an end: trained, left out or dead."""
+        self._move(ordinal, None, state)
+
     def take_batch(self) -> list[Finished] | None:
         """Return the next prompts in admission order, with their samples; None while the batch is not complete."""
         if len(self._ready) < self._batch_size:
@@ -143,8 +152,8 @@ class AdmissionBook:
     def trained(self, batch: Iterable[Finished]) -> None:
         """Note that a batch that was taken is trained, as far as it was not left out, and free its places."""
         for ordinal, samples in batch:
-            has_trained = any(sample.supervision is not None for sample in samples)
-            self._move(ordinal, PromptState.BATCHED, PromptState.TRAINED if has_trained else PromptState.LEFT_OUT)
+            after = PromptState.TRAINED if is_trained(samples) else PromptState.LEFT_OUT
+            self._move(ordinal, PromptState.BATCHED, after)
             self._free_place(ordinal)
 
     def leave_over(self) -> None:

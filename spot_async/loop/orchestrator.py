@@ -24,10 +24,11 @@ import structlog
 
 from spot_async.base.tasks import gather
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
-from spot_async.loop.admission import AdmissionBook, Finished, PromptState
+from spot_async.loop.admission import AdmissionBook, Finished, PromptState, is_trained
 from spot_async.loop.events import IterationFinished, PhaseTimes, PromptEnded
 from spot_async.loop.phases import Phases
 from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
+from spot_async.loop.resuming import Checkpoints, NoLedger, PromptLedger, Resumption
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.run_directory.dead_letters import FILE_NAME
@@ -83,7 +84,14 @@ class Orchestrator:
         weight_sinks: Sequence[WeightSink],
         evaluate: LiveEvaluation | None = None,
         sleepers: Sequence[Sleeper] = (),
+        ledger: PromptLedger | None = None,
+        checkpoints: Checkpoints | None = None,
+        resumption: Resumption | None = None,
     ) -> None:
+        """Make an orchestrator that has not begun.
+
+        `resumption`: where an earlier part of the run ended. The trainer and the student's servers hold its weights.
+        """
         self.state = OrchestratorState()
         self.stages = stages
         self.book = AdmissionBook(
@@ -98,7 +106,10 @@ class Orchestrator:
         self._policy = policy
         self._trainer = trainer
         self._sleepers = sleepers
-        self._trained = WeightVersion(lineage=0, step=0)
+        self._ledger = ledger or NoLedger()
+        self._checkpoints = checkpoints
+        self._resumption = resumption or Resumption()
+        self._trained = self._resumption.version
         self._no_more_prompts = False
         self._is_over = False  # nothing is trained any more
         self._changed = asyncio.Event()  # the book, the weights, or what may still be admitted
@@ -108,6 +119,7 @@ class Orchestrator:
             timeout_s=settings.weight_update_timeout_s,
             drains=settings.max_staleness > 0 and not _updates_in_flight(stages),
             evaluation=evaluate,
+            served=self._trained,
             changed=self._changed,
         )
         self._unanswered_in_a_row = 0
@@ -116,6 +128,9 @@ class Orchestrator:
         self._events = stages.events
         self._events.subscribe(self._waits)
         self._phases = Phases("train", stages.events)
+        self.state.iteration = self._trained.step
+        for ordinal, state in self._resumption.settled.items():
+            self.book.settle(ordinal, state)
 
     @property
     def is_strict(self) -> bool:
@@ -147,12 +162,20 @@ class Orchestrator:
         """Start a coroutine per prompt, in order, as the book allows, and wait for the last one to end."""
         async with asyncio.TaskGroup() as group:
             for prompt in self._prompts:
+                if prompt.ordinal in self._resumption.settled:
+                    continue
                 size_bytes = self._worst_case_bytes(prompt)
                 while not self._admits_none and not self.book.may_admit(size_bytes, served=self.served.step):
                     await self._change()
                 if self._admits_none:
                     break
                 self.book.admit(prompt.ordinal, size_bytes)
+                kept = self._resumption.samples_of(prompt.ordinal)
+                if kept is not None:
+                    self.book.finish(prompt.ordinal, kept, held_bytes(kept))
+                    self._changed.set()
+                    continue
+                self._ledger.admit(prompt.ordinal, prompt.problem.id)
                 group.create_task(self._supervise(prompt), name=f"prompt {prompt.ordinal}")
         self._no_more_prompts = True
         self._changed.set()
@@ -187,6 +210,7 @@ class Orchestrator:
         match error:
             case None:
                 self.book.finish(prompt.ordinal, samples, held_bytes(samples))
+                self._ledger.finish(prompt.ordinal, samples)
                 outcome, self._unanswered_in_a_row = PromptState.QUEUED, 0
             case RequestError():  # another prompt takes its place in the batch
                 self.book.give_up(prompt.ordinal)
@@ -197,6 +221,8 @@ class Orchestrator:
                 if self.state.spent is None:
                     structlog.get_logger().warning("budget spent", error=str(error))
                 self.state.spent = error
+        if error is not None:
+            self._ledger.give_up(prompt.ordinal, outcome, str(error))
         self._changed.set()
         self._events.publish(PromptEnded(prompt, outcome, started, loop.time(), error))
         if isinstance(error, RequestError):
@@ -224,7 +250,7 @@ class Orchestrator:
             )
 
     async def _train_batches(self) -> None:
-        for number in range(1, self._settings.iterations + 1):
+        for number in range(self._trained.step + 1, self._settings.iterations + 1):
             times = PhaseTimes()
             phase = self._phases.begin(number, "wait for batch")
             batch = await self._next_batch()
@@ -240,10 +266,17 @@ class Orchestrator:
             phase = self._phases.begin(number, "train")
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             self._check_feed(trained)
+            self._ledger.cut(
+                number - 1, self._trained.lineage, {ordinal: is_trained(group) for ordinal, group in batch}
+            )
+            checkpoint = None if self._checkpoints is None else self._checkpoints.directory_for(number)
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
             async with self._asleep():
-                report = await self._trainer.train(number - 1, trained)
+                if checkpoint is None:
+                    report = await self._trainer.train(number - 1, trained)
+                else:
+                    report = await self._trainer.train(number - 1, trained, checkpoint_to=checkpoint)
             times.train = self._phases.end(phase, ordinals)
             self.book.trained(batch)
             self._changed.set()
@@ -254,6 +287,8 @@ class Orchestrator:
             self.state.iteration = number
             self._changed.set()
             self._events.publish(IterationFinished(number, samples, report, times))
+            if self._checkpoints is not None and checkpoint is not None:  # after what other files have of the iteration
+                await self._checkpoints.commit(number)
 
     async def _wait_for_served(self, number: int, ordinals: Sequence[int], times: PhaseTimes) -> None:
         """Wait until the trainer is no more than `max_staleness` steps ahead, and after the last iteration none.

@@ -52,14 +52,15 @@ class WeightPublisher:
         timeout_s: float,
         drains: bool,
         evaluation: LiveEvaluation | None,
+        served: WeightVersion,
         changed: asyncio.Event,
     ) -> None:
-        """Make a publisher that serves the initial weights.
+        """Make a publisher. The student's servers hold `served`.
 
         `timeout_s` is for one update. With `drains` no request is under way at the student during one. `changed` is set
         whenever other weights are confirmed or served.
         """
-        self.confirmed = WeightVersion(lineage=0, step=0)  # all student servers hold them
+        self.confirmed = served  # all student servers hold them
         self.served = self.confirmed  # and an evaluation that was due is made: prompts may be admitted
         self._changed = changed
         self._sinks = sinks

@@ -13,6 +13,9 @@ evaluation-*.jsonl       every judged response of an evaluation: before, after, 
 evaluation-*.jsonl.partial  those of an evaluation that was stopped
 evaluation-*.json        the figures that follow from them
 summary.json             the figures of the table at the run's end
+ledger.sqlite            what became of each prompt, so that the run can be resumed
+checkpoints/step-000010/ what a resumed run goes on from: the trainer's state, and manifest.json
+rolled-back/             weights and evaluations of iterations that a resumed run made again
 weights/step-000012/     published students; `student` points to the newest
 weights/best-000010/     the best student of those evaluated; `best` points to it
 logs/                    the run's own events, and one log per child process
@@ -49,7 +52,9 @@ RUN_FORMAT = 1  # raised when a run directory's files can no longer be read as b
 
 # Files of a training run that has no results yet. spending.jsonl is not one: what was paid for counts as a result.
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
-              "dead_letters.jsonl", "tensorboard", "wandb"}  # fmt: skip
+              "dead_letters.jsonl", "tensorboard", "wandb", "ledger.sqlite", "ledger.sqlite-wal"}  # fmt: skip
+
+OF_ITERATIONS = ("metrics.jsonl", "samples.jsonl")
 
 # Events in the run's log whose `reason` says why the run did not come to its end.
 ENDS_EARLY, STALLED = "ends early", "stalled"
@@ -87,6 +92,10 @@ class _RunFile(msgspec.Struct):
     spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
     command: Purpose | None = None  # the command that made the directory; None where older programs did not say
     cores: int | None = None  # how many the command could use; the report's advice depends on it
+
+
+class _RowOfIteration(msgspec.Struct):
+    iteration: int
 
 
 def refuse_newer(path: Path) -> None:
@@ -157,7 +166,7 @@ class RunDirectory:
             elif earlier.purpose == "train" and earlier._came_to_nothing():
                 advice = f"nothing was trained in it: delete it if {earlier._last_user() or 'that run'} is over, "
             elif earlier.purpose == purpose == "train":
-                advice = "it holds a run, and runs cannot be resumed: "
+                advice = f"go on with the run in it by --resume {path}, "
         raise ConfigError(f"run.directory: {path} is not empty; {advice}give another, or null for a new one")
 
     def _came_to_nothing(self) -> bool:
@@ -229,14 +238,26 @@ class RunDirectory:
 
     def append(self, name: str, rows: list[Any]) -> None:
         """Append rows to a JSONL file. Raises StorageError, such as on a full disk, and then appends none of them."""
-        encoder = msgspec.json.Encoder(enc_hook=_plain)
-        data = b"".join(encoder.encode(row) + b"\n" for row in rows)
+        data = b"".join(row_bytes(row) + b"\n" for row in rows)
         path = self.path / name
         try:
             with path.open("ab", buffering=0) as file:
                 append_whole(file, data)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+    def cut_after(self, iteration: int) -> None:
+        """Cut the files that have rows of each iteration behind this one, and a row that a kill tore.
+
+        Raises StorageError.
+        """
+        for name in OF_ITERATIONS:
+            path = self.path / name
+            try:
+                if path.exists():
+                    os.truncate(path, _end_of(path, iteration))
+            except OSError as error:
+                raise StorageError(f"cannot cut {path}: {error.strerror}") from None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         path, new = self.path / "summary.json", self.path / ".summary.json.new"
@@ -249,6 +270,10 @@ class RunDirectory:
     def weights_after(self, iteration: int) -> Path:
         """Return where the trainer publishes the student of an iteration."""
         return self.path / "weights" / f"step-{iteration:06d}"
+
+    def best_after(self, iteration: int) -> Path:
+        """Return where `keep_best` keeps the student of an iteration."""
+        return self.path / "weights" / f"best-{iteration:06d}"
 
     def point_student_to(self, directory: Path) -> None:
         """Let the link `student` point to the newest published weights. The switch is atomic."""
@@ -280,6 +305,21 @@ class RunDirectory:
             new.replace(self.path / name)
         except OSError as error:
             raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+
+def _end_of(path: Path, iteration: int) -> int:
+    """Return where the rows of later iterations begin. Rows are in the order of iterations."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                found = msgspec.json.decode(line, type=_RowOfIteration).iteration
+            except msgspec.MsgspecError:
+                break
+            if found > iteration or not line.endswith(b"\n"):
+                break
+            end += len(line)
+    return end
 
 
 @contextlib.contextmanager
@@ -316,8 +356,16 @@ def _json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
+def row_bytes(row: Any) -> bytes:
+    """Return a row as JSON. Arrays become lists of rounded numbers, and NaN becomes null."""
+    return _rows.encode(row)
+
+
 def _plain(value: object) -> object:
     """Return an array as lists of numbers."""
     if isinstance(value, np.ndarray):
         return value.astype(np.float64).round(DECIMALS).tolist() if value.dtype.kind == "f" else value.tolist()
     raise NotImplementedError(f"no JSON form for {type(value).__name__}")
+
+
+_rows = msgspec.json.Encoder(enc_hook=_plain)

@@ -17,8 +17,10 @@ from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation
+from spot_async.loop.resuming import Checkpoints, PromptLedger, Resumption
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
@@ -26,7 +28,7 @@ from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.stages import Services, Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room, stage_slots
-from spot_async.trainer.settings import TrainerSettings
+from spot_async.trainer.settings import ResumePoint, TrainerSettings
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
@@ -81,6 +83,10 @@ def make_orchestrator(
     trainer: Trainer,
     weight_sinks: Sequence[WeightSink],
     evaluate: LiveEvaluation,
+    *,
+    ledger: PromptLedger | None = None,
+    checkpoints: Checkpoints | None = None,
+    resumption: Resumption | None = None,
 ) -> Orchestrator:
     return Orchestrator(
         OrchestratorSettings(
@@ -100,6 +106,9 @@ def make_orchestrator(
         trainer=trainer,
         weight_sinks=weight_sinks,
         evaluate=evaluate,
+        ledger=ledger,
+        checkpoints=checkpoints,
+        resumption=resumption,
         sleepers=[each for each in weight_sinks if isinstance(each, Sleeper) and each.sleeps_while_training],
     )
 
@@ -125,8 +134,20 @@ def make_live_bottleneck(
     )
 
 
-def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory) -> TrainerSettings:
+def trainer_settings(
+    config: Config,
+    plan: TrainPlan,
+    directory: RunDirectory,
+    checkpoint: Checkpoint | None = None,
+    lineage: int = 0,
+) -> TrainerSettings:
+    """Return the trainer's settings. It goes on from `checkpoint`, and its weights are of `lineage`."""
+    resume = None
+    if checkpoint is not None:
+        resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)
     return TrainerSettings(
+        resume=resume,
+        lineage=lineage,
         training=training_under_staleness(config.training, plan.policy.needs, config.max_staleness),
         model_directory=str(Path(config.student.model).resolve()),
         run_directory=str(directory.path),

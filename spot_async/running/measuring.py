@@ -17,7 +17,7 @@ from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import read_figures
 from spot_async.evaluation.formats import outputs_of
 from spot_async.evaluation.identity import identity_of, settings_fingerprint
-from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, write_whole
+from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, read_responses, write_whole
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import collected, evaluate, keys_of, reported_k
 from spot_async.loop.events import EvaluationBegan, ResponseJudged, StepBegan
@@ -42,7 +42,7 @@ async def measure(
     """Evaluate the `weights` that are served, and write the files; return None if the configuration has no evaluation.
 
     `when` is part of the files' names; it is empty for the only evaluation of a run directory. `beside` is what goes on
-    training meanwhile.
+    training meanwhile. Files that are there, as in a run that was resumed, are read, and nothing is asked.
     """
     if config.evaluation is None:
         return None
@@ -50,6 +50,8 @@ async def measure(
     events.publish(StepBegan(step, beside))
     identity = identity_of(config, benchmarks, weights)
     log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
+    if (finished := finished_evaluation(config, benchmarks, directory, when)) is not None:
+        return finished
     known = log.open()
     async with AsyncExitStack() as stack:
         result = await evaluate(
@@ -68,6 +70,16 @@ async def measure(
     avg = None if (figures := result.figures().avg) is None else figures.value
     structlog.get_logger().info("evaluated", when=when, avg=avg, tokens=result.tokens, continued_from=len(known))
     return result
+
+
+def finished_evaluation(
+    config: Config, benchmarks: Sequence[Benchmark], directory: RunDirectory, when: str
+) -> EvaluationResult | None:
+    """Return an evaluation from its files; None if it is not complete."""
+    if config.evaluation is None or not (directory.path / f"{file_stem(when)}.json").exists():
+        return None
+    judged = read_responses(directory, f"{file_stem(when)}.jsonl")
+    return None if keys_of(benchmarks) - judged.keys() else collected(benchmarks, judged, config.evaluation.pass_k)
 
 
 def write_evaluation(

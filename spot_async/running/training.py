@@ -6,9 +6,10 @@ directory is complete up to the last finished iteration. A signal arrives as can
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.console import Console
 from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.tasks import alongside, budget_error
+from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, StorageError
@@ -27,10 +29,13 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import ServersStarting, StepBegan
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
 from spot_async.loop.publishing import LiveEvaluation
+from spot_async.loop.resuming import Resumption
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Backend, Generator, Verifier
+from spot_async.protocols import Backend, Generator, Verifier, WeightSink
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import Ledger
+from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running.assembly import (
     make_live_bottleneck,
     make_orchestrator,
@@ -39,7 +44,10 @@ from spot_async.running.assembly import (
     trainer_settings,
 )
 from spot_async.running.backend_factories import core_shares
-from spot_async.running.measuring import measure, write_evaluation
+from spot_async.running.checkpoints import RunCheckpoints, go_back
+from spot_async.running.initial_weights import SENDING_WEIGHTS
+from spot_async.running.measuring import finished_evaluation, measure, write_evaluation
+from spot_async.running.resuming import beginning_of
 from spot_async.running.services import OpenServices, StartListener, open_services
 from spot_async.running.summary import TrainOutcome, summarize
 from spot_async.stages.stage import Stage
@@ -53,6 +61,7 @@ from spot_async.telemetry.sinks import MetricSink, open_sinks
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
+from spot_async.types import WeightSnapshot
 from spot_async.watchdog.monitor import Watchdog
 
 Student: TypeAlias = Generator | ServicePool[Generator]
@@ -96,12 +105,13 @@ async def train(
     console: Console,
     *,
     exit_process: Callable[[str], None] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> TrainOutcome:
     """Make one training run, evaluated before and after where the configuration says so, and return its outcome.
 
-    `exit_process`: see `Watchdog`.
+    `exit_process`: see `Watchdog`. With a `checkpoint` the run goes on from there.
     """
-    run = TrainingRun(config, plan, directory, console, exit_process)
+    run = TrainingRun(config, plan, directory, console, exit_process, checkpoint)
     with ExitStack() as stack:
         sinks = run.open_files(stack)
         outcome = await run.run(sinks)
@@ -120,6 +130,7 @@ class TrainingRun:
         directory: RunDirectory,
         console: Console,
         exit_process: Callable[[str], None] | None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """Make the parts. Nothing is started."""
         self._config = config
@@ -134,12 +145,17 @@ class TrainingRun:
         self._events = Channel()
         self._events.subscribe(self._ledger_file, self._history, self._screen, self._watchdog)
         self._lag = LoopLag()
+        self._checkpoint = checkpoint
+        self._beginning = beginning_of(config, plan, checkpoint)
+        self._ledger: Ledger  # open while the run's files are
         self._trainer = TrainerProcess(
-            trainer_settings(config, plan, directory), cores=self._cores.available if self._cores.own else None
+            trainer_settings(config, plan, directory, checkpoint, self._beginning.lineage),
+            cores=self._cores.available if self._cores.own else None,
         )
         self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
         self._vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)  # of evaluations
         self._results = RunResults()
+        self._resumption = Resumption()
 
     def open_files(self, stack: ExitStack) -> Sequence[MetricSink]:
         """Lock the run directory, and enter what must outlive the servers: logs, screen and watchdog."""
@@ -147,6 +163,9 @@ class TrainingRun:
         with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        self._ledger = stack.enter_context(closing(Ledger.open(directory.path)))
+        if self._checkpoint is not None:
+            self._resumption = self._go_back()
         stack.callback(self._ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(self._config, directory.path, lambda: self._results.stages))
         stack.enter_context(self._screen.live())
@@ -188,6 +207,7 @@ class TrainingRun:
         stages = make_stages(config, plan, services, self._verifier, events=self._events)
         self._results.stages = stages.all
         self._results.before = await self._evaluate(services.student, "before", plan.student.directory)
+        await self._send_weights(services.student)
         orchestrator = self._results.orchestrator = self._make_orchestrator(services, stages, sinks)
         self._begin(f"training with {config.policy.kind}", orchestrator)
         bottlenecks = make_live_bottleneck(config, orchestrator, services.backends, self._screen.say, directory.cores)
@@ -215,7 +235,54 @@ class TrainingRun:
         self._events.subscribe(log)
         student = services.student
         evaluate = LiveEvaluation(partial(evaluation_is_due, self._config), partial(self._evaluate_live, student))
-        return make_orchestrator(self._config, self._plan, stages, self._trainer, [student], evaluate)
+        checkpoints = RunCheckpoints(
+            self._directory.path,
+            self._config.training,
+            iterations=self._plan.schedule.iterations,
+            beginning=self._beginning,
+            ledger=self._ledger,
+        )
+        return make_orchestrator(
+            self._config,
+            self._plan,
+            stages,
+            self._trainer,
+            [student],
+            evaluate,
+            ledger=self._ledger,
+            checkpoints=checkpoints,
+            resumption=self._resumption,
+        )
+
+    def _go_back(self) -> Resumption:
+        """Make the run directory what it was at the checkpoint."""
+        step = self._beginning.step
+        resumption = go_back(
+            self._directory,
+            self._beginning,
+            self._ledger,
+            max_staleness=self._config.max_staleness,
+            batch_size=self._config.training.batch_size,
+        )
+        self._ledger_file.go_on()
+        for path in sorted(self._directory.path.glob("evaluation-[0-9]*.json")):
+            when = path.stem.removeprefix("evaluation-")
+            found = finished_evaluation(self._config, self._plan.evaluation, self._directory, when)
+            if found is not None:
+                self._history.restore(int(when), found)
+        structlog.get_logger().info("resumed", step=step, lineage=self._beginning.lineage)
+        return resumption
+
+    async def _send_weights(self, student: WeightSink) -> None:
+        """Send the checkpoint's weights to the student's servers, which started with the initial ones."""
+        if self._checkpoint is None:
+            return
+        directory = self._directory.weights_after(self._beginning.step)
+        self._directory.point_student_to(directory)
+        self._begin(SENDING_WEIGHTS)
+        deadline = asyncio.get_running_loop().time() + WEIGHT_UPDATE_TIMEOUT_S
+        snapshot = WeightSnapshot(directory=str(directory), version=self._resumption.version)
+        await student.update_weights(snapshot, deadline=deadline)
 
     async def _evaluate(
         self, student: Student, when: str, weights: Path, beside: Orchestrator | None = None

@@ -47,14 +47,25 @@ class EvaluationHistory:
         """Return the newest evaluation if it was made after `iteration`, else None."""
         return self._last[1] if self._last is not None and self._last[0] == iteration else None
 
+    def restore(self, iteration: int, evaluation: EvaluationResult) -> None:
+        """Take note of an evaluation of an earlier part of the run. Its weights count where they were kept."""
+        self._last = (iteration, evaluation)
+        if self._directory.best_after(iteration).exists():
+            self._note(iteration, evaluation)
+
     def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
         """Take note of an evaluation of `weights`, and keep them if they are the best so far."""
         self._last = (iteration, evaluation)
+        before = self.best
+        self._note(iteration, evaluation)
+        if self.best is not before:
+            self._directory.keep_best(weights)
+
+    def _note(self, iteration: int, evaluation: EvaluationResult) -> None:
         figures = evaluation.figures()
         if figures.avg is None:  # nothing was judged, so no student is better than another
             return
         estimate = figures.avg if self._criterion == "avg" else figures.pass_at[figures.samples]
         if self.best is None or estimate.value > self.best.value:
-            self._directory.keep_best(weights)
             error = math.nan if estimate.standard_error is None else estimate.standard_error
             self.best = BestCheckpoint(iteration, self._criterion, figures.samples, estimate.value, error)

@@ -21,6 +21,7 @@ from spot_async.errors import RequestError
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation
+from spot_async.loop.resuming import Checkpoints, PromptLedger, Resumption
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Scorer, Sleeper, Trainer, WeightSink
 from spot_async.running.library import stages_for
@@ -151,6 +152,9 @@ def make_run(
     weight_sinks: Sequence[WeightSink] | None = None,
     evaluate: LiveEvaluation | None = None,
     sleepers: Sequence[Sleeper] = (),
+    ledger: PromptLedger | None = None,
+    checkpoints: Checkpoints | None = None,
+    resumption: Resumption | None = None,
     prompts: Iterable[Prompt] | None = None,
     vocabulary: Vocabulary | None = None,
     teacher_vocabulary: Vocabulary | None = None,
@@ -211,6 +215,9 @@ def make_run(
         weight_sinks=[student] if weight_sinks is None else weight_sinks,
         evaluate=evaluate,
         sleepers=sleepers,
+        ledger=ledger,
+        checkpoints=checkpoints,
+        resumption=resumption,
     )
     return SimulatedRun(orchestrator, trainer, journal)
 

@@ -182,7 +182,7 @@ class StudentTrainer:
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
         """Collate samples, with log pi_old as `training.behavior` says: as served, or of the present weights."""
         batch = collate(samples).to(self._device)
-        if self._training.behavior == "served":
+        if self._training.behavior != "recomputed":
             return batch
         with torch.no_grad():
             logprobs, _ = self._logprobs(batch)

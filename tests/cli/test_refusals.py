@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from command import arguments, assert_refused, invoke
 
+from spot_async.config.loading import load_config
+from spot_async.run_directory.layout import RunDirectory
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
 
 
@@ -36,9 +39,23 @@ def test_a_dry_run_finds_a_directory_that_cannot_be_made_and_may_leave_the_confi
     assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", "--brief"), "--brief", "--dry-run")
 
 
-def test_runs_that_cannot_be_resumed_say_so(monkeypatch):
-    given = ["train", "configs/quickstart.yaml", "--resume", "runs/mine"]
-    assert_refused(invoke(monkeypatch, *given), "--resume", "training runs cannot be resumed yet")
+def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
+    def resume(*given):
+        return invoke(monkeypatch, "train", "--resume", *given)
+
+    assert_refused(resume(str(tmp_path)), "is no run directory: it has no readable run.json")
+    assert_refused(resume("auto"), "--resume auto: give CONFIG, whose run.directory is looked at")
+    assert_refused(resume("auto", "configs/quickstart.yaml"), "--resume auto: run.directory must be set")
+    assert_refused(invoke(monkeypatch, "train"), "CONFIG: give a configuration file, or a run to go on with")
+    run = RunDirectory.create(tmp_path / "run", load_config(Path("configs/quickstart.yaml")))
+    assert_refused(resume(str(run.path)), "it has no checkpoint to resume from")
+    assert_refused(
+        resume(str(run.path), "training.learning_rate=1"),
+        "training.learning_rate=1.0: the run began with 0.0002, and its numbers depend on it",
+    )
+    assert_refused(invoke(monkeypatch, "verify-run", str(run.path)), "holds no ledger.sqlite")
+    with run.locked():
+        assert_refused(resume(str(run.path)), "is in use")
 
 
 def test_different_vocabularies_are_one_line(tmp_path, refused):

@@ -66,7 +66,10 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
             "training.lora: unknown key; there is no LoRA or other PEFT yet: all weights of the",
         ),
         ("lora_rank=8", "lora_rank: unknown key; there is no LoRA or other PEFT yet"),
-        ("run.resume=runs/x", "run.resume: unknown key; training runs cannot be resumed yet; evaluations can, by"),
+        (
+            "run.resume=runs/x",
+            "run.resume: unknown key; runs are resumed by a command: `spot-async train",
+        ),
         (
             "stages.score.hedge_after_s=8",
             "stages.score.hedge_after_s: unknown key; hedged requests were removed: take it out",
@@ -111,6 +114,10 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
             "training.iterations=null or",
         ),
         ("training.iterations=null", "training: give exactly one of epochs and iterations; both are missing"),
+        (
+            "training.importance_cap=2",
+            "training: importance_cap=2 needs behavior=recomputed: with the served pi_old there is nothing to weigh it",
+        ),
         ("training", "override 'training': expected section.key=value"),
         (
             "training.batch_size.x=1",
@@ -131,7 +138,7 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, 
 
 
 def test_the_queue_holds_the_batches_that_staleness_lets_be_under_way(config_path):
-    assert load_config(config_path, ["max_staleness=2"]).queue_capacity_prompts == 3 * 8
+    assert load_config(config_path, ["max_staleness=2", "training.importance_cap=2"]).queue_capacity_prompts == 3 * 8
     assert complaint(config_path, "queue.capacity_prompts=15", "max_staleness=1").endswith(
         "queue.capacity_prompts=15 holds less than the 2 batches of training.batch_size=8 that max_staleness=1 lets be "
         "under way: raise it to 16 or more, or lower max_staleness"

@@ -19,6 +19,7 @@ def test_the_trainer_is_given_what_staleness_asks_of_it(tmp_path: Path) -> None:
         policy=SimpleNamespace(needs=PolicyNeeds()), schedule=SimpleNamespace(iterations=3), stop_token_ids=()
     )
     directory: Any = SimpleNamespace(path=tmp_path)
-    assert trainer_settings(config, plan, directory).training == config.training
+    strict = trainer_settings(config, plan, directory).training
+    assert strict == config.training.model_copy(update={"behavior": "served"})
     stale = trainer_settings(config.model_copy(update={"max_staleness": 1}), plan, directory).training
     assert (stale.behavior, stale.importance_cap) == ("recomputed", 2.0)

@@ -10,10 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from spot_async.config import TrainingConfig
 from spot_async.trainer.loss import truncated_importance_weights
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
@@ -147,8 +145,3 @@ def test_importance_weights_follow_the_formula() -> None:
     old, served = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
     found = truncated_importance_weights(old, served, cap=1.2)
     assert found.tolist() == pytest.approx([1.2, np.exp(-1.0), 1.0])
-
-
-def test_a_cap_without_recomputation_is_refused() -> None:
-    with pytest.raises(ValidationError, match="importance_cap=2 needs behavior=recomputed"):
-        TrainingConfig(iterations=1, importance_cap=2.0)

@@ -195,7 +195,7 @@ class _Loads:
                 work.trained,
                 self._sizes["student"],
                 ranks=config.training.ranks,
-                recomputes_behavior=config.training.behavior == "recomputed",
+                recomputes_behavior=config.training.behavior_under(config.max_staleness) == "recomputed",
                 recomputes_layers=config.training.recompute_layers,
             )
             / 3600,

@@ -1,0 +1,92 @@
+"""Checks that a run that is resumed computes what it would have computed. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config
+from spot_async.errors import ConfigError
+
+DIGEST_BYTES = 16
+# Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it goes on.
+FREE = (
+    "version",
+    "run.directory",
+    "run.samples_every",
+    "run.trace",
+    "run.verdict_every_s",
+    "run.stall_timeout_s",
+    "run.max_dead_share",
+    "telemetry",
+    "evaluation",
+    "queue",
+    "training.epochs",
+    "training.iterations",
+    "training.ranks",
+    "training.sharding",
+    "training.threads",
+    "training.recompute_layers",
+    "training.micro_batch_tokens",
+    "training.keep_weights",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.step_timeout_s",
+    *(
+        f"{role}.{key}"
+        for role in ("student", "teacher", "reference")
+        for key in ("backend", "serving", "cache", "replay")
+    ),
+    "verifier.workers",
+)
+FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempts")
+
+
+def digest_of_keys(config: Config) -> str:
+    """Return a digest of the keys that decide numbers."""
+    return _digest(sorted(_deciding(config).items()))
+
+
+def digest_of_prompts(plan: TrainPlan) -> str:
+    """Return a digest of the problems and their rendered prompts, in the order of the first epoch."""
+    epoch = itertools.islice(plan.schedule, plan.schedule.per_epoch)
+    return _digest([(each.problem.id, each.problem.answer, each.token_ids.tolist()) for each in epoch])
+
+
+def check_same_numbers(before: Config, now: Config) -> None:
+    """Raise ConfigError for the first key that decides numbers and differs from those that the run began with."""
+    old, new = _deciding(before), _deciding(now)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            raise ConfigError(
+                f"{key}={new.get(key)}: the run began with {old.get(key)}, and its numbers depend on it: leave it as "
+                "it was, or begin a new run"
+            )
+
+
+def _deciding(config: Config) -> Mapping[str, Any]:
+    return {key: value for key, value in _leaves(config.model_dump(mode="json"), "") if not _is_free(key)}
+
+
+def _is_free(key: str) -> bool:
+    parts = key.split(".")
+    if parts[0] == "stages":
+        return parts[-1] in FREE_OF_A_STAGE
+    return any(key == each or key.startswith(f"{each}.") for each in FREE)
+
+
+def _leaves(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping) and tree:
+        for name, value in tree.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, tree
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(msgspec.json.encode(value), digest_size=DIGEST_BYTES).hexdigest()

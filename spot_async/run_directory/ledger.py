@@ -1,0 +1,197 @@
+"""Keeps `ledger.sqlite`: what became of every prompt of a run, so that a run that was killed can go on.
+
+A row is a prompt, by its ordinal. Its state is that of the admission book, with one difference: nothing here says that
+a prompt is trained. That follows from the newest manifest (`manifest.py`): batches before its step are trained. So one
+write commits a checkpoint, and no two files have to agree.
+
+Only one fact of a prompt is written once and never changed in a lineage: the number of its batch. It is on disk before
+the batch is trained on. Everything else may be lost with the power, and is then done again.
+
+SQLite takes its locks in the exclusive mode. So write-ahead logging needs no shared memory, which network file systems
+do not have.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from spot_async.base import wire
+from spot_async.errors import DataError, StorageError
+from spot_async.run_directory.layout import row_bytes
+from spot_async.types import Sample, Supervision
+
+FILE = "ledger.sqlite"
+FORMAT = 1
+TABLES = """
+create table if not exists about (name text primary key, value integer not null) without rowid;
+create table if not exists prompts (
+    ordinal integer primary key,
+    problem text not null,
+    attempt integer not null,  -- how often it was begun
+    state text not null,  -- running, queued, batched, left_out, dead, unpaid
+    reason text,  -- of dead and unpaid ones
+    batch integer,  -- the first one is 0
+    lineage integer,  -- of the weights that the batch made
+    samples blob  -- of queued and batched ones
+);
+"""
+
+
+class PromptRow(NamedTuple):
+    """What the ledger says of a prompt. Its samples are asked for one by one."""
+
+    ordinal: int
+    problem_id: str
+    attempt: int
+    state: str
+    reason: str | None
+    batch: int | None
+    lineage: int | None
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """A sample as it is kept. Arrays of its record, which only people read, have become lists."""
+
+    supervision: Supervision | None
+    metrics: dict[str, float]
+    record: bytes  # JSON
+
+
+class Ledger:
+    """An open ledger. Close it at the end. Every method is one transaction, and raises StorageError if it fails."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Open the ledger of a run directory, and make it if there is none.
+
+        Raises DataError for one that another process holds, that is damaged, or that a newer program wrote.
+        """
+        path = directory / FILE
+        connection = sqlite3.connect(path, timeout=0.0, isolation_level=None)
+        try:
+            connection.execute("pragma locking_mode = exclusive")  # before the next line, or that makes shared memory
+            connection.execute("pragma journal_mode = wal")
+            connection.execute("pragma synchronous = normal")
+            connection.executescript(TABLES)
+            connection.execute("insert or ignore into about values ('format', ?)", (FORMAT,))
+            (found,) = connection.execute("select value from about where name = 'format'").fetchone()
+        except sqlite3.Error as error:
+            connection.close()
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise DataError(f"{path} is in use by another process: wait for its end, or stop it first") from None
+            raise DataError(f"{path}: cannot be read: {error}") from None
+        if found > FORMAT:
+            connection.close()
+            raise DataError(
+                f"{path} has format {found}, newer than this spot-async can read ({FORMAT}): install a newer one"
+            )
+        return cls(connection, path)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # What happens to prompts
+
+    def admit(self, ordinal: int, problem_id: str) -> None:
+        """Note that a prompt is begun, for the first time or once more."""
+        self._do(
+            "insert into prompts (ordinal, problem, attempt, state) values (?, ?, 1, 'running') "
+            "on conflict do update set attempt = attempt + 1, state = 'running', reason = null, samples = null",
+            (ordinal, problem_id),
+        )
+
+    def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
+        """Keep a prompt's samples, which wait for their batch."""
+        kept = [_Kept(each.supervision, each.metrics, row_bytes(each.record)) for each in samples]
+        self._do("update prompts set state = 'queued', samples = ? where ordinal = ?", (wire.encode(kept), ordinal))
+
+    def give_up(self, ordinal: int, state: str, reason: str) -> None:
+        """Note that a prompt is dead, or that there was no money for it."""
+        self._do("update prompts set state = ?, reason = ?, samples = null where ordinal = ?", (state, reason, ordinal))
+
+    def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool]) -> None:
+        """Note which prompts make a batch, and whether any of its samples is trained on.
+
+        It is on disk when this returns, also after a power cut.
+        """
+        with self._transaction("pragma synchronous = full"):
+            self._connection.executemany(
+                "update prompts set state = ?, batch = ?, lineage = ? where ordinal = ?",
+                [
+                    ("batched" if is_trained else "left_out", batch, lineage, ordinal)
+                    for ordinal, is_trained in prompts.items()
+                ],
+            )
+
+    def forget_samples(self, step: int) -> None:
+        """Delete the samples of batches before `step`, once a manifest of that step is written."""
+        self._do("update prompts set samples = null where batch < ? and samples is not null", (step,))
+
+    def roll_back(self, step: int) -> None:
+        """Go back to a manifest's step: batches from there on were never cut, and what ran is not running."""
+        with self._transaction():
+            self._connection.execute(
+                "update prompts set state = 'queued', batch = null, lineage = null where batch >= ?", (step,)
+            )
+            self._connection.execute("update prompts set state = 'lost' where state = 'running'")
+
+    # What it says
+
+    def prompts(self) -> Iterator[PromptRow]:
+        """Return all prompts in the order of their ordinals."""
+        with self._failing():
+            for row in self._connection.execute(
+                "select ordinal, problem, attempt, state, reason, batch, lineage from prompts order by ordinal"
+            ):
+                yield PromptRow(*row)
+
+    def samples(self, ordinal: int) -> list[Sample] | None:
+        """Return the samples that are kept of a prompt; None if none are, or they cannot be read any more."""
+        with self._failing():
+            row = self._connection.execute("select samples from prompts where ordinal = ?", (ordinal,)).fetchone()
+        if row is None or row[0] is None:
+            return None
+        try:
+            kept = wire.decode(row[0], list[_Kept])
+            return [
+                Sample(supervision=each.supervision, metrics=each.metrics, record=msgspec.json.decode(each.record))
+                for each in kept
+            ]
+        except (msgspec.MsgspecError, ValueError):
+            return None
+
+    def _do(self, statement: str, values: Sequence[Any]) -> None:
+        with self._failing():
+            self._connection.execute(statement, values)
+
+    @contextmanager
+    def _transaction(self, pragma: str = "pragma synchronous = normal") -> Iterator[None]:
+        with self._failing():
+            self._connection.execute(pragma)
+            try:
+                self._connection.execute("begin immediate")
+                yield
+                self._connection.execute("commit")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("rollback")
+                raise
+            finally:
+                self._connection.execute("pragma synchronous = normal")
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StorageError(f"cannot write {self._path}: {error}") from None

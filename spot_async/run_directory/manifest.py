@@ -1,0 +1,166 @@
+"""Reads and writes checkpoints of a run: `checkpoints/step-000012`, which counts once its manifest has its name.
+
+A checkpoint's tensors are written by the trainer's ranks. The manifest comes last: it names each file with its size and
+checksum. It is written beside its name, flushed and renamed, so that there is a whole one or none. Everything that a
+resumed run needs to know of the run so far follows from the newest manifest whose files are whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from spot_async.errors import DataError, StorageError
+
+DIRECTORY = "checkpoints"
+FILE = "manifest.json"
+FORMAT = 1
+DIGEST_BYTES = 16
+CHUNK_BYTES = 1 << 22
+
+
+class CheckpointFile(msgspec.Struct, frozen=True):
+    name: str
+    bytes: int
+    blake2b: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has done up to a checkpoint."""
+
+    format: int = FORMAT
+    step: int  # iterations that are trained: batches before this one
+    lineages: tuple[int, ...]  # the step at which each lineage of weights began, this one's last
+    keys: str  # digest of the configuration's keys that decide numbers
+    data: str  # digest of the problems, in order
+    files: tuple[CheckpointFile, ...] = ()
+
+    @property
+    def lineage(self) -> int:
+        return len(self.lineages) - 1
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A checkpoint whose manifest was read."""
+
+    directory: Path
+    manifest: Manifest
+
+
+def checkpoint_directory(run: Path, step: int) -> Path:
+    return run / DIRECTORY / f"step-{step:06d}"
+
+
+def commit(directory: Path, manifest: Manifest) -> Checkpoint:
+    """Write the manifest of a directory whose other files are on disk. Raises StorageError.
+
+    When this returns the checkpoint counts, also after a power cut.
+    """
+    try:
+        files = tuple(_described(path) for path in sorted(directory.iterdir()) if path.name != FILE)
+        manifest = msgspec.structs.replace(manifest, files=files)
+        new, final = directory / f".{FILE}", directory / FILE
+        with new.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(final)
+        for each in (directory, directory.parent, directory.parent.parent):
+            _fsync_directory(each)
+    except OSError as error:
+        raise StorageError(f"cannot write {directory / FILE}: {error.strerror}") from None
+    return Checkpoint(directory, manifest)
+
+
+def newest(run: Path) -> Checkpoint:
+    """Return the newest checkpoint whose files are as its manifest says, and log those that are passed over.
+
+    Raises DataError where there is none, and for a manifest that a newer program wrote.
+    """
+    faults: list[str] = []
+    for directory in committed(run):
+        try:
+            return check(directory)
+        except DataError as fault:
+            faults.append(str(fault))
+            structlog.get_logger().warning("checkpoint passed over", reason=str(fault))
+    if faults:
+        raise DataError(f"{run}: no checkpoint is whole: {'; '.join(faults)}")
+    raise DataError(f"{run}: it has no checkpoint to resume from (training.checkpoint_every)")
+
+
+def committed(run: Path) -> list[Path]:
+    """Return the directories that have a manifest, the newest first."""
+    return sorted((path.parent for path in (run / DIRECTORY).glob(f"step-*/{FILE}")), reverse=True)
+
+
+def check(directory: Path) -> Checkpoint:
+    """Return a checkpoint. Raises DataError, which names what is missing or changed."""
+    path = directory / FILE
+    try:
+        data = path.read_bytes()
+        found = msgspec.json.decode(data, type=dict[str, object]).get("format")
+        if isinstance(found, int) and found > FORMAT:
+            raise DataError(
+                f"{path} has format {found}, newer than this spot-async can read ({FORMAT}): install a newer one"
+            )
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    for expected in manifest.files:
+        try:
+            is_whole = _described(directory / expected.name) == expected
+        except OSError as error:
+            raise DataError(f"{directory / expected.name}: {error.strerror}") from None
+        if not is_whole:
+            raise DataError(f"{directory / expected.name}: is not what the manifest says: it is damaged")
+    return Checkpoint(directory, manifest)
+
+
+def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
+    """Delete checkpoints but the newest `keep`, and those whose step is a multiple of `keep_every`.
+
+    The newest one is checked first: what it follows stays until it is known to be whole.
+    """
+    found = committed(run)
+    if len(found) <= keep:
+        return
+    check(found[0])
+    for directory in found[keep:]:
+        step = int(directory.name.removeprefix("step-"))
+        if keep_every is None or step % keep_every:
+            (directory / FILE).unlink()  # first, so that half of a checkpoint never counts
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete checkpoints whose manifest was never written."""
+    for directory in _all(run):
+        if not (directory / FILE).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _all(run: Path) -> Iterator[Path]:
+    yield from sorted((run / DIRECTORY).glob("step-*"))
+
+
+def _described(path: Path) -> CheckpointFile:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return CheckpointFile(path.name, path.stat().st_size, digest.hexdigest())
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

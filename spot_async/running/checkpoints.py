@@ -1,0 +1,158 @@
+"""Makes a run's checkpoints count, and finds where a run that ended early goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from spot_async.config import TrainingConfig
+from spot_async.loop.admission import PromptState
+from spot_async.loop.resuming import Resumption
+from spot_async.run_directory import manifest
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import Ledger, PromptRow
+from spot_async.run_directory.manifest import Manifest
+from spot_async.types import Sample, Supervision, WeightVersion
+
+ROLLED_BACK = "rolled-back"
+
+
+class RunCheckpoints:
+    """The `Checkpoints` of a run directory: every so many iterations, and after the last."""
+
+    def __init__(
+        self, run: Path, training: TrainingConfig, *, iterations: int, beginning: Manifest, ledger: Ledger
+    ) -> None:
+        """`beginning` says where this part of the run began: its step, lineages and digests."""
+        self._run = run
+        self._every = training.checkpoint_every
+        self._keep = training.keep_checkpoints
+        self._iterations = iterations
+        self._beginning = beginning
+        self._ledger = ledger
+
+    def directory_for(self, iteration: int) -> str | None:
+        if not self._every or (iteration % self._every and iteration != self._iterations):
+            return None
+        return str(manifest.checkpoint_directory(self._run, iteration))
+
+    async def commit(self, iteration: int) -> None:
+        directory = manifest.checkpoint_directory(self._run, iteration)
+        written = msgspec.structs.replace(self._beginning, step=iteration)
+        await asyncio.to_thread(manifest.commit, directory, written)  # reads all of the tensors
+        self._ledger.forget_samples(iteration)
+        await asyncio.to_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
+
+
+def go_back(
+    directory: RunDirectory, beginning: Manifest, ledger: Ledger, *, max_staleness: int, batch_size: int
+) -> Resumption:
+    """Undo what a run did after the step at which it begins once more, and return what an orchestrator goes on from.
+
+    Weights that were published since are moved aside. Doing this twice does no more than doing it once, so a kill in
+    between does no harm.
+    """
+    step = beginning.step
+    ledger.roll_back(step)
+    directory.cut_after(step)
+    _move_aside(directory.path, step)
+    manifest.remove_unfinished(directory.path)
+    rows = list(ledger.prompts())
+    settled = {row.ordinal: state for row in rows if (state := _settled(row)) is not None}
+    kept = _reusable(rows, ledger, beginning, max_staleness, batch_size)
+    return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)
+
+
+def _settled(row: PromptRow) -> PromptState | None:
+    """Return the end that a prompt has come to; None if it is supervised once more, or its samples are used again."""
+    match row.state:
+        case "dead":
+            return PromptState.DEAD
+        case "left_out":
+            return PromptState.LEFT_OUT
+        case "batched":
+            return PromptState.TRAINED
+        case _:
+            return None
+
+
+def _reusable(
+    rows: Sequence[PromptRow], ledger: Ledger, beginning: Manifest, max_staleness: int, batch_size: int
+) -> dict[int, Sequence[Sample]]:
+    """Return the samples that were finished and not trained on, of prompts whose weights still count.
+
+    A prompt goes into the batch that its place among the living prompts says. Where its tokens would be too old by
+    then, it is supervised once more.
+    """
+    found: dict[int, Sequence[Sample]] = {}
+    place = sum(row.state in ("batched", "left_out") for row in rows)
+    for row in rows:
+        if row.state in ("dead", "batched", "left_out"):
+            continue
+        batch, place = place // batch_size, place + 1
+        samples = ledger.samples(row.ordinal) if row.state == "queued" else None
+        if samples is None:
+            continue
+        renamed = [_renamed(each, beginning.lineages, batch - max_staleness) for each in samples]
+        if None not in renamed:
+            found[row.ordinal] = [each for each in renamed if each is not None]
+    return found
+
+
+def _renamed(sample: Sample, lineages: Sequence[int], oldest: int) -> Sample | None:
+    """Return a sample whose weights are named as those of the newest lineage.
+
+    Return None if they are not part of it, or of a step before `oldest`.
+
+    Up to the step at which it began, a lineage has the weights of the one before.
+    """
+    supervision = sample.supervision
+    if supervision is None or supervision.version is None:
+        return sample
+    versions = {supervision.version, *(span.version for span in supervision.version_spans)}
+    if not all(version.step >= oldest and _is_ancestor(version, lineages) for version in versions):
+        return None
+    return msgspec.structs.replace(sample, supervision=_in_lineage(supervision, len(lineages) - 1))
+
+
+def _is_ancestor(version: WeightVersion, lineages: Sequence[int]) -> bool:
+    """Return whether these weights are some that the newest lineage came from."""
+    return all(version.step <= began for began in lineages[version.lineage + 1 :])
+
+
+def _in_lineage(supervision: Supervision, lineage: int) -> Supervision:
+    assert supervision.version is not None
+    return msgspec.structs.replace(
+        supervision,
+        version=WeightVersion(lineage, supervision.version.step),
+        version_spans=tuple(
+            msgspec.structs.replace(span, version=WeightVersion(lineage, span.version.step))
+            for span in supervision.version_spans
+        ),
+    )
+
+
+def _move_aside(run: Path, step: int) -> None:
+    """Move weights and checkpoints of later steps to `rolled-back/`, in place of those that are there."""
+    found = [
+        *run.glob("weights/step-*"),
+        *run.glob("weights/best-*"),
+        *run.glob(f"{manifest.DIRECTORY}/step-*"),
+        *run.glob("evaluation-0*"),
+    ]
+    for each in sorted(found):
+        (number,) = re.findall(r"\d{6}", each.name)[:1]
+        if int(number) > step:
+            target = run / ROLLED_BACK / each.relative_to(run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                shutil.rmtree(target)
+            each.replace(target)
+    best = run / "best"
+    if best.is_symlink() and not best.exists():
+        best.unlink()

@@ -1,0 +1,63 @@
+"""Opens a run that ended early, to go on with it: its configuration, its newest whole checkpoint, its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spot_async.checks.plan import TrainPlan, plan_training
+from spot_async.checks.resuming import check_same_numbers, digest_of_keys, digest_of_prompts
+from spot_async.config import Config
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError, DataError
+from spot_async.run_directory import manifest
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.manifest import Checkpoint, Manifest
+
+
+@dataclass(frozen=True)
+class ResumedRun:
+    """A run that can go on. Nothing of its directory is changed yet."""
+
+    config: Config
+    plan: TrainPlan
+    directory: RunDirectory
+    checkpoint: Checkpoint
+
+
+def open_run(path: Path, overrides: Sequence[str] = ()) -> ResumedRun:
+    """Return a run that ended early. Raises ConfigError or DataError, in one line, and changes nothing."""
+    directory = RunDirectory.open(path)
+    if directory.purpose == "eval":
+        raise DataError(f"{path} holds an evaluation: spot-async eval --resume {path}")
+    if directory.is_in_use():
+        raise DataError(f"{path} is in use: wait for the end of its run, or stop it first")
+    before = load_config(path / "config.yaml", ())
+    config = load_config(path / "config.yaml", overrides)
+    check_same_numbers(before, config)
+    checkpoint = manifest.newest(path)
+    if checkpoint.manifest.keys != digest_of_keys(config):
+        raise ConfigError(f"{path / 'config.yaml'}: was changed since the run began, in a key that decides numbers")
+    plan = plan_training(config)
+    if checkpoint.manifest.data != digest_of_prompts(plan):
+        raise DataError(
+            f"{path}: data.train has other problems, answers or prompts than when the run began: restore it, or begin "
+            "a new run"
+        )
+    step, iterations = checkpoint.manifest.step, plan.schedule.iterations
+    if step >= iterations:
+        raise DataError(
+            f"{path}: all {iterations} iterations are trained: nothing is left to do; to train further give "
+            "training.iterations=N"
+        )
+    return ResumedRun(config, plan, directory, checkpoint)
+
+
+def beginning_of(config: Config, plan: TrainPlan, checkpoint: Checkpoint | None) -> Manifest:
+    """Return the manifest of the part of a run that begins now."""
+    keys, data = digest_of_keys(config), digest_of_prompts(plan)
+    if checkpoint is None:
+        return Manifest(step=0, lineages=(0,), keys=keys, data=data)
+    found = checkpoint.manifest
+    return Manifest(step=found.step, lineages=(*found.lineages, found.step), keys=keys, data=data)

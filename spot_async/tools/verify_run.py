@@ -1,0 +1,120 @@
+"""Says from a run's files alone what became of every prompt: trained once, twice or never. It starts nothing.
+
+A prompt is trained if its batch comes before the step of the newest whole checkpoint. What came after that checkpoint
+is pending: a resumed run makes it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from spot_async.config.loading import load_config
+from spot_async.errors import DataError
+from spot_async.run_directory import manifest
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import FILE, Ledger, PromptRow
+from spot_async.run_directory.reading import RunFiles
+
+STATES = ("trained", "left out", "dead", "unpaid", "pending")
+NAMED = 5  # ordinals that a line names
+
+
+class Verification(NamedTuple):
+    """What was found."""
+
+    step: int  # of the newest whole checkpoint; 0: there is none
+    counts: Sequence[Mapping[str, int]]  # prompts by state, for each epoch
+    faults: Sequence[str]  # lines about what must not be
+
+
+def verify(path: Path) -> Verification:
+    """Verify a run that nobody writes to. Raises DataError if its files cannot be read."""
+    directory = RunDirectory.open(path)
+    if not (path / FILE).exists():
+        raise DataError(f"{path}: holds no {FILE}, so it is not of a run that can be verified")
+    if directory.is_in_use():
+        raise DataError(f"{path} is in use: verify it when its run is over")
+    with closing(Ledger.open(path)) as ledger:
+        rows = list(ledger.prompts())
+    config = load_config(path / "config.yaml", ())
+    faults = list(_checkpoint_faults(path))
+    step = max((manifest.check(each).manifest.step for each in _whole(path)), default=0)
+    faults += _batch_faults(rows, step, config.training.batch_size)
+    faults += _sample_faults(path, rows, step)
+    epochs: list[Counter[str]] = []
+    seen: Counter[str] = Counter()
+    for row in rows:  # an epoch has each problem once
+        epoch = seen[row.problem_id]
+        seen[row.problem_id] += 1
+        if epoch == len(epochs):
+            epochs.append(Counter())
+        epochs[epoch][state_of(row, step)] += 1
+    return Verification(step, epochs, faults)
+
+
+def state_of(row: PromptRow, step: int) -> str:
+    """Return a prompt's state at a checkpoint."""
+    if row.batch is not None and row.batch < step:
+        return "left out" if row.state == "left_out" else "trained"
+    return row.state if row.state in ("dead", "unpaid") else "pending"
+
+
+def show(console: Console, path: Path, found: Verification) -> None:
+    console.print(f"{path}: trained up to iteration {found.step}, by its newest whole checkpoint", soft_wrap=True)
+    table = Table(title="Prompts", title_justify="left")
+    for number, column in enumerate(("epoch", *STATES)):
+        table.add_column(column, justify="right" if number else "left")
+    for number, counts in enumerate(found.counts, start=1):
+        table.add_row(str(number), *(str(counts.get(state, 0)) for state in STATES))
+    console.print(table)
+    for fault in found.faults:
+        console.print(f"fault: {fault}", style="red", soft_wrap=True, markup=False)
+    if not found.faults:
+        console.print("no prompt is trained twice, and none is lost")
+
+
+def _whole(path: Path) -> Iterator[Path]:
+    for each in manifest.committed(path):
+        try:
+            manifest.check(each)
+        except DataError:
+            continue
+        yield each
+
+
+def _checkpoint_faults(path: Path) -> Iterator[str]:
+    for each in manifest.committed(path):
+        try:
+            manifest.check(each)
+        except DataError as fault:
+            yield str(fault)
+
+
+def _batch_faults(rows: Sequence[PromptRow], step: int, batch_size: int) -> Iterator[str]:
+    """Yield what is wrong with the batches before a step: too few or too many prompts, or prompts passed over."""
+    sizes = Counter(row.batch for row in rows if row.batch is not None and row.batch < step)
+    for batch in range(step):
+        if sizes[batch] != batch_size:
+            yield f"batch {batch + 1} has {sizes[batch]} prompts in place of {batch_size}"
+    last = max((row.ordinal for row in rows if row.batch is not None and row.batch < step), default=-1)
+    passed = [row.ordinal for row in rows if row.ordinal <= last and state_of(row, step) == "pending"]
+    known = {row.ordinal for row in rows}
+    lost = [ordinal for ordinal in range(last + 1) if ordinal not in known]
+    for what, ordinals in (("were passed over", passed), ("are in no ledger", lost)):
+        if ordinals:
+            yield f"{len(ordinals)} prompts {what}: {', '.join(map(str, ordinals[:NAMED]))}"
+
+
+def _sample_faults(path: Path, rows: Sequence[PromptRow], step: int) -> Iterator[str]:
+    """Yield where metrics.jsonl does not have each trained iteration once."""
+    counted = Counter(row["iteration"] for row in RunFiles(path).metrics())
+    for iteration in range(1, step + 1):
+        if counted[iteration] != 1:
+            yield f"metrics.jsonl has {counted[iteration]} rows of iteration {iteration}"

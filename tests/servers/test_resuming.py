@@ -1,0 +1,95 @@
+"""A run whose processes are killed for good goes on, and ends with the weights of one that nobody killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ITERATIONS = 8
+KILLS = 3
+KEYS = (f"training.iterations={ITERATIONS}", "training.checkpoint_every=2", "evaluation=null", "training.batch_size=32")
+
+
+def command(*given: str) -> list[str]:
+    return [sys.executable, "-m", "spot_async", *given]
+
+
+def weights(run: Path) -> str:
+    return hashlib.sha256((run / "student" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def train(run: Path, *keys: str) -> None:
+    given = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS, *keys)
+    subprocess.run(given, check=True, cwd=ROOT, capture_output=True)
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """The living processes below one, each with its command line."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            yield child, Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            yield from descendants(child)
+
+
+def victim(process: subprocess.Popen[bytes], rng: random.Random) -> int:
+    """One of the run's processes: orchestrator, launcher, rank, student, teacher."""
+    named = [
+        pid for pid, line in descendants(process.pid) if "spot_async.trainer" in line or "spot_async.serving" in line
+    ]
+    return rng.choice([process.pid, *named])
+
+
+def kill_once(run: Path, rng: random.Random, given: list[str]) -> None:
+    """Go on with the run, kill one of its processes after an iteration or some, and wait until all are gone.
+
+    A run that outlives the death of a server ends by itself.
+    """
+    before = rows(run)
+    process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wanted = before + rng.randint(1, 3)
+    while process.poll() is None and rows(run) < min(wanted, ITERATIONS):
+        time.sleep(0.05)
+    time.sleep(rng.uniform(0.0, 1.0))
+    if process.poll() is None:
+        os.kill(victim(process, rng), signal.SIGKILL)
+    process.wait(timeout=180)
+
+
+def rows(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("keys", [(), ("training.ranks=2", "training.sharding=fsdp2")], ids=["one rank", "two sharded"])
+def test_a_strict_run_killed_at_random_ends_with_the_same_bits(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    train(tmp_path / "whole", *keys)
+    run, rng = tmp_path / "killed", random.Random(f"{keys}")
+    first = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS, *keys)
+    kill_once(run, rng, first)
+    for _ in range(KILLS - 1):
+        if rows(run) < ITERATIONS:
+            kill_once(run, rng, again(run, first))
+    if not (run / "summary.json").exists():
+        subprocess.run(again(run, first), check=True, cwd=ROOT, capture_output=True)
+    said = subprocess.run(command("verify-run", str(run)), cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+    assert "no prompt is trained twice, and none is lost" in said.stdout
+    assert weights(run) == weights(tmp_path / "whole")
+
+
+def again(run: Path, first: list[str]) -> list[str]:
+    """The command that goes on with a run. One that was killed before its first checkpoint is begun again."""
+    if not any((run / "checkpoints").glob("step-*/manifest.json")):
+        run.rename(run.with_name(f"{run.name} {time.monotonic_ns()}"))
+        return first
+    return command("train", "--resume", str(run))
