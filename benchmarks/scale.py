@@ -34,7 +34,7 @@ from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, PolicyNeeds, Sample, Supervision, TokenScores, Verdict, WeightVersion
 
 IN_FLIGHT = (100, 1_000, 10_000)
-PROMPTS = 20_000  # of one measurement
+PROMPTS = 10_000  # of one measurement
 SERVERS, PROBES = 4, 8
 GOAL = 1.3
 TOKENS = np.arange(2, 10, dtype=np.int32)

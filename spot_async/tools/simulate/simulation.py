@@ -5,6 +5,7 @@ Policy, stages, replica pools, admission and the search for the bottleneck are t
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -82,6 +83,8 @@ def simulate(
     Before the iterations that count come some in which the run gets going, and after them some in which it comes to
     its end.
     """
+    # What a run would log of single requests is nobody's concern here.
+    logging.getLogger("spot_async").addHandler(logging.NullHandler())
     outcomes: list[Outcome] = []
     for staleness in range(most_staleness + 1):
         # Batches that were admitted together may finish together, which repeats every n + 1 iterations.
