@@ -124,7 +124,7 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
         made._client.model = "m"
         if completions:
             made._client.use_completions()
-        made._found = ServerFacts("0.32.0", 2048, 64, False, chosen_tokens, True, "default", 1e-5)
+        made._found = ServerFacts("0.32.0", 2048, 64, False, chosen_tokens, True, False, "default", 1e-5)
         made._names.start("default")
         return made
 

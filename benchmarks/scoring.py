@@ -110,6 +110,7 @@ async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
         processed=False,
         chosen_tokens=False,
         takes_weights=False,
+        keeps_output_head=False,
         weights=None,
         noise_nats=0.0,
     )
