@@ -83,7 +83,8 @@ class Load:
         assert len(reply.token_ids) == max_tokens
         self.replies.append((prompt, reply))
 
-    async def roll_out(self) -> None:
+    async def roll_out(self, first_tokens: int) -> None:
+        await self.generate(first_tokens)
         while not self.is_over:
             await self.generate(TOKENS)
 
@@ -133,8 +134,9 @@ async def _under_load(make: Callable[[], Any], held: dict[WeightVersion, Path]) 
         await pool.update_weights(snapshots[0], deadline=soon())
         load = Load(pool)
         async with asyncio.TaskGroup() as group:
-            for _ in range(ROLLOUTS):
-                group.create_task(load.roll_out())
+            # They begin with unlike lengths, or all of them could end at the same moment, and an update meet none.
+            for number in range(1, ROLLOUTS + 1):
+                group.create_task(load.roll_out(TOKENS * number // ROLLOUTS))
             for snapshot in snapshots[1:]:
                 await load.generate(BETWEEN)  # beside the others, which come as far
                 await both(load.score_candidates(), pool.update_weights(snapshot, deadline=soon()))
