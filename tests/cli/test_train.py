@@ -167,6 +167,7 @@ def test_a_server_that_cannot_start_is_one_line_and_the_next_start_says_what_to_
     assert_refused(again, "run.directory", f"nothing was trained in it: delete it if process {command.process.pid} on ")
 
 
+@pytest.mark.long
 def test_a_teacher_killed_in_mid_run_ends_it_and_keeps_what_was_trained(tmp_path):
     run = tmp_path / "run"
     command = train(run, "training.iterations=500", "teacher.serving.restarts=0")
@@ -231,6 +232,7 @@ def killed_run(tmp_path_factory):
     return command, run, cores
 
 
+@pytest.mark.long
 def test_a_killed_orchestrator_leaves_no_process(killed_run):
     command, run, cores = killed_run
     assert len(cores) >= 5  # orchestrator, student, teacher, launcher, rank
@@ -238,6 +240,7 @@ def test_a_killed_orchestrator_leaves_no_process(killed_run):
     assert_complete(run)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores that processes can be bound to")
 def test_the_quickstart_s_student_has_a_core_of_its_own_and_training_uses_all(killed_run):
     *_, cores = killed_run

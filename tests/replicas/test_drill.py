@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+import pytest
 from simulated_replicas import Probing
 
 from spot_async.base.tasks import watched
@@ -61,6 +62,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_a_run_outlives_a_frozen_and_a_killed_server_with_the_samples_it_would_have_had(random_model, tmp_path):
     model = random_model(seed=5)
     role = ModelConfig(model=str(model), backend={"kind": "local", "replicas": 2}, serving=ServingConfig(stall_s=5.0))

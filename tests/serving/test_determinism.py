@@ -94,6 +94,7 @@ def differing(replies: Sequence[Any], expected: Sequence[Any]) -> list[int]:
     ]
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_tokens_have_the_same_bits_at_every_concurrency() -> None:
     model, requests = served(fast=True), rollouts(500)
     assert isinstance(model, FusedModel)

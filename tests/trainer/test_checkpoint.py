@@ -107,6 +107,7 @@ def weights(run: Path, step: int) -> Path:
     return run / "weights" / f"step-{step:06d}" / "model.safetensors"
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_change(
     random_model: Callable[..., Path], trainer_settings: MakeSettings, batch: Callable[[int], Batch], tmp_path: Path
 ) -> None:

@@ -211,6 +211,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
                 torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=0, atol=tolerance)
 
 
+@pytest.mark.long
 @needs_proc
 async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_not_trained_again(
     student: Path,

@@ -435,6 +435,7 @@ WAITING = """
 """
 
 
+@pytest.mark.long
 def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_process_left(tmp_path, monkeypatch):
     (tmp_path / "waiting.py").write_text(textwrap.dedent(WAITING))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
