@@ -109,7 +109,7 @@ class WeightPublisher:
         self.confirmed = snapshot.version
         self._changed.set()
         # Before more prompts are admitted, so that nothing else is asked of a strict run's student meanwhile.
-        if self._evaluation is not None and self._is_due(iteration):
+        if self._evaluation is not None and self._evaluation.is_due(iteration):
             phase = self._phases.begin(iteration, "evaluate")
             result = await self._evaluation.measure(iteration)
             seconds = self._phases.end(phase)

@@ -8,15 +8,14 @@ resumed run needs to know of the run so far follows from the newest manifest who
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import structlog
 
 from spot_async.errors import DataError, StorageError
+from spot_async.models.weight_files import flush_to_disk
 
 DIRECTORY = "checkpoints"
 FILE = "manifest.json"
@@ -57,7 +56,7 @@ def checkpoint_directory(run: Path, step: int) -> Path:
     return run / DIRECTORY / f"step-{step:06d}"
 
 
-def commit(directory: Path, manifest: Manifest) -> Checkpoint:
+def commit(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of a directory whose other files are on disk. Raises StorageError.
 
     When this returns the checkpoint counts, also after a power cut.
@@ -66,16 +65,13 @@ def commit(directory: Path, manifest: Manifest) -> Checkpoint:
         files = tuple(_described(path) for path in sorted(directory.iterdir()) if path.name != FILE)
         manifest = msgspec.structs.replace(manifest, files=files)
         new, final = directory / f".{FILE}", directory / FILE
-        with new.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+        flush_to_disk(new)
         new.replace(final)
         for each in (directory, directory.parent, directory.parent.parent):
-            _fsync_directory(each)
+            flush_to_disk(each)
     except OSError as error:
         raise StorageError(f"cannot write {directory / FILE}: {error.strerror}") from None
-    return Checkpoint(directory, manifest)
 
 
 def newest(run: Path) -> Checkpoint:
@@ -126,7 +122,7 @@ def check(directory: Path) -> Checkpoint:
 def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
     """Delete checkpoints but the newest `keep`, and those whose step is a multiple of `keep_every`.
 
-    The newest one is checked first: what it follows stays until it is known to be whole.
+    The newest one is checked first. Until it is known to be whole, the older ones stay.
     """
     found = committed(run)
     if len(found) <= keep:
@@ -141,13 +137,9 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
 
 def remove_unfinished(run: Path) -> None:
     """Delete checkpoints whose manifest was never written."""
-    for directory in _all(run):
+    for directory in (run / DIRECTORY).glob("step-*"):
         if not (directory / FILE).exists():
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _all(run: Path) -> Iterator[Path]:
-    yield from sorted((run / DIRECTORY).glob("step-*"))
 
 
 def _described(path: Path) -> CheckpointFile:
@@ -156,11 +148,3 @@ def _described(path: Path) -> CheckpointFile:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return CheckpointFile(path.name, path.stat().st_size, digest.hexdigest())
-
-
-def _fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -107,9 +107,8 @@ def _reusable(
 def _renamed(sample: Sample, lineages: Sequence[int], oldest: int) -> Sample | None:
     """Return a sample whose weights are named as those of the newest lineage.
 
-    Return None if they are not part of it, or of a step before `oldest`.
-
-    Up to the step at which it began, a lineage has the weights of the one before.
+    Up to the step at which it began, a lineage has the weights of the one before. Return None for weights that are not
+    part of it, or are of a step before `oldest`.
     """
     supervision = sample.supervision
     if supervision is None or supervision.version is None:

@@ -44,10 +44,9 @@ def verify(path: Path) -> Verification:
     with closing(Ledger.open(path)) as ledger:
         rows = list(ledger.prompts())
     config = load_config(path / "config.yaml", ())
-    faults = list(_checkpoint_faults(path))
-    step = max((manifest.check(each).manifest.step for each in _whole(path)), default=0)
+    step, faults = _read_checkpoints(path)
     faults += _batch_faults(rows, step, config.training.batch_size)
-    faults += _sample_faults(path, rows, step)
+    faults += _metric_faults(path, step)
     epochs: list[Counter[str]] = []
     seen: Counter[str] = Counter()
     for row in rows:  # an epoch has each problem once
@@ -80,21 +79,15 @@ def show(console: Console, path: Path, found: Verification) -> None:
         console.print("no prompt is trained twice, and none is lost")
 
 
-def _whole(path: Path) -> Iterator[Path]:
+def _read_checkpoints(path: Path) -> tuple[int, list[str]]:
+    """Return the step of the newest whole checkpoint, and a line about each damaged one. Every file is read once."""
+    step, faults = 0, []
     for each in manifest.committed(path):
         try:
-            manifest.check(each)
-        except DataError:
-            continue
-        yield each
-
-
-def _checkpoint_faults(path: Path) -> Iterator[str]:
-    for each in manifest.committed(path):
-        try:
-            manifest.check(each)
+            step = max(step, manifest.check(each).manifest.step)
         except DataError as fault:
-            yield str(fault)
+            faults.append(str(fault))
+    return step, faults
 
 
 def _batch_faults(rows: Sequence[PromptRow], step: int, batch_size: int) -> Iterator[str]:
@@ -112,7 +105,7 @@ def _batch_faults(rows: Sequence[PromptRow], step: int, batch_size: int) -> Iter
             yield f"{len(ordinals)} prompts {what}: {', '.join(map(str, ordinals[:NAMED]))}"
 
 
-def _sample_faults(path: Path, rows: Sequence[PromptRow], step: int) -> Iterator[str]:
+def _metric_faults(path: Path, step: int) -> Iterator[str]:
     """Yield where metrics.jsonl does not have each trained iteration once."""
     counted = Counter(row["iteration"] for row in RunFiles(path).metrics())
     for iteration in range(1, step + 1):
