@@ -9,7 +9,7 @@ import pytest
 from simulated_methods import explained, failure
 
 from spot_async.loop.admission import AdmissionBook
-from spot_async.loop.publishing import WeightPublisher
+from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
 from spot_async.policies import samples
 from spot_async.replicas.weights import Weights
 from spot_async.stages.stage import Stage
@@ -63,14 +63,17 @@ def skip_an_evaluation(monkeypatch):
 
 
 def evaluate_with_the_gate_open(monkeypatch):
-    due = WeightPublisher._is_due
+    make = WeightPublisher.__init__
 
-    def served(publisher, iteration):
-        if publisher.confirmed.step == iteration:
+    def made(publisher, *arguments, evaluation, **more):
+        async def served_at_once(iteration):
             publisher.served = publisher.confirmed
-        return due(publisher, iteration)
+            return await evaluation.measure(iteration)
 
-    monkeypatch.setattr(WeightPublisher, "_is_due", served)
+        opened = LiveEvaluation(evaluation.is_due, served_at_once)
+        make(publisher, *arguments, evaluation=opened, **more)
+
+    monkeypatch.setattr(WeightPublisher, "__init__", made)
 
 
 def start_an_update_twice(monkeypatch):
