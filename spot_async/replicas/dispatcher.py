@@ -128,7 +128,7 @@ class Dispatcher(Generic[B]):
     def _released(self, lease: HeldLease[B], error: BaseException | None) -> None:
         """Note what a request ended with, and let others in. The replica learns of it unless it was taken back."""
         if isinstance(error, RequestError):
-            lease.errand.failed_on.add(lease.replica)
+            lease.errand.failed_on |= {lease.replica}
         if not lease.was_revoked:
             self._learn(lease, error)
         self._forgo(lease)

@@ -6,7 +6,7 @@ pool of one without any limit by `pool_of`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 
@@ -28,7 +28,7 @@ class Errand:
     session: str | None = None  # requests of a session share a prefix
     tokens: int = 0  # the most that it may take of a token limit
     kind: str = ""  # latencies are compared within a kind; default: the stage
-    failed_on: set[str] = field(default_factory=set)  # names of the replicas that failed it
+    failed_on: frozenset[str] = frozenset()  # names of the replicas that failed it
     losses: int = 0  # how many replicas ended or froze while they had it
     work: int = 0  # tokens that its answer amounts to once that is known, and until then the most it may take
 

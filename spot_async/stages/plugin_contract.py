@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from spot_async.base.tasks import error_words, leaves
@@ -42,8 +41,11 @@ async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Seq
     Raise PluginError if the policy returns anything but a list of samples, or raises an exception by itself.
     """
     name = f"policy {type(policy).__name__}.supervise"
-    with _at_fault(policy, name):
+    try:
         samples = await _awaitable(name, policy.supervise(prompt, stages))
+    except Exception as error:
+        _check_fault(policy, name, error)
+        raise
     if not isinstance(samples, Sequence):
         raise PluginError(f"{name} returned {_shown(samples)}; return a list of Samples")
     for sample in samples:
@@ -63,27 +65,22 @@ async def verify(verifier: Verifier, problem: Problem, response_text: str, *, de
     Raise PluginError if the verifier returns anything but a verdict, or raises another exception.
     """
     name = f"verifier {type(verifier).__name__}.verify"
-    with _at_fault(verifier, name, passes=(TimeoutError,)):
+    try:
         verdict = await _awaitable(name, verifier.verify(problem, response_text, deadline=deadline))
+    except TimeoutError:
+        raise
+    except Exception as error:
+        _check_fault(verifier, name, error)
+        raise
     if not isinstance(verdict, Verdict):
         raise PluginError(f"{name} returned {_shown(verdict)}; return a Verdict, such as Verdict.CORRECT")
     return verdict
 
 
-@contextmanager
-def _at_fault(plugin: object, name: str, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise PluginError for what somebody else's plug-in raises.
-
-    Failed requests, the exceptions in `passes`, and what a plug-in of ours raises go on as they are.
-    """
-    try:
-        yield
-    except passes:
-        raise
-    except Exception as error:
-        bugs = [leaf for leaf in leaves(error) if not isinstance(leaf, SpotError)]
-        if is_ours(plugin) or not bugs:
-            raise
+def _check_fault(plugin: object, name: str, error: Exception) -> None:
+    """Raise PluginError if a plug-in of somebody else raised this error by itself, so that no request failed."""
+    bugs = [leaf for leaf in leaves(error) if not isinstance(leaf, SpotError)]
+    if bugs and not is_ours(plugin):
         raise PluginError(f"{name} raised {error_words(bugs[0])}{_place(plugin, bugs[0])}") from bugs[0]
 
 

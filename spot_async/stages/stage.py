@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -49,7 +48,7 @@ class StageCounters:
         setattr(self, error.failure_class, getattr(self, error.failure_class) + 1)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OpenRequest(Errand):
     """One request that a stage holds. The watchdog reads these to say what a run waits for.
 
@@ -62,6 +61,7 @@ class OpenRequest(Errand):
     longest_retry_after_s: float = 0.0  # the longest pause that an endpoint has asked for
     paused_s: float = 0.0  # the sum of the pauses that endpoints asked for
     attempts: int = 0  # so far
+    failures: dict[FailureClass, int] = field(default_factory=dict)  # attempts that failed: each class has its retries
     replica: str | None = None  # the one that has it; None while it waits for one, empty where the role has only one
     timer: asyncio.Timeout | None = None  # ends the attempt that a server has now at the deadline
     stopped_s: float | None = None  # since when its server stands still for new weights, and its clock with it
@@ -184,7 +184,17 @@ class Stage(Generic[S]):
         await self._room.enter(pending)
         outcome = "cancelled"
         try:
-            result = await self._attempt(pending, request, work)
+            while True:
+                try:
+                    result = await self._attempt(pending, request, work)
+                    break
+                except RequestError as error:
+                    delay_s = self._note_failure(pending, error)
+                    if delay_s is None:
+                        raise
+                self.counters.retried += 1
+                pending.replica = None
+                await asyncio.sleep(delay_s)
             outcome = "done"
         except RequestError as error:
             self.counters.failed += 1
@@ -207,38 +217,7 @@ class Stage(Generic[S]):
     async def _attempt(
         self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
     ) -> T:
-        failures: Counter[FailureClass] = Counter()  # each class has retries of its own
-        while True:
-            try:
-                async with self._leased(pending) as service:
-                    result = await self._send(request, service, pending)
-                    if work is not None:
-                        pending.work = work(result)
-                    return result
-            except RequestError as error:
-                failures[error.failure_class] += 1
-                self.counters.count_failure(error)
-                error.stage, error.attempts = self.name, failures.total()
-                delay_s = self._retry.delay_s(error, failures[error.failure_class], self._jitter())
-                if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
-                    pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
-                    pending.longest_retry_after_s = max(pending.longest_retry_after_s, delay_s)
-                    pending.paused_s += delay_s
-                    if pending.paused_s > (1.0 + RETRY_AFTER_SPREAD) * LONGEST_PAUSE_S:
-                        raise
-                if delay_s is None or asyncio.get_running_loop().time() + delay_s >= pending.deadline:
-                    raise
-                count = failures[error.failure_class]
-                # Throttled requests are sent again without limit: only failures 1, 2, 4, 8, ... are logged.
-                if not isinstance(error, ThrottledError) or count & (count - 1) == 0:
-                    structlog.get_logger().warning("retry", stage=self.name, attempt=failures.total(), error=str(error))
-            self.counters.retried += 1
-            pending.replica = None
-            await asyncio.sleep(delay_s)
-
-    @asynccontextmanager
-    async def _leased(self, pending: OpenRequest) -> AsyncIterator[S]:
-        """Hold a lease for the next attempt. The deadline counts from the first lease; later waiting extends it."""
+        """Send the request once, under a lease. The deadline counts from the first lease; later waiting extends it."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         pending.replica = None
@@ -254,9 +233,33 @@ class Stage(Generic[S]):
             else:
                 pending.deadline += granted - asked
             async with lease as service:
-                yield service
+                result = await self._send(request, service, pending)
+                if work is not None:
+                    pending.work = work(result)
+                return result
         finally:
             self._gate.leave()
+
+    def _note_failure(self, pending: OpenRequest, error: RequestError) -> float | None:
+        """Return the seconds until the next attempt; None if there is none."""
+        failure_class = error.failure_class
+        count = pending.failures[failure_class] = pending.failures.get(failure_class, 0) + 1
+        attempts = sum(pending.failures.values())
+        self.counters.count_failure(error)
+        error.stage, error.attempts = self.name, attempts
+        delay_s = self._retry.delay_s(error, count, self._jitter())
+        if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
+            pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
+            pending.longest_retry_after_s = max(pending.longest_retry_after_s, delay_s)
+            pending.paused_s += delay_s
+            if pending.paused_s > (1.0 + RETRY_AFTER_SPREAD) * LONGEST_PAUSE_S:
+                return None
+        if delay_s is None or asyncio.get_running_loop().time() + delay_s >= pending.deadline:
+            return None
+        # Throttled requests are sent again without limit: only failures 1, 2, 4, 8, ... are logged.
+        if not isinstance(error, ThrottledError) or count & (count - 1) == 0:
+            structlog.get_logger().warning("retry", stage=self.name, attempt=attempts, error=str(error))
+        return delay_s
 
     async def _inside(self, pending: OpenRequest) -> Lease[S]:
         """Pass the gate and return a lease."""
