@@ -324,12 +324,16 @@ class ScheduleChecker(Protocol):
 class Trainer(Protocol):
     """Trains on batches from the supervision queue and publishes new weights."""
 
-    async def train(
-        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
-    ) -> TrainReport:
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         """Train on one batch; return once the new weights are published. Iterations count from 0.
 
-        `checkpoint_to` is a directory for a checkpoint of the trainer, which is on disk too when this returns.
         Raises `TrainerError` when a rank stopped (non-finite loss, full disk, killed).
+        """
+        ...
+
+    async def save(self, step: int, directory: str) -> float:
+        """Save the state after `step` steps, at which the trainer is, into a directory.
+
+        Return the seconds that training waited for it, once it is on disk. Raises `TrainerError` as `train` does.
         """
         ...

@@ -1,7 +1,8 @@
 """The `spot-async` command: puts its commands under their names. They do their work in other rooms.
 
 Exit codes: 0 done, 1 the run failed, 2 it could not start (configuration or data), 3 it stalled, 4 its budget is
-spent, 130, 143 and 129 stopped by Ctrl-C, SIGTERM or a terminal that was closed.
+spent, 75 stopped by SIGTERM or SIGUSR1 with a checkpoint to resume from, 130, 143, 138 and 129 stopped by Ctrl-C,
+SIGTERM, SIGUSR1 or a terminal that was closed.
 """
 
 from __future__ import annotations

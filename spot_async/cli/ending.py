@@ -21,6 +21,7 @@ from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.processes.private_directory import remove_private_directories
 from spot_async.base.tasks import error_words, first_error, root_cause
 from spot_async.base.text import counted
+from spot_async.cli.signals import SAVING, TRY_AGAIN, Answer, answer_to
 from spot_async.errors import (
     BudgetSpentError,
     ConfigError,
@@ -31,7 +32,9 @@ from spot_async.errors import (
     StorageError,
 )
 from spot_async.evaluation.response_log import count_kept
+from spot_async.loop.stopping import StopRequest
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
+from spot_async.run_directory.manifest import committed
 
 T = TypeVar("T")
 
@@ -60,28 +63,40 @@ screen = Screen()
 stderr = Screen(stderr=True, soft_wrap=True, highlight=False)
 
 
-def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T:
-    """Run to the end. On a failure or a signal, print one line that says why and what is saved, and exit."""
+def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory, wish: StopRequest | None = None) -> T:
+    """Run to the end. On a failure or a signal, print one line that says why and what is saved, and exit.
+
+    While `wish` is heard, SIGTERM and SIGUSR1 say it, and the run ends by itself. Otherwise signals cancel it.
+    """
     received: list[signal.Signals] = []
+    wish = wish or StopRequest()
+    saves = False
 
     async def stoppable() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def stop(number: signal.Signals) -> None:
-            if received and number is signal.SIGHUP:
-                return  # when a terminal closes, both the system and the shell may send this
-            if received:
-                leave_at_once(f"stopped at once by {number.name}; {saved(directory)}", 128 + number)
+            nonlocal saves
+            answer = answer_to(number, received, can_save=wish.is_heard, saves=saves)
             received.append(number)
+            if answer is Answer.IGNORE:
+                return
+            if answer is Answer.LEAVE:
+                leave_at_once(f"stopped at once by {number.name}; {saved(directory)}", 128 + number)
             if structlog.is_configured():  # then events go to the run's log
                 structlog.get_logger().warning(ENDS_EARLY, reason=f"stopped by {number.name}")
-            screen.print(f"{number.name}: stopping; once more to stop at once", highlight=False)
-            task.cancel()
+            saves = answer is Answer.SAVE
+            after = " after the step under way, with a checkpoint" if saves else ""
+            screen.print(f"{number.name}: stopping{after}; once more to stop at once", highlight=False)
+            if saves:
+                wish.say()
+            else:
+                task.cancel()
 
         # Also where SIGINT was ignored, as a shell script does for a command in the background: whoever sends it to
         # this process means it.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *SAVING):
             loop.add_signal_handler(number, stop, number)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and that must stay
             loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
@@ -90,17 +105,25 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory) -> T
     tune_gc()
     raise_open_file_limit()
     try:
-        return asyncio.run(stoppable())
+        result = asyncio.run(stoppable())
     except asyncio.CancelledError:
         if not received:  # nobody asked for it, so it is a bug
             raise
-        stderr.print(Text(f"stopped by {received[0].name}; {saved(directory)}"))
-        raise typer.Exit(128 + received[0]) from None
+        end_stopped(received[0], directory)
     except (SpotError, OSError, BaseExceptionGroup) as error:
         cause = root_cause(error) if directory.is_there() else gone(directory, error)
         if isinstance(cause, PluginError) and cause.__cause__ is not None:  # the plug-in's author needs the trace
             stderr.print(Text("".join(traceback.format_exception(cause.__cause__)).rstrip()))
         fail(cause, code=exit_code(cause), note=saved(directory))
+    if saves:
+        end_stopped(received[0], directory)
+    return result
+
+
+def end_stopped(number: signal.Signals, directory: RunDirectory) -> NoReturn:
+    """Exit after a run that a signal stopped has come down in order."""
+    stderr.print(Text(f"stopped by {number.name}; {saved(directory)}"))
+    raise typer.Exit(TRY_AGAIN if number in SAVING and committed(directory.path) else 128 + number) from None
 
 
 def gone(directory: RunDirectory, error: BaseException) -> StorageError:
@@ -147,7 +170,8 @@ def saved(directory: RunDirectory) -> str:
     student = directory.path / "student"
     if not student.is_symlink():
         return f"nothing was trained yet; logs are in {directory.path}"
-    return f"saved: {student.resolve().name} as {student}, metrics and samples beside it"
+    go_on = f"; to go on: spot-async train --resume {directory.path}" if committed(directory.path) else ""
+    return f"saved: {student.resolve().name} as {student}, metrics and samples beside it{go_on}"
 
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:

@@ -16,6 +16,7 @@ from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, save
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.loop.stopping import StopRequest
 from spot_async.run_directory.layout import RunDirectory, name_of
 
 if TYPE_CHECKING:  # these import transformers, and --help must not wait for that
@@ -49,6 +50,10 @@ def train(
     Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
     samples.jsonl (what the policy saw), the resolved configuration and all logs. A run that was killed goes on by
     --resume RUN, which needs no CONFIG.
+
+    SIGTERM and SIGUSR1 end it with a checkpoint of the step under way, and exit code 75: go on with --resume RUN.
+    Other exit codes: 0 done, 1 failed, 2 could not start, 3 stalled, 4 budget spent, 128 and the signal's number for
+    other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
@@ -93,8 +98,11 @@ def train(
     show_estimates(screen, estimates)
     show_machine(screen, machine)
     checkpoint = None if begun is None else begun.checkpoint
-    training = run_training(settings, plan, directory, screen, exit_process=hung(directory), checkpoint=checkpoint)
-    outcome = run_until_stopped(training, directory)
+    stop = StopRequest()
+    training = run_training(
+        settings, plan, directory, screen, exit_process=hung(directory), checkpoint=checkpoint, stop=stop
+    )
+    outcome = run_until_stopped(training, directory, stop)
     show_outcome(outcome, path)
     if outcome.spent is not None:
         fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))

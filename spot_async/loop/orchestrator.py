@@ -20,12 +20,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 
 from spot_async.base.tasks import gather
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState, is_trained
-from spot_async.loop.events import IterationFinished, PhaseTimes, PromptEnded
+from spot_async.loop.events import IterationFinished, PhaseTimes, PromptEnded, StepBegan
 from spot_async.loop.phases import Phases
 from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
 from spot_async.loop.resuming import Checkpoints, NoLedger, PromptLedger, Resumption
@@ -64,6 +65,7 @@ class OrchestratorState:
 
     iteration: int = 0  # how many are finished
     spent: BudgetSpentError | None = None  # why nothing is admitted any more
+    stopped: bool = False  # somebody asked for the end: no step begins any more
     running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
 
@@ -110,6 +112,7 @@ class Orchestrator:
         self._checkpoints = checkpoints
         self._resumption = resumption or Resumption()
         self._trained = self._resumption.version
+        self._saved_step = self._trained.step  # of the newest checkpoint
         self._no_more_prompts = False
         self._is_over = False  # nothing is trained any more
         self._changed = asyncio.Event()  # the book, the weights, or what may still be admitted
@@ -147,12 +150,26 @@ class Orchestrator:
         """The weights that new prompts are sampled from, or older ones than a server already holds."""
         return self._publisher.served
 
+    def stop(self) -> None:
+        """Let `run` return once the step that is under way is trained, and the trainer's state is saved.
+
+        What is under way beside it then ends unfinished: prompts, a weight update, an evaluation.
+        """
+        self.state.stopped = True
+        self._changed.set()
+
     async def run(self) -> None:
         """Train until nothing is left to do. Raise an ExceptionGroup of the failures that ended the run earlier."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._admit_prompts(), name="admission")
-            group.create_task(self._publisher.run(), name="publishing")
+            beside = [
+                group.create_task(self._admit_prompts(), name="admission"),
+                group.create_task(self._publisher.run(), name="publishing"),
+            ]
             await self._train_batches()
+            if self.state.stopped:
+                await self._save_where_it_stands()
+                for task in beside:
+                    task.cancel()
             self._is_over = True
             self._changed.set()
             self._publisher.complete()
@@ -182,13 +199,16 @@ class Orchestrator:
 
     @property
     def _admits_none(self) -> bool:
-        return self._is_over or self.state.spent is not None
+        return self._is_over or self.state.stopped or self.state.spent is not None
 
     async def _next_batch(self) -> list[Finished] | None:
-        """Wait for a whole batch and return it; None once no prompt that could fill it will come any more."""
-        while (batch := self.book.take_batch()) is None and not self._no_more_prompts:
+        """Wait for a whole batch and return it; None for a stopped run, or once no prompt comes that could fill one."""
+        while not self.state.stopped:
+            batch = self.book.take_batch()
+            if batch is not None or self._no_more_prompts:
+                return batch
             await self._change()
-        return batch
+        return None
 
     async def _change(self) -> None:
         """Wait until the book, the weights, or what may still be admitted has changed."""
@@ -269,29 +289,40 @@ class Orchestrator:
             self._ledger.cut(
                 number - 1, self._trained.lineage, {ordinal: is_trained(group) for ordinal, group in batch}
             )
-            checkpoint = None if self._checkpoints is None else self._checkpoints.directory_for(number)
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
             async with self._asleep():
-                if checkpoint is None:
-                    report = await self._trainer.train(number - 1, trained)
-                else:
-                    report = await self._trainer.train(number - 1, trained, checkpoint_to=checkpoint)
-            times.train = self._phases.end(phase, ordinals)
+                report = await self._trainer.train(number - 1, trained)
             self.book.trained(batch)
             self._changed.set()
             self._trained = report.snapshot.version
             self._publisher.offer(number, report.snapshot)
+            saving = self._checkpoints if self._checkpoints is not None and self._checkpoints.is_due(number) else None
+            if saving is not None:
+                seconds = await self._trainer.save(number, saving.directory(number))
+                report = msgspec.structs.replace(report, metrics={**report.metrics, "checkpoint_s": seconds})
+            times.train = self._phases.end(phase, ordinals)
 
             await self._wait_for_served(number, ordinals, times)
             self.state.iteration = number
             self._changed.set()
             self._events.publish(IterationFinished(number, samples, report, times))
-            if self._checkpoints is not None and checkpoint is not None:  # after what other files have of the iteration
-                await self._checkpoints.commit(number)
+            if saving is not None:  # after what other files have of the iteration
+                await saving.commit(number)
+                self._saved_step = number
+
+    async def _save_where_it_stands(self) -> None:
+        """Make a checkpoint of the trainer's step, unless there is one or none is made."""
+        step = self._trained.step
+        if self._checkpoints is not None and step > self._saved_step:
+            self._events.publish(StepBegan("saving a checkpoint"))
+            await self._trainer.save(step, self._checkpoints.directory(step))
+            await self._checkpoints.commit(step)
 
     async def _wait_for_served(self, number: int, ordinals: Sequence[int], times: PhaseTimes) -> None:
         """Wait until the trainer is no more than `max_staleness` steps ahead, and after the last iteration none.
+
+        A run that is stopped does not wait.
 
         No batch could be complete earlier: its last prompts are admitted then.
         """
@@ -299,12 +330,12 @@ class Orchestrator:
         step = self._trained.step - (0 if is_last else self._settings.max_staleness)
         publisher = self._publisher
         phase = self._phases.begin(number, "update weights")
-        while publisher.confirmed.step < step:
+        while publisher.confirmed.step < step and not self.state.stopped:
             await self._change()
         times.update_weights = self._phases.end(phase, ordinals)
-        if publisher.served.step < step:
+        if publisher.served.step < step and not self.state.stopped:
             phase = self._phases.begin(number, "evaluate")
-            while publisher.served.step < step:
+            while publisher.served.step < step and not self.state.stopped:
                 await self._change()
             times.evaluate = self._phases.end(phase, ordinals)
 

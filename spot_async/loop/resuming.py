@@ -32,8 +32,12 @@ class PromptLedger(Protocol):
 class Checkpoints(Protocol):
     """Decides when the trainer's state is saved, and makes it count."""
 
-    def directory_for(self, iteration: int) -> str | None:
-        """Return where the trainer saves its state after this iteration (the first one is 1); None: it need not."""
+    def is_due(self, iteration: int) -> bool:
+        """Whether the trainer saves its state after this iteration (the first one is 1)."""
+        ...
+
+    def directory(self, iteration: int) -> str:
+        """Return where the trainer saves its state after this iteration."""
         ...
 
     async def commit(self, iteration: int) -> None:

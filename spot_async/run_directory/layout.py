@@ -60,6 +60,7 @@ OF_ITERATIONS = ("metrics.jsonl", "samples.jsonl")
 ENDS_EARLY, STALLED = "ends early", "stalled"
 
 CONFIGS = "configs"
+SUMMARY = "summary.json"
 TIME_NAME = re.compile(r"\d{8}-\d{6}")  # matches what `TIME_FORMAT` writes
 TIME_FORMAT = "%Y%m%d-%H%M%S"
 
@@ -259,8 +260,16 @@ class RunDirectory:
             except OSError as error:
                 raise StorageError(f"cannot cut {path}: {error.strerror}") from None
 
+    @property
+    def has_summary(self) -> bool:
+        """Whether the run came to its end."""
+        return (self.path / SUMMARY).exists()
+
+    def remove_summary(self) -> None:
+        (self.path / SUMMARY).unlink(missing_ok=True)
+
     def write_summary(self, summary: dict[str, Any]) -> None:
-        path, new = self.path / "summary.json", self.path / ".summary.json.new"
+        path, new = self.path / SUMMARY, self.path / f".{SUMMARY}.new"
         try:
             new.write_bytes(_json(summary))
             new.replace(path)

@@ -36,9 +36,10 @@ class RunCheckpoints:
         self._beginning = beginning
         self._ledger = ledger
 
-    def directory_for(self, iteration: int) -> str | None:
-        if not self._every or (iteration % self._every and iteration != self._iterations):
-            return None
+    def is_due(self, iteration: int) -> bool:
+        return iteration % self._every == 0 or iteration == self._iterations
+
+    def directory(self, iteration: int) -> str:
         return str(manifest.checkpoint_directory(self._run, iteration))
 
     async def commit(self, iteration: int) -> None:
@@ -58,6 +59,7 @@ def go_back(
     between does no harm.
     """
     step = beginning.step
+    directory.remove_summary()
     ledger.roll_back(step)
     directory.cut_after(step)
     _move_aside(directory.path, step)

@@ -46,7 +46,8 @@ def open_run(path: Path, overrides: Sequence[str] = ()) -> ResumedRun:
             "a new run"
         )
     step, iterations = checkpoint.manifest.step, plan.schedule.iterations
-    if step >= iterations:
+    # One that was stopped during its last evaluations has no summary yet.
+    if step > iterations or (step == iterations and directory.has_summary):
         raise DataError(
             f"{path}: all {iterations} iterations are trained: nothing is left to do; to train further give "
             "training.iterations=N"

@@ -26,12 +26,13 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, StorageError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import ServersStarting, StepBegan
+from spot_async.loop.events import Evaluated, ServersStarting, StepBegan
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Resumption
+from spot_async.loop.stopping import StopRequest
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Backend, Generator, Verifier, WeightSink
+from spot_async.protocols import Backend, Generator, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
@@ -61,7 +62,7 @@ from spot_async.telemetry.sinks import MetricSink, open_sinks
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
-from spot_async.types import WeightSnapshot
+from spot_async.types import WeightSnapshot, WeightVersion
 from spot_async.watchdog.monitor import Watchdog
 
 Student: TypeAlias = Generator | ServicePool[Generator]
@@ -94,6 +95,7 @@ class RunResults:
             best,
             prompts,
             spent=state.spent or self.spent,
+            stopped=state.stopped,
             spending=spending,
         )
 
@@ -106,17 +108,20 @@ async def train(
     *,
     exit_process: Callable[[str], None] | None = None,
     checkpoint: Checkpoint | None = None,
+    stop: StopRequest | None = None,
 ) -> TrainOutcome:
     """Make one training run, evaluated before and after where the configuration says so, and return its outcome.
 
-    `exit_process`: see `Watchdog`. With a `checkpoint` the run goes on from there.
+    `exit_process`: see `Watchdog`. With a `checkpoint` the run goes on from there. `stop` is heard while it trains, if
+    it makes checkpoints. Then it ends with one, unfinished.
     """
-    run = TrainingRun(config, plan, directory, console, exit_process, checkpoint)
+    run = TrainingRun(config, plan, directory, console, exit_process, checkpoint, stop or StopRequest())
     with ExitStack() as stack:
         sinks = run.open_files(stack)
         outcome = await run.run(sinks)
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
-    directory.write_summary(summarize(config, plan, outcome))
+    if not outcome.stopped:
+        directory.write_summary(summarize(config, plan, outcome))
     return outcome
 
 
@@ -130,7 +135,8 @@ class TrainingRun:
         directory: RunDirectory,
         console: Console,
         exit_process: Callable[[str], None] | None,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoint | None,
+        stop: StopRequest,
     ) -> None:
         """Make the parts. Nothing is started."""
         self._config = config
@@ -146,6 +152,7 @@ class TrainingRun:
         self._events.subscribe(self._ledger_file, self._history, self._screen, self._watchdog)
         self._lag = LoopLag()
         self._checkpoint = checkpoint
+        self._stop = stop
         self._beginning = beginning_of(config, plan, checkpoint)
         self._ledger: Ledger  # open while the run's files are
         self._trainer = TrainerProcess(
@@ -207,15 +214,18 @@ class TrainingRun:
         stages = make_stages(config, plan, services, self._verifier, events=self._events)
         self._results.stages = stages.all
         self._results.before = await self._evaluate(services.student, "before", plan.student.directory)
-        await self._send_weights(services.student)
         orchestrator = self._results.orchestrator = self._make_orchestrator(services, stages, sinks)
+        if self._checkpoint is not None:
+            await self._catch_up(services)
         self._begin(f"training with {config.policy.kind}", orchestrator)
         bottlenecks = make_live_bottleneck(config, orchestrator, services.backends, self._screen.say, directory.cores)
         trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
-        with trace:
+        listening = self._stop.heard_by(orchestrator.stop) if config.training.checkpoint_every else nullcontext()
+        with trace, listening:
             async with alongside(bottlenecks.speak):
                 await orchestrator.run()
-        self._results.after = await self._evaluate_after(services.student, orchestrator.state.iteration)
+        if not orchestrator.state.stopped:
+            self._results.after = await self._evaluate_after(services.student, orchestrator.state.iteration)
 
     def _begin(self, step: str, orchestrator: Orchestrator | None = None) -> None:
         self._events.publish(StepBegan(step, orchestrator))
@@ -250,7 +260,7 @@ class TrainingRun:
             [student],
             evaluate,
             ledger=self._ledger,
-            checkpoints=checkpoints,
+            checkpoints=checkpoints if self._config.training.checkpoint_every else None,
             resumption=self._resumption,
         )
 
@@ -267,22 +277,39 @@ class TrainingRun:
         self._ledger_file.go_on()
         for path in sorted(self._directory.path.glob("evaluation-[0-9]*.json")):
             when = path.stem.removeprefix("evaluation-")
-            found = finished_evaluation(self._config, self._plan.evaluation, self._directory, when)
+            found = self._finished(when)
             if found is not None:
                 self._history.restore(int(when), found)
         structlog.get_logger().info("resumed", step=step, lineage=self._beginning.lineage)
         return resumption
 
-    async def _send_weights(self, student: WeightSink) -> None:
-        """Send the checkpoint's weights to the student's servers, which started with the initial ones."""
-        if self._checkpoint is None:
-            return
-        directory = self._directory.weights_after(self._beginning.step)
-        self._directory.point_student_to(directory)
-        self._begin(SENDING_WEIGHTS)
-        deadline = asyncio.get_running_loop().time() + WEIGHT_UPDATE_TIMEOUT_S
-        snapshot = WeightSnapshot(directory=str(directory), version=self._resumption.version)
-        await student.update_weights(snapshot, deadline=deadline)
+    def _finished(self, when: str) -> EvaluationResult | None:
+        return finished_evaluation(self._config, self._plan.evaluation, self._directory, when)
+
+    async def _catch_up(self, services: OpenServices) -> None:
+        """Bring the student's servers, which started with the initial weights, to those of the checkpoint.
+
+        Evaluations that were due before the run ended, and are not complete, are made on the way.
+        """
+        step, loop = self._beginning.step, asyncio.get_running_loop()
+        self._directory.point_student_to(self._directory.weights_after(step))
+        for iteration in range(1, step + 1):
+            weights = self._directory.weights_after(iteration)
+            is_missing = (
+                evaluation_is_due(self._config, iteration)
+                and weights.is_dir()
+                and self._finished(f"{iteration:06d}") is None
+            )
+            if not is_missing and iteration < step:
+                continue
+            self._begin(SENDING_WEIGHTS)
+            snapshot = WeightSnapshot(directory=str(weights), version=WeightVersion(self._beginning.lineage, iteration))
+            await services.student.update_weights(snapshot, deadline=loop.time() + WEIGHT_UPDATE_TIMEOUT_S)
+            if is_missing:
+                began_s = loop.time()
+                result = await self._evaluate(services.student, f"{iteration:06d}", weights)
+                if result is not None:
+                    self._events.publish(Evaluated(iteration, result, snapshot, loop.time() - began_s))
 
     async def _evaluate(
         self, student: Student, when: str, weights: Path, beside: Orchestrator | None = None

@@ -186,10 +186,10 @@ class SimulatedTrainer:
     step_s: float = 1.0
     directory: str | None = None
     batches: list[list[Supervision]] = field(default_factory=list)
+    save_s: float = 0.5
+    saved: list[int] = field(default_factory=list)  # steps
 
-    async def train(
-        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
-    ) -> TrainReport:
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         if iteration != len(self.batches):
             raise ValueError(f"iteration {iteration} after {len(self.batches)} batches")
         await asyncio.sleep(self.step_s)
@@ -197,3 +197,10 @@ class SimulatedTrainer:
         directory = self.directory or f"weights/{iteration + 1}"
         snapshot = WeightSnapshot(directory=directory, version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})
+
+    async def save(self, step: int, directory: str) -> float:
+        if step != len(self.batches):
+            raise ValueError(f"step {step} is saved after {len(self.batches)} batches")
+        await asyncio.sleep(self.save_s)
+        self.saved.append(step)
+        return self.save_s

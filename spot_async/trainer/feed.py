@@ -1,4 +1,4 @@
-"""The ranks' end of the channel to the orchestrator: each batch reaches all ranks once, and answers go back.
+"""The ranks' end of the channel to the orchestrator: each request reaches all ranks once, and answers go back.
 
 Rank 0 has the socket and passes what arrives on to the others. It also keeps the iteration count. A batch that is sent
 again gets its answer again, and is not trained on again.
@@ -12,13 +12,28 @@ import zmq
 
 from spot_async.base import wire
 from spot_async.errors import TrainerError
-from spot_async.trainer.messages import Accepted, Answer, Batch, Failure, Ready, Trained, endpoint
+from spot_async.trainer.messages import (
+    Accepted,
+    Answer,
+    Batch,
+    Failure,
+    Ready,
+    Request,
+    Save,
+    Saved,
+    Trained,
+    decode_request,
+    endpoint,
+)
 from spot_async.trainer.parallel import broadcast_bytes
 from spot_async.types import TrainReport
 
 
 class BatchFeed:
-    """The feed of batches. All ranks call the same methods in the same order, and only rank 0 talks on the socket."""
+    """The feed of batches, and of requests to save.
+
+    All ranks call the same methods in the same order, and only rank 0 talks on the socket.
+    """
 
     def __init__(self, channel_directory: str, rank: int, *, step: int = 0) -> None:
         """`step` is the first iteration that is due."""
@@ -32,33 +47,41 @@ class BatchFeed:
     def ready(self) -> None:
         self._say(Ready(self._due))
 
-    def next(self) -> Batch:
-        """Wait for the next batch. Raises `TrainerError` if it is not of the iteration that is due."""
+    def next(self) -> Request:
+        """Wait for the next request. Raises `TrainerError` if it is not of the iteration that is due."""
         if self._socket is None:
-            batch = wire.decode(broadcast_bytes(None), Batch)
+            request = decode_request(broadcast_bytes(None))
         else:
-            frame, batch = self._receive(self._socket)
+            frame, request = self._receive(self._socket)
             broadcast_bytes(frame)
-        if batch.iteration != self._due:
-            raise TrainerError(
-                f"the trainer was given iteration {batch.iteration + 1}, but iteration {self._due + 1} is due"
-            )
-        return batch
+        match request:
+            case Batch(iteration) if iteration != self._due:
+                raise TrainerError(
+                    f"the trainer was given iteration {iteration + 1}, but iteration {self._due + 1} is due"
+                )
+            case Save(step) if step != self._due:
+                raise TrainerError(f"the trainer was asked to save step {step}, but is at step {self._due}")
+        return request
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> tuple[bytes, Batch]:
-        """Acknowledge batches until one has not been trained yet; return its frame and the batch."""
+    def _receive(self, socket: zmq.Socket[bytes]) -> tuple[bytes, Request]:
+        """Acknowledge batches until a request comes that is no trained batch; return its frame and the request."""
         while True:
             frame = socket.recv()
-            batch = wire.decode(frame, Batch)
-            self._say(Accepted(batch.iteration))
-            if self._last is None or batch.iteration != self._last.iteration:
-                return frame, batch
+            request = decode_request(frame)
+            if isinstance(request, Save):
+                return frame, request
+            self._say(Accepted(request.iteration))
+            if self._last is None or request.iteration != self._last.iteration:
+                return frame, request
             self._say(self._last)
 
     def trained(self, iteration: int, report: TrainReport) -> None:
         self._due = iteration + 1
         self._last = Trained(iteration, report)
         self._say(self._last)
+
+    def saved(self, step: int, seconds: float) -> None:
+        self._say(Saved(step, seconds))
 
     def refuse(self, error: TrainerError) -> NoReturn:
         """Answer every message with why training stopped, until the orchestrator ends the process."""

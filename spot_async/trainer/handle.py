@@ -18,7 +18,18 @@ from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.errors import ProcessDiedError, TrainerError
-from spot_async.trainer.messages import Accepted, Answer, Batch, Failure, Ready, Trained, decode_answer, endpoint
+from spot_async.trainer.messages import (
+    Accepted,
+    Answer,
+    Batch,
+    Failure,
+    Ready,
+    Save,
+    Saved,
+    Trained,
+    decode_answer,
+    endpoint,
+)
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport
 
@@ -60,17 +71,21 @@ class TrainerProcess:
         """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""
         await self._child.watch()
 
-    async def train(
-        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
-    ) -> TrainReport:
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         """Train on one batch; return once the new weights are published.
 
-        `checkpoint_to` is a directory for a checkpoint, which is then on disk too. Iterations count from 0. One that is
-        sent again gets the same answer and is not trained again. Raises `TrainerError` when a rank stopped (non-finite
-        loss, full disk, killed) or took too long.
+        Iterations count from 0. One that is sent again gets the same answer and is not trained again. Raises
+        `TrainerError` when a rank stopped (non-finite loss, full disk, killed) or took too long.
         """
-        conversation = self._train(Batch(iteration, tuple(batch), checkpoint_to))
+        conversation = self._train(Batch(iteration, tuple(batch)))
         return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not trained")).report
+
+    async def save(self, step: int, directory: str) -> float:
+        """Save the state after `step` steps, at which the trainer must be; return the seconds once it is on disk.
+
+        Raises `TrainerError` as `train` does.
+        """
+        return (await self._while_it_lives(self._save(Save(step, directory)), f"step {step} was not saved")).seconds
 
     async def _start(self, channel_directory: str) -> ChildProcess:
         settings_path = self._settings.save()
@@ -136,4 +151,12 @@ class TrainerProcess:
                     # From now on the trainer is at work, and `step_timeout_s` is the only limit.
                     patience_s = None
                 case Trained(iteration=batch.iteration) | Failure():
+                    return answer
+
+    async def _save(self, request: Save) -> Saved | Failure:
+        """Send once and wait for the outcome. Answers to other requests are dropped."""
+        await self._socket.send(wire.encode(request))
+        while True:
+            match await self._receive():
+                case Saved(step=request.step) | Failure() as answer:
                     return answer

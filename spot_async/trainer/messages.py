@@ -6,10 +6,12 @@ pickled.
     rank 0 -> orchestrator   Ready          once, when every rank has its model and is at its step
     orchestrator -> rank 0   Batch          train this; sent again when no acknowledgement comes
     rank 0 -> orchestrator   Accepted       the batch has arrived; training starts
-    rank 0 -> orchestrator   Trained        new weights are published, and the checkpoint is on disk
+    rank 0 -> orchestrator   Trained        new weights are published
+    orchestrator -> rank 0   Save           save a checkpoint of the state between two batches
+    rank 0 -> orchestrator   Saved          it is on disk
     rank 0 -> orchestrator   Failure        training has stopped; sent again for every later batch
 
-Answers name their iteration, so that a late one is recognised and dropped. There is no message to stop: the
+Answers name their iteration or step, so that a late one is recognised and dropped. There is no message to stop: the
 orchestrator ends the ranks by signal, at any time, because whatever they have published is complete.
 """
 
@@ -27,8 +29,11 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     iteration: int
     samples: tuple[Supervision, ...]
 
-    # A directory for a checkpoint after this iteration; None: no checkpoint.
-    checkpoint_to: str | None = None
+
+class Save(msgspec.Struct, frozen=True, tag="save"):
+    # The steps that the state must have behind it, which is also the iteration that is due.
+    step: int
+    directory: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -45,11 +50,23 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
     report: TrainReport
 
 
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    step: int
+    seconds: float
+
+
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
-Answer: TypeAlias = Ready | Accepted | Trained | Failure
+Request: TypeAlias = Batch | Save
+Answer: TypeAlias = Ready | Accepted | Trained | Saved | Failure
+
+
+def decode_request(frame: bytes) -> Request:
+    """Decode a request. Raises as `wire.decode` does."""
+    request: Request = wire.decode(frame, cast(Any, Request))
+    return request
 
 
 def decode_answer(frame: bytes) -> Answer:

@@ -43,7 +43,7 @@ from spot_async.trainer.loss import (
     truncated_importance_weights,
     weight_statistics,
 )
-from spot_async.trainer.messages import Batch
+from spot_async.trainer.messages import Batch, Save
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute_layers
 from spot_async.trainer.parallel import (
@@ -86,12 +86,18 @@ def _serve(settings: TrainerSettings, channel_directory: str, device: torch.devi
 
 
 def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
-    """Train on every batch until the process is ended. After an error only answer, always with that error."""
+    """Train on every batch until the process is ended, and save when asked to.
+
+    After an error only answer, always with that error.
+    """
     feed.ready()
     try:
         while True:
-            batch = feed.next()
-            feed.trained(batch.iteration, trainer.train(batch))
+            match feed.next():
+                case Batch() as batch:
+                    feed.trained(batch.iteration, trainer.train(batch))
+                case Save(step, directory):
+                    feed.saved(step, trainer.save(Path(directory)))
     except TrainerError as error:
         feed.refuse(error)
 
@@ -128,7 +134,7 @@ class StudentTrainer:
             self._go_on_from(Path(settings.resume.directory))
 
     def train(self, batch: Batch) -> TrainReport:
-        """Train one iteration: every mini-batch once, then publish, then write the checkpoint that is asked for.
+        """Train one iteration: every mini-batch once, then publish.
 
         Iteration i makes the weights of step i + 1.
 
@@ -157,12 +163,14 @@ class StudentTrainer:
         if self._settings.shares_devices and self._device.type == "cuda":
             torch.cuda.empty_cache()  # the student's server needs the memory that torch would keep
         metrics["publish_s"] = time.perf_counter() - started
-        if batch.checkpoint_to is not None:
-            started = time.perf_counter()
-            directory = Path(batch.checkpoint_to)
-            save_checkpoint(directory, iteration + 1, self.model, self._optimizer, self._strategy)
-            metrics["checkpoint_s"] = time.perf_counter() - started
+        self.step = iteration + 1
         return TrainReport(snapshot=snapshot, metrics=metrics)
+
+    def save(self, directory: Path) -> float:
+        """Write a checkpoint of the state between two iterations; return the seconds it took."""
+        started = time.perf_counter()
+        save_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy)
+        return time.perf_counter() - started
 
     def _check(self, batch: Batch) -> None:
         for sample in batch.samples:

@@ -18,6 +18,7 @@ import pytest
 
 from spot_async.base import wire
 from spot_async.errors import PermanentError
+from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Resumption
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.spot import SpotPolicy
@@ -44,22 +45,24 @@ class HashingTrainer:
     weights: str = ""
     trained: Counter[int] = field(default_factory=Counter)
 
-    async def train(self, iteration, batch, *, checkpoint_to=None):
+    async def train(self, iteration, batch):
         await asyncio.sleep(1.0)
         for each in batch:
             assert each.version.lineage == self.lineage
         fed = wire.encode([(each.prompt_ordinal, each.response_ids, each.version.step) for each in batch])
         self.weights = hashlib.blake2b(self.weights.encode() + fed, digest_size=8).hexdigest()
         self.trained.update({each.prompt_ordinal for each in batch})
-        if checkpoint_to is not None:
-            await asyncio.sleep(0.3)
-            save(Path(checkpoint_to), self.weights)
-            await asyncio.sleep(0.3)
         snapshot = WeightSnapshot(directory=f"step-{iteration + 1}", version=WeightVersion(self.lineage, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={})
 
+    async def save(self, step, directory):
+        await asyncio.sleep(0.3)
+        write(Path(directory), self.weights)
+        await asyncio.sleep(0.3)
+        return 0.6
 
-def save(directory, weights):
+
+def write(directory, weights):
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "weights").write_text(weights)
 
@@ -70,8 +73,11 @@ class NowAndThen:
     def __init__(self, run, beginning, ledger):
         self.run, self.beginning, self.ledger = run, beginning, ledger
 
-    def directory_for(self, iteration):
-        return None if iteration % EVERY else str(manifest.checkpoint_directory(self.run, iteration))
+    def is_due(self, iteration):
+        return iteration % EVERY == 0
+
+    def directory(self, iteration):
+        return str(manifest.checkpoint_directory(self.run, iteration))
 
     async def commit(self, iteration):
         await asyncio.sleep(0.2)
@@ -93,8 +99,11 @@ class Teacher(SimulatedTeacher):
         return await super().score(prompt_ids, response_ids, **rest)
 
 
-def part_of_a_run(path, policy, max_staleness, kill_s, teacher):
-    """Begin or go on with the run in `path`, and kill it at `kill_s`. Return its trainer, or None if it was killed."""
+def part_of_a_run(path, policy, max_staleness, kill_s, teacher, *, stop_s=None):
+    """Begin or go on with the run in `path`. Return its trainer; None if it was killed at `kill_s`.
+
+    At `stop_s` it is asked to stop.
+    """
     directory = RunDirectory(path)
     with closing(Ledger.open(path)) as ledger:
         beginning, resumption, trainer = Manifest(step=0, lineages=(0,), keys="", data=""), None, HashingTrainer()
@@ -124,6 +133,8 @@ def part_of_a_run(path, policy, max_staleness, kill_s, teacher):
         )
 
         async def until_killed():
+            if stop_s is not None:
+                asyncio.get_running_loop().call_later(stop_s, run.orchestrator.stop)
             async with asyncio.timeout(kill_s):
                 await run.orchestrator.run()
 
@@ -179,3 +190,58 @@ def test_an_asynchronous_run_that_was_killed_trains_every_prompt_once(max_stalen
         path = tmp_path / str(seed)
         whole_run(path, make_policy(SpotPolicy), max_staleness, kills, Teacher())
         check_once(path)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_that_was_asked_to_stop_loses_no_step(max_staleness, tmp_path):
+    policy = make_policy(SpotPolicy)
+    expected, _ = whole_run(tmp_path / "whole", policy, max_staleness, (), Teacher())
+    for seed in range(4):
+        path, rng = tmp_path / str(seed), random.Random(f"{max_staleness} {seed}")
+        path.mkdir()
+        trained, stopped_s = Counter(), []
+        while expected.trained.keys() - trained.keys():
+            stopped_s.append(rng.uniform(0.05, 6.0))
+            trainer = part_of_a_run(path, policy, max_staleness, None, Teacher(), stop_s=stopped_s[-1])
+            trained += trainer.trained
+            if trainer.trained and expected.trained.keys() - trained.keys():
+                assert (manifest.newest(path).directory / "weights").read_text() == trainer.weights
+        assert set(trained.values()) == {1}, (stopped_s, "steps were made twice")
+        check_once(path)
+        if max_staleness == 0:
+            assert trainer.weights == expected.weights, stopped_s
+
+
+def test_a_run_that_was_asked_to_stop_waits_only_for_the_step_that_is_under_way(tmp_path):
+    """Neither for its prompts, nor for an update of the student's servers, nor for an evaluation."""
+    tmp_path.joinpath("0").mkdir()
+    with closing(Ledger.open(tmp_path / "0")) as ledger:
+        trainer, beginning = HashingTrainer(), Manifest(step=0, lineages=(0,), keys="", data="")
+        ended_s = {}
+
+        async def evaluate(iteration):
+            await asyncio.sleep(1000.0)
+
+        run = make_run(
+            make_policy(SpotPolicy),
+            student=SimulatedStudent(),
+            teacher=SimulatedTeacher(),
+            trainer=trainer,
+            capabilities={"student": capabilities(VOCAB_SIZE)},
+            prompts=simulated_prompts(problems=1000),
+            iterations=ITERATIONS,
+            batch_size=BATCH,
+            ledger=ledger,
+            checkpoints=NowAndThen(tmp_path / "0", beginning, ledger),
+            evaluate=LiveEvaluation(lambda iteration: iteration == 1, evaluate),
+        )
+
+        async def until_stopped():
+            loop = asyncio.get_running_loop()
+            loop.call_later(100.0, run.orchestrator.stop)
+            await run.orchestrator.run()
+            ended_s["run"] = loop.time()
+
+        run_on_virtual_time(until_stopped())
+    assert ended_s["run"] < 102.0
+    assert run.orchestrator.state.iteration == manifest.newest(tmp_path / "0").manifest.step == 1

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +85,59 @@ def test_a_strict_run_killed_at_random_ends_with_the_same_bits(tmp_path: Path, k
     assert said.returncode == 0, said.stdout
     assert "no prompt is trained twice, and none is lost" in said.stdout
     assert weights(run) == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("number", "keys"),
+    [(signal.SIGTERM, ()), (signal.SIGUSR1, ("training.ranks=2", "training.sharding=fsdp2"))],
+    ids=["SIGTERM", "SIGUSR1"],
+)
+def test_a_run_that_a_scheduler_stops_goes_on_from_the_step_it_stood_at(
+    tmp_path: Path, number: signal.Signals, keys: tuple[str, ...]
+) -> None:
+    """SIGUSR1 goes to all of the run's processes, as Slurm sends it."""
+    train(tmp_path / "whole", *keys)
+    run, rng = tmp_path / "stopped", random.Random(f"{number} {keys}")
+    given = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS, *keys)
+    for _ in range(KILLS):
+        before = rows(run)
+        process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda before=before: rows(run) > before)
+        time.sleep(rng.uniform(0.0, 2.0))
+        others = [pid for pid, _ in descendants(process.pid)] if number is signal.SIGUSR1 else []
+        for pid in [process.pid, *others]:
+            os.kill(pid, number)
+        _, said = process.communicate(timeout=180)
+        assert process.returncode == 75, said
+        assert f"stopped by {number.name}; saved: step-00000{rows(run)} as " in said
+        assert said.endswith(f"; to go on: spot-async train --resume {run}\n")
+        assert (run / f"checkpoints/step-00000{rows(run)}/manifest.json").exists(), "a step would be made twice"
+        given = command("train", "--resume", str(run))
+    subprocess.run(given, check=True, cwd=ROOT, capture_output=True)
+    said = subprocess.run(command("verify-run", str(run)), cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+    assert weights(run) == weights(tmp_path / "whole")
+
+
+def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    given = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS)
+    process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: rows(run) > 0)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    # Equal signals that are both pending are one.
+    assert process.returncode in (143, 75), said
+    assert time.monotonic() - began < 30
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 180
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def again(run: Path, first: list[str]) -> list[str]:

@@ -67,7 +67,7 @@ def documented():
 class Trainer(SimulatedTrainer):
     """Reports what the real one does."""
 
-    async def train(self, iteration, batch, *, checkpoint_to=None):
+    async def train(self, iteration, batch):
         report = await super().train(iteration, batch)
         return msgspec.structs.replace(report, metrics=dict.fromkeys(METRICS, 1.0))
 

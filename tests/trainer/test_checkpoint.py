@@ -56,11 +56,13 @@ def train(job):
     trainer = rank_module.StudentTrainer(settings, strategy_of(settings.training), cpu)
     for iteration in range(trainer.step, job["until"]):
         batch = wire.decode((Path(job["batches"]) / str(iteration)).read_bytes(), Batch)
-        checkpoint_to = job["checkpoint"] if iteration + 1 == job["checkpoint_at"] else None
-        if job["full"] and checkpoint_to and this_rank() == 1:
+        trainer.train(batch)
+        if iteration + 1 != job["checkpoint_at"]:
+            continue
+        if job["full"] and this_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         try:
-            trainer.train(Batch(iteration, batch.samples, checkpoint_to))
+            trainer.save(Path(job["checkpoint"]))
         except TrainerError as error:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             (run / f"error-{this_rank()}").write_text(str(error))
@@ -187,7 +189,8 @@ def test_loading_names_the_tensor_that_is_missing_unknown_or_different(
     saved = tmp_path / "saved"
     saved.mkdir()
     (saved / "rank-00004-of-00004.safetensors").write_bytes(b"of an attempt on more ranks that was cut off")
-    trainer.train(Batch(0, batch(0).samples, checkpoint_to=str(saved)))
+    trainer.train(batch(0))
+    trainer.save(saved)
     (file,) = saved.iterdir()
     tensors = load_file(file)
     name = "exp_avg.model.layers.0.mlp.up_proj.weight"
@@ -283,10 +286,9 @@ async def test_the_trainer_checkpoints_when_asked_and_goes_on_at_its_step_in_its
     saved = tmp_path / "checkpoints" / "step-000002"
     async with TrainerProcess(settings) as trainer:
         assert trainer.step == 0
-        report = await trainer.train(0, batch(0).samples)
-        assert "checkpoint_s" not in report.metrics
-        report = await trainer.train(1, batch(1).samples, checkpoint_to=str(saved))
-        assert report.metrics["checkpoint_s"] > 0
+        await trainer.train(0, batch(0).samples)
+        await trainer.train(1, batch(1).samples)
+        assert await trainer.save(2, str(saved)) > 0
     published = weights(tmp_path, 2)
     before, inode = published.read_bytes(), published.stat().st_ino
 

@@ -26,13 +26,14 @@ def exit_at_once(kind: type[BaseException], error: BaseException, trace: Traceba
 def exit_with_parent() -> None:
     """Make this child die with its parent, however the parent dies, and bind it to the cores that the parent gave.
 
-    The first thing that a child of `ChildProcess` calls. Linux only; a no-op elsewhere, and in a process that a person
-    started.
+    SIGUSR1 is ignored from now on: schedulers send it to all processes of a job, and it is for the parent. The first
+    thing that a child of `ChildProcess` calls. Linux only; a no-op elsewhere, and in a process that a person started.
     """
     guard.take_given_cores()
     expected_parent = os.environ.get("SPOT_ASYNC_PARENT")
     if expected_parent is None or sys.platform != "linux":
         return
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(expected_parent):
         os._exit(1)  # the parent died before we asked

@@ -46,6 +46,8 @@ class Guard:
     def __init__(self, command: list[str]) -> None:
         prctl = _prctl()
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)  # they stay pending until `_wait` takes them
+        # Schedulers send it to all processes of a job, and it is for the orchestrator. The program ignores it too.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.environ.pop("SPOT_ASYNC_PARENT", str(os.getppid())) != str(os.getppid()):

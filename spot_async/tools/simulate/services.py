@@ -209,8 +209,6 @@ class RatedTrainer(SimulatedTrainer):
             self._rates.fixed_s + sum(len(each.response_ids) for each in batch) * self._grain / self._rates.tokens_per_s
         )
 
-    async def train(
-        self, iteration: int, batch: Sequence[Supervision], *, checkpoint_to: str | None = None
-    ) -> TrainReport:
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         self.step_s = self.seconds(batch)
-        return await super().train(iteration, batch, checkpoint_to=checkpoint_to)
+        return await super().train(iteration, batch)
