@@ -37,6 +37,7 @@ from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
+from spot_async.run_directory.reading import RunFiles
 from spot_async.running.assembly import (
     make_live_bottleneck,
     make_orchestrator,
@@ -175,6 +176,10 @@ class TrainingRun:
             self._resumption = self._go_back()
         stack.callback(self._ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(self._config, directory.path, lambda: self._results.stages))
+        if self._checkpoint is not None:
+            rows = RunFiles(directory.path).metrics()
+            for sink in sinks:
+                sink.go_back(rows)
         stack.enter_context(self._screen.live())
         stack.enter_context(self._watchdog)
         stack.enter_context(self._lag.measuring())

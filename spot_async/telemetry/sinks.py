@@ -2,11 +2,15 @@
 
 All are off by default. They get the metrics of `metrics.jsonl` and no others, under the same names (docs/metrics.md).
 Packages are imported only when their sink is asked for.
+
+A run that goes back to a checkpoint makes some iterations once more. Its sinks then go on from the rows that are left,
+so that each iteration is there once.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +22,9 @@ from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError
 from spot_async.stages.stage import Stage
 
+ID_FILE = "id"  # of the run at W&B, which a resumed run goes on with
+ID_BYTES = 6
+
 WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -25,6 +32,10 @@ class MetricSink(Protocol):
     """Takes the flat metrics of each iteration. Must return quickly."""
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
+
+    def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Go on after these rows of metrics.jsonl, the run's so far. Later iterations are written once more."""
+        ...
 
 
 def check_packages(config: TelemetryConfig) -> None:
@@ -61,11 +72,18 @@ def open_sinks(
 def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
     """Write TensorBoard's event files: a scalar for each metric, with the iteration as its step."""
     from tensorboardX import SummaryWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     class Sink:
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
             for name, value in metrics.items():
                 writer.add_scalar(name, value, iteration)
+            writer.flush()
+
+        def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
+            """Mark where readers drop what they have read. It is the mark of `purge_step`, within one writer."""
+            first = _last_iteration(rows) + 1
+            writer.file_writer.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)), first)
             writer.flush()
 
     with SummaryWriter(str(directory)) as writer:
@@ -74,14 +92,24 @@ def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
 
 @contextmanager
 def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> Iterator[MetricSink]:
-    """Open a run of Weights & Biases with the resolved configuration. Raises ConfigError if it cannot be started."""
+    """Open a run of Weights & Biases with the resolved configuration. Raises ConfigError if it cannot be started.
+
+    W&B takes each step once, and none before another that it has. So a run that goes back sends only what W&B has not
+    got. An offline run knows nothing of its earlier parts, so it sends everything once more.
+    """
     import wandb
 
+    id_file = directory / "wandb" / ID_FILE
+    if not id_file.exists():
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(secrets.token_hex(ID_BYTES), encoding="utf-8")
     try:
         run = wandb.init(
             project=config.project,
             entity=config.entity,
             name=config.name or directory.name,
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
             mode=config.mode,
             dir=str(directory),
             config=run_config,
@@ -90,9 +118,18 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
     except wandb.errors.Error as error:
         raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set mode: offline)") from None
 
+    next_iteration = run.step  # a resumed run's is the one after the last that W&B has
+
     class Sink:
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-            run.log(dict(metrics), step=iteration)
+            nonlocal next_iteration
+            if iteration >= next_iteration:  # W&B would ignore it with a complaint on the screen
+                run.log(dict(metrics), step=iteration)
+                next_iteration = iteration + 1
+
+        def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
+            for row in rows:
+                self.write(*_split(row))
 
     try:
         yield Sink()
@@ -117,6 +154,10 @@ def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
             nonlocal newest
             newest = (iteration, metrics)
+
+        def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
+            for row in rows[-1:]:
+                self.write(*_split(row))
 
         def collect(self) -> Iterator[Metric]:
             """Return what a scrape gets. Runs in the server's thread, so it reads only plain numbers of the loop's."""
@@ -150,6 +191,15 @@ def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _split(row: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """Return a row's iteration, and the metrics that sinks get."""
+    return int(row["iteration"]), {name: value for name, value in row.items() if name not in ("iteration", "time")}
+
+
+def _last_iteration(rows: Sequence[Mapping[str, float]]) -> int:
+    return int(rows[-1]["iteration"]) if rows else 0
 
 
 def _for_this_machine(app: WsgiApp) -> WsgiApp:

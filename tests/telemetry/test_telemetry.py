@@ -245,6 +245,93 @@ def test_tensorboard_files_hold_every_metric_at_its_iteration(tmp_path):
     ]
 
 
+@pytest.fixture
+def event_files(tmp_path):
+    """Those of a run that went back, and was resumed."""
+    with open_sinks(config(tensorboard=True), tmp_path) as (sink,):
+        write_rows(sink, 1, 2, 3, 4)
+        sink.go_back(rows(1, 2, 3))  # within one run
+        write_rows(sink, 4, 5)
+    (written,) = (tmp_path / "tensorboard").iterdir()
+    written.rename(written.with_name(written.name.replace("tfevents.1", "tfevents.0")))  # an earlier second
+    with open_sinks(config(tensorboard=True), tmp_path) as (sink,):
+        sink.go_back(rows(1, 2))
+        write_rows(sink, 3, 4)
+    return tmp_path / "tensorboard"
+
+
+def test_event_files_say_which_iterations_are_written_once_more(event_files):
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    shown = []
+    for file in sorted(event_files.iterdir()):
+        for event in map(Event.FromString, records(file.read_bytes())):
+            if event.session_log.status == SessionLog.START:
+                shown = [step for step in shown if step < event.step]
+            shown += [event.step for value in event.summary.value if value.tag == "loss"]
+    assert shown == [1, 2, 3, 4]
+
+
+def test_tensorboard_itself_shows_each_iteration_once(event_files):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(event_files))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_wandb_goes_on_with_its_run_and_has_each_iteration_once(tmp_path):
+    wandb = {"project": "p", "mode": "offline"}
+    with open_sinks(config(wandb=wandb), tmp_path) as (sink,):
+        write_rows(sink, 1, 2, 3, 4)
+        sink.go_back(rows(1, 2))  # within one run
+        write_rows(sink, 3, 4, 5)
+    (first,) = tmp_path.glob("wandb/offline-run-*")
+    aside = first.rename(tmp_path / "first")  # W&B names directories by the second
+    with open_sinks(config(wandb=wandb), tmp_path) as (sink,):
+        sink.go_back(rows(1, 2, 3))  # of a resumed run, whose earlier part is nowhere but here
+        write_rows(sink, 4, 5)
+    (second,) = tmp_path.glob("wandb/offline-run-*")
+    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
+    for each in (aside, second):
+        assert wandb_history(each) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
+
+
+def wandb_history(directory):
+    """Steps and losses of an offline run, once its service has written its end."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = directory.glob("*.wandb")
+    end, found = time.monotonic() + 60, []
+    while not any(each.HasField("exit") for each in found):
+        assert time.monotonic() < end
+        found = [Record.FromString(each) for each in wandb_records(file.read_bytes())]
+    items = [{item.nested_key[0]: json.loads(item.value_json) for item in each.history.item} for each in found]
+    return [(each["_step"], each["loss"]) for each in items if each]
+
+
+def wandb_records(data):
+    """Payloads of a file in LevelDB's log format: blocks of parts, each with a checksum, its length and its place."""
+    whole, part, last, blocks = 1, b"", 4, [data[at : at + 32768] for at in range(0, len(data), 32768)]
+    for number, block in enumerate(blocks):
+        at = 0 if number else 7  # the file's own header
+        while at + 7 <= len(block):
+            length, place = struct.unpack("<HB", block[at + 4 : at + 7])
+            part += block[at + 7 : at + 7 + length]
+            at += 7 + length
+            if place in (whole, last):
+                yield part
+                part = b""
+
+
+def rows(*iterations):
+    return [{"iteration": each, "time": 0.0, "loss": float(each)} for each in iterations]
+
+
+def write_rows(sink, *iterations):
+    for each in iterations:
+        sink.write(each, {"loss": float(each)})
+
+
 def records(data):
     """Payloads of a TFRecord file: each has its length and a checksum before it, and a checksum behind."""
     while data:
