@@ -71,7 +71,8 @@ class LocalBackend:
         self._section = backend_section(role, self._name)
         self._is_student = role == "student"
         log_path = run_directory / "logs" / f"{self._name}.log"
-        self._server = LocalServer(settings, name=self._name, model=model, log_path=log_path)
+        reads = run_directory if self._is_student else None
+        self._server = LocalServer(settings, role=role, name=self._name, model=model, log_path=log_path, reads=reads)
         self._endpoint: HttpEndpoint
         self._held: HeldWeights
         self._capabilities: Capabilities
@@ -81,8 +82,9 @@ class LocalBackend:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
-            deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
             async with self._connection({}) as stranger:
+                await self._server.until_ready(lambda deadline: stranger.get(api.HEALTH, deadline=deadline))
+                deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
                 found = await self._first_health(stranger, deadline)
             self._held = HeldWeights(self._name, found.version)
             # Requests name this process, so that another one at its address, with other weights, refuses them.
@@ -308,7 +310,7 @@ class LocalBackend:
             headers=headers,
             secret_headers={api.UPDATE_TOKEN_HEADER: token} if token is not None else None,
             read_error=self._read_error,
-            proxy=proxy_for(self._name, address.url, None),
+            proxy=proxy_for(self._name, address.url, None) if self._settings.url is not None else None,
         )
 
     def _decode(self, body: bytes, kind: type[T]) -> T:

@@ -27,8 +27,23 @@ from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.settings import EngineSettings
 
 from ..shared.connection import Url, address_of, check_different
+from ..shared.launch import Ask, Command, Doorway, LaunchedServer, check_installed
+from ..shared.process_settings import ProcessSettings
 
 READY_MESSAGE_BYTES = 256
+PACKAGE = "spot_async"
+
+
+class LocalLaunch(ProcessSettings):
+    """The settings of a server of ours to start in another environment, or on the far side of a prefix."""
+
+    python: str = Field(
+        "", description="interpreter of an environment with spot-async, where the server runs; default: as the run's"
+    )
+
+    @property
+    def interpreter(self) -> str | None:
+        return super().interpreter if self.python else sys.executable
 
 
 class LocalSettings(EngineSettings, PluginSettings):
@@ -47,9 +62,20 @@ class LocalSettings(EngineSettings, PluginSettings):
         description="address of a running `spot-async serve`, such as http://10.0.0.5:8000; a list for several; "
         "its key is $SPOT_ASYNC_API_KEY",
     )
+    launch: OneOrMore[LocalLaunch] | None = Field(
+        None, description="where servers are started, if not as children in our own environment; a list for several"
+    )
     start_timeout_s: PositiveFloat = Field(600.0, description="longest time that loading the model may take")
 
+    @property
+    def where(self) -> str | LocalLaunch | None:
+        """Where the only server is: its address, or how to start it if not as usual."""
+        places: list[str | LocalLaunch] = [*as_list(self.url), *as_list(self.launch)]
+        return places[0] if places else None
+
     def servers(self) -> Sequence[Self]:
+        if isinstance(self.launch, list):
+            return self.numbered([{"launch": each} for each in self.launch])
         if self.url is not None:
             return self.numbered([{"url": url} for url in as_list(self.url)])
         return self.numbered([{"replicas": 1}] * self.replicas)
@@ -58,9 +84,15 @@ class LocalSettings(EngineSettings, PluginSettings):
     def place(self) -> Place | None:
         if isinstance(self.url, str):
             return Place(f"url={self.url}", address_of(self.url), is_attached=True)
+        if isinstance(where := self.where, LocalLaunch):
+            return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port else None
         return Place(f"port={self.port}", f"127.0.0.1:{self.port}") if self.port is not None else None
 
     def check_machine(self, section: str) -> None:
+        for key, each in self._launches():
+            each.check_machine(f"{section}.{key}")
+        if self.launch is not None:
+            return
         if self.device.startswith("cuda") and not torch_has_gpus():
             raise ConfigError(
                 f"{section}.device={self.device}: the torch installed here was built without CUDA: set it to cpu, or "
@@ -68,6 +100,15 @@ class LocalSettings(EngineSettings, PluginSettings):
             )
         if self.port is not None and is_taken(self.port):
             raise ConfigError(f"{section}.port={self.port}: in use by another process: choose another")
+
+    def check_installed(self, section: str) -> None:
+        for key, each in self._launches():
+            check_installed(each, f"{section}.{key}", PACKAGE)
+
+    def _launches(self) -> Iterator[tuple[str, LocalLaunch]]:
+        """Yield each place to start a server in, with its key."""
+        for number, each in enumerate(as_list(self.launch)):
+            yield f"launch.{number}" if isinstance(self.launch, list) else "launch", each
 
     @pydantic.field_validator("url")
     @classmethod
@@ -81,11 +122,18 @@ class LocalSettings(EngineSettings, PluginSettings):
             raise ValueError(
                 f"port={self.port}: one port for {self.replicas} servers (replicas): remove it, for private sockets"
             )
+        if self.launch is not None and self.port is not None:
+            raise ValueError(f"port={self.port}: with launch it is launch.port")
+        if len(as_list(self.launch)) > 1 < self.replicas or (self.replicas > 1 and any(self._ports())):
+            raise ValueError(f"replicas={self.replicas}: with several launches, or a launch.port, each is one server")
         if self.url is not None:
-            for name in ("replicas", "port", *EngineSettings.model_fields):
+            for name in ("replicas", "port", "launch", *EngineSettings.model_fields):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: says how a server is started, but that at url runs already: remove one")
         return self
+
+    def _ports(self) -> list[int | None]:
+        return [each.port for each in as_list(self.launch)]
 
 
 class Address(NamedTuple):
@@ -99,12 +147,16 @@ class Address(NamedTuple):
 class LocalServer:
     """One server. Entering starts it, if we start it, and returns once it answers. Leaving ends it."""
 
-    def __init__(self, settings: LocalSettings, *, name: str, model: str, log_path: Path) -> None:
+    def __init__(
+        self, settings: LocalSettings, *, role: str, name: str, model: str, log_path: Path, reads: Path | None
+    ) -> None:
         self._settings = settings
+        self._role = role
         self._name = name
+        self._reads = reads  # directory of ours that a server to launch must see
         self._model = model
         self._log_path = log_path
-        self._child: ChildProcess | None = None
+        self._child: ChildProcess | LaunchedServer | None = None
         self._exit_stack: contextlib.AsyncExitStack
         self.address: Address
 
@@ -113,8 +165,11 @@ class LocalServer:
         if len(self._settings.servers()) > 1:
             raise ConfigError(f"{self._name}: several servers in place of one: give each its own settings")
         async with contextlib.AsyncExitStack() as stack:
-            urls = as_list(self._settings.url)
-            self.address = Address(urls[0], Credentials.of_environment()) if urls else await self._start(stack)
+            where = self._settings.where
+            if isinstance(where, str):
+                self.address = Address(where, Credentials.of_environment())
+            else:
+                self.address = await (self._start(stack) if where is None else self._launch(where, stack))
             self._exit_stack = stack.pop_all()
         return self
 
@@ -130,15 +185,49 @@ class LocalServer:
         else:
             await asyncio.get_running_loop().create_future()
 
+    async def until_ready(self, ask: Ask) -> None:
+        """Wait until a launched server answers. Others do so already."""
+        if isinstance(self._child, LaunchedServer):
+            await self._child.until_ready(ask)
+
+    async def _launch(self, launch: LocalLaunch, stack: contextlib.AsyncExitStack) -> Address:
+        credentials = Credentials.of_new_server()
+
+        def make_command(launch: LocalLaunch, model: Path, doorway: Doorway) -> Command:
+            uds = doorway.uds if launch.port is None and not launch.is_elsewhere else None
+            listen = ["--uds", uds] if uds else ["--host", doorway.host, "--port", str(doorway.port)]
+            return Command(
+                [launch.python, "-m", "spot_async.serving", str(model), *listen, *self._arguments()],
+                {"OMP_NUM_THREADS": str(self._settings.threads), **credentials.environment},
+                PACKAGE,
+                uds,
+            )
+
+        self._child = launched = await stack.enter_async_context(
+            LaunchedServer(
+                launch,
+                role=self._role,
+                name=self._name,
+                model=Path(self._model),
+                log_path=self._log_path,
+                make_command=make_command,
+                key=credentials.api_key,
+                cores=self._settings.cores,
+                reads=self._reads,
+            )
+        )
+        return Address(launched.url, credentials, launched.uds)
+
     async def _start(self, stack: contextlib.AsyncExitStack) -> Address:
         directory = stack.enter_context(private_directory("spot-async-"))
         check_length(directory)
         uds = None if self._settings.port else str(directory / "http")
+        listen = ["--uds", uds] if uds else ["--port", str(self._settings.port)]
         credentials = Credentials.of_new_server()
         notifications = stack.enter_context(_notification_socket(directory / "ready"))
         self._child = child = await ChildProcess.start(
             self._name,
-            [sys.executable, "-m", "spot_async.serving", self._model, *self._arguments(uds)],
+            [sys.executable, "-m", "spot_async.serving", self._model, *listen, *self._arguments()],
             log_path=self._log_path,
             environment={
                 "NOTIFY_SOCKET": str(directory / "ready"),
@@ -152,10 +241,9 @@ class LocalServer:
         url = "http://localhost" if uds else f"http://{LOOPBACK}:{self._settings.port}"
         return Address(url, credentials, uds)
 
-    def _arguments(self, uds: str | None) -> list[str]:
-        listen = ["--uds", uds] if uds else ["--port", str(self._settings.port)]
+    def _arguments(self) -> list[str]:
         given = {name: getattr(self._settings, name) for name in EngineSettings.model_fields}
-        return listen + [
+        return [
             text
             for name, value in given.items()
             if value is not None

@@ -93,6 +93,7 @@ class SglangBackend(RemoteBackend):
             run_directory=run_directory,
             make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
             ready_path=READY,
+            reads=settings.reads(role, run_directory),
         )
         self._run_directory = run_directory
         self._vocab_size = self._server.files.vocab_size

@@ -1,7 +1,7 @@
 """Starts inference servers as child processes, in their own Python environment.
 
-An adapter turns `LaunchSettings` into a command line. Here the command becomes a child process. We wait until it is
-ready, explain a failure by its log, and stop it with everything that it started.
+An adapter turns `LaunchSettings` into a command line. Here the command becomes a child process, here or on the far side
+of a prefix. We wait until it is ready, explain a failure by its log, and stop it with everything that it started.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import random
-import shutil
+import shlex
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -26,11 +25,15 @@ from pydantic import Field
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess, foreign_environment
+from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.private_directory import check_length, private_directory
 from spot_async.base.tasks import while_alive
-from spot_async.config import PositiveFloat, PositiveInt, Probability, Section
+from spot_async.config import PositiveInt, Probability
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.serving.http.credentials import new_secret
+
+from .far_side import FarSide
+from .process_settings import ProcessSettings
 
 LOG_LINES = 10  # lines shown from the end of a failed server's log
 LOG_ERRORS = 3  # messages shown of exceptions above those lines
@@ -61,13 +64,9 @@ def _numbers_too(value: Any) -> Any:
     return str(value) if type(value) is int else value  # `devices: 0` is a number to YAML
 
 
-class LaunchSettings(Section):
+class LaunchSettings(ProcessSettings):
     """The settings of a server to start. Its environment does not need this package."""
 
-    python: str = Field(description="interpreter of the environment that the server is installed in")
-    port: int | None = Field(
-        None, ge=1, le=65535, description="loopback port; default: a private socket (vLLM), else a free one"
-    )
     devices: Annotated[str | None, pydantic.BeforeValidator(_numbers_too)] = Field(
         None, description="CUDA_VISIBLE_DEVICES of the server, such as `0,1`; default: all"
     )
@@ -77,12 +76,6 @@ class LaunchSettings(Section):
     )
     dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
     arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
-    environment: dict[str, str] = Field(
-        {},
-        description="further environment variables; no secrets, since these are saved: variables of this process are "
-        "passed on and not saved",
-    )
-    start_timeout_s: PositiveFloat = Field(600.0, description="longest time until the server answers")
 
     @pydantic.model_validator(mode="after")
     def _check_devices(self) -> Self:
@@ -94,35 +87,31 @@ class LaunchSettings(Section):
             )
         return self
 
-    def check_machine(self, section: str) -> None:
-        """Check the interpreter, as `PluginSettings.check_machine`."""
-        if self.interpreter is None:
-            raise ConfigError(
-                f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
-            )
 
-    def check_installed(self, section: str, package: str) -> None:
-        """Check that the server is installed, as `PluginSettings.check_installed`."""
-        try:
-            installed_version(self.model_copy(update={"python": self.interpreter}), package)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("launch", section, 1)) from None
-
-    @property
-    def interpreter(self) -> str | None:
-        """Return the interpreter's path; None if there is none."""
-        return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
+def check_installed(settings: ProcessSettings, section: str, package: str) -> None:
+    """Check that the server is installed, as `PluginSettings.check_installed`."""
+    try:
+        installed_version(settings.model_copy(update={"python": settings.interpreter}), package)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("launch", section, 1)) from None
 
 
 def check_together(launches: Sequence[LaunchSettings]) -> None:
     """Raise ValueError, with the keys at fault, if one machine has no room for all of the servers.
 
     If several servers name a device, each must give its share, and the shares may sum to at most 1. Which devices the
-    machine has is not known here. So servers pass if none of them names a device.
+    machine has is not known here. So servers pass if none of them names a device. Those of another prefix are taken to
+    run on another machine.
     """
-    ports = [each.port for each in launches if each.port is not None]
-    if twice := sorted({port for port in ports if ports.count(port) > 1}):
+    ports = [(each.host, each.port) for each in launches if each.port is not None]
+    if twice := sorted({port for host, port in ports if ports.count((host, port)) > 1}):
         raise ValueError(f"port={twice[0]} is given twice: give each server a port of its own, or none for free ones")
+    for prefix in dict.fromkeys(tuple(each.prefix) for each in launches):
+        _check_devices_of([each for each in launches if tuple(each.prefix) == prefix])
+
+
+def _check_devices_of(launches: Sequence[LaunchSettings]) -> None:
+    """Check the servers of one machine."""
     names = [None if each.devices is None else each.devices.split(",") for each in launches]
     if None in names and any(names):
         raise ValueError("devices: a server without this key uses all devices: set it for each server, or for none")
@@ -150,16 +139,18 @@ class Command:
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     package: str | None = None  # module that the interpreter must be able to import; None: not checked
-    uds: str | None = None  # Unix socket to listen on; None: the port on loopback
+    uds: str | None = None  # Unix socket to listen on; None: the doorway's port
+    files: Mapping[str, str] = field(default_factory=dict, repr=False)  # of secrets, by name in the doorway's directory
 
 
 @dataclass(frozen=True)
 class Doorway:
     """How a server can be reached. On a port only its key protects it, because every user can connect to that."""
 
-    port: int  # on loopback
+    port: int
     directory: Path  # private, for a socket, or for a file of secrets that a command line would show to all users
     key: str = field(repr=False)
+    host: str = LOOPBACK  # with the port
 
     @property
     def uds(self) -> str:
@@ -168,7 +159,7 @@ class Doorway:
         return str(self.directory / "http")
 
 
-MakeCommand = Callable[[LaunchSettings, Path, Doorway], Command]  # the Path is the model's directory
+MakeCommand = Callable[[Any, Path, Doorway], Command]  # the Path is the model's directory
 Ask = Callable[[float], Awaitable[object]]  # given a deadline; raises a `RequestError` while the server is not ready
 
 
@@ -177,7 +168,7 @@ class LaunchedServer:
 
     def __init__(
         self,
-        settings: LaunchSettings,
+        settings: ProcessSettings,
         *,
         role: str,
         model: Path,
@@ -186,8 +177,10 @@ class LaunchedServer:
         key: str | None = None,
         name: str | None = None,
         cores: frozenset[int] | None = None,
+        reads: Path | None = None,
     ) -> None:
         self._settings = settings
+        self._reads = reads.absolute() if reads is not None else None  # directory of ours that the server must see
         self._cores = cores
         self._role = role  # for configuration keys
         self._name = name or role  # for messages, which tell a role's servers apart
@@ -202,37 +195,72 @@ class LaunchedServer:
 
     async def __aenter__(self) -> Self:
         """Start the server. Raises `ConfigError` for an interpreter, package or port that cannot be used."""
-        self._settings.check_machine(f"{self._role}.backend.launch")
+        section = f"{self._role}.backend.launch"
+        self._settings.check_machine(section)
         async with contextlib.AsyncExitStack() as stack:
-            directory = stack.enter_context(private_directory("spot-server-"))
+            start = self._start_there if self._settings.is_elsewhere else self._start_here
             try:
-                port, command = await asyncio.to_thread(self._prepare, directory)
+                command, port = await start(stack)
             except ConfigError as error:
-                raise ConfigError(f"{self._role}.backend.{error}") from None
+                raise ConfigError(str(error).replace("launch", section, 1)) from None
             self.uds = command.uds
-            self.url = f"http://{LOOPBACK}:{port}" if command.uds is None else "http://localhost"
-            self._child = await ChildProcess.start_foreign(
-                self._name,
-                command.argv,
-                log_path=self._log_path,
-                environment=command.environment,
-                cores=self._cores,
-                secret=self.key,
-            )
+            self.url = f"http://{self._settings.address}:{port}" if command.uds is None else "http://localhost"
             stack.push_async_callback(self._child.stop)
             self._exit_stack = stack.pop_all()
         return self
 
-    def _prepare(self, directory: Path) -> tuple[int, Command]:
-        """Return the port, and the command with its whole environment. Runs the interpreter, so call it in a thread."""
+    async def _start_here(self, stack: contextlib.AsyncExitStack) -> tuple[Command, int]:
+        directory, given = stack.enter_context(private_directory("spot-server-")), self._settings.port
+        port = free_port() if given is None else check_port(given)
+        command = await asyncio.to_thread(self._command, Doorway(port, directory, self.key))
+        for name, text in command.files.items():
+            (directory / name).touch(mode=0o600)
+            (directory / name).write_text(text, encoding="utf-8")
+        self._child = await ChildProcess.start_foreign(
+            self._name,
+            command.argv,
+            log_path=self._log_path,
+            environment=command.environment,
+            cores=self._cores,
+            secret=self.key,
+        )
+        return command, port
+
+    async def _start_there(self, stack: contextlib.AsyncExitStack) -> tuple[Command, int]:
+        settings, directory = self._settings, Path("/tmp") / f"spot-server-{new_secret()[:16]}"
+        port = await asyncio.to_thread(self._far_port)
+        command = await asyncio.to_thread(self._command, Doorway(port, directory, self.key, settings.host))
+        program = FarProgram(
+            settings.prefix,
+            settings.interpreter or "",
+            command.argv,
+            {**settings.passed_environment("launch"), **command.environment},
+            silence_s=settings.heartbeat_timeout_s,
+            directory=directory if command.files else None,
+            files=command.files,
+        )
+        self._child = await ChildProcess.start_far(self._name, program, log_path=self._log_path, secret=self.key)
+        return command, port
+
+    def _far_port(self) -> int:
+        """Return a port that is free on the far side, which must also have what the server needs."""
+        settings, far_side = self._settings, self._settings.far_side
+        assert far_side is not None
+        ports = random.SystemRandom().sample(FREE_PORTS, 16) if settings.port is None else [settings.port]
+        return far_side.place(
+            settings.host, ports, is_given=settings.port is not None, model=self._model, written=self._reads
+        )
+
+    def _command(self, doorway: Doorway) -> Command:
+        """Return the command with its whole environment. Runs the interpreter, so call it in a thread."""
         settings = self._settings.model_copy(update={"python": self._settings.interpreter})
-        port = free_port() if settings.port is None else check_port(settings.port)
-        command = self._make_command(settings, self._model, Doorway(port, directory, self.key))
+        command = self._make_command(settings, self._model, doorway)
         if command.package is not None:
             version = installed_version(settings, command.package)
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
-        devices = {} if settings.devices is None else {"CUDA_VISIBLE_DEVICES": settings.devices}
-        return port, replace(command, environment={**command.environment, **devices, **settings.environment})
+        devices = getattr(settings, "devices", None)
+        named = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        return replace(command, environment={**command.environment, **named, **settings.environment})
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -287,16 +315,36 @@ class LaunchedServer:
         error.add_note("\n".join(f"  {line}" for line in [*errors, *(["..."] if errors else []), *lines]))
 
 
-def installed_version(settings: LaunchSettings, package: str) -> str:
+def installed_version(settings: ProcessSettings, package: str) -> str:
     """Return the version of the distribution that a module belongs to, in the settings' environment. Cached.
 
     Raises `ConfigError` if there is no such module.
     """
-    return _installed_version(settings.python, package, settings.environment.get("PYTHONPATH"))
+    return _installed_version(
+        settings.python, package, tuple(settings.prefix), tuple(sorted(settings.environment.items()))
+    )
 
 
 @functools.lru_cache
-def _installed_version(python: str, package: str, python_path: str | None) -> str:
+def _installed_version(
+    python: str, package: str, prefix: tuple[str, ...], variables: tuple[tuple[str, str], ...]
+) -> str:
+    environment = dict(variables)
+    if prefix:
+        code, line, errors = FarSide(prefix, python, environment).ask(VERSION_CODE, [package])
+        where = f"{python} on the far side of {shlex.join(prefix)}"
+    else:
+        code, line, errors = _ask_interpreter(python, package, environment.get("PYTHONPATH"))
+        where = python
+    if code == NO_SUCH_MODULE:
+        raise ConfigError(f"launch.python: no {package} in {where}: install it there, or name another interpreter")
+    if code:
+        lines = errors.strip().splitlines() or [f"exit code {code}"]
+        raise ConfigError(f"launch.python: {where} cannot look for {package}: {lines[-1]}")
+    return line
+
+
+def _ask_interpreter(python: str, package: str, python_path: str | None) -> tuple[int, str, str]:
     own = {} if python_path is None else {"PYTHONPATH": python_path}
     command = [python, "-c", VERSION_CODE, package]
     try:
@@ -310,12 +358,7 @@ def _installed_version(python: str, package: str, python_path: str | None) -> st
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"launch.python: cannot run {python}: {error}") from None
-    if done.returncode == NO_SUCH_MODULE:
-        raise ConfigError(f"launch.python: no {package} in {python}: install it there, or name another interpreter")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(f"launch.python: {python} cannot look for {package}: {lines[-1]}")
-    return done.stdout.split()[-1]
+    return done.returncode, (done.stdout.split() or [""])[-1], done.stderr
 
 
 def check_port(port: int) -> int:

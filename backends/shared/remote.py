@@ -37,7 +37,7 @@ from .connection import (
 )
 from .failures import UNREADABLE, classify
 from .http import HttpEndpoint, ReadError, with_exchange
-from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_together
+from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_installed, check_together
 from .metering import Meter, MeteredSettings
 from .stepwise import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
 
@@ -123,7 +123,7 @@ class RemoteSettings(AttachedSettings):
         where = self.where
         if isinstance(where, str):
             return super().place
-        return Place(f"launch.port={where.port}", f"127.0.0.1:{where.port}") if where.port is not None else None
+        return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port is not None else None
 
     def check_machine(self, section: str) -> None:
         super().check_machine(section)
@@ -133,7 +133,7 @@ class RemoteSettings(AttachedSettings):
     def check_installed(self, section: str) -> None:
         for key, each in self._launches():
             if self.PACKAGE is not None:
-                each.check_installed(f"{section}.{key}", self.PACKAGE)
+                check_installed(each, f"{section}.{key}", self.PACKAGE)
 
     def _launches(self) -> Iterator[tuple[str, LaunchSettings]]:
         """Yield each server to start, with its key."""
@@ -174,6 +174,7 @@ class RemoteServer:
         make_command: MakeCommand | None = None,
         ready_path: str = "/health",
         read_error: ReadError | None = None,
+        reads: Path | None = None,
     ) -> None:
         self.settings = settings
         self.role = role  # for configuration keys
@@ -186,6 +187,7 @@ class RemoteServer:
         self._make_command = make_command
         self._ready_path = ready_path
         self._read_error = read_error
+        self._reads = reads  # directory of ours that a server to start must see
         self._launched: LaunchedServer | None = None
         self._steps = StepRunner()
         self._exit_stack: contextlib.AsyncExitStack
@@ -211,6 +213,16 @@ class RemoteServer:
     def section(self) -> str:
         """The settings' place in the configuration, for errors."""
         return backend_section(self.role, self.name)
+
+    @property
+    def url(self) -> str:
+        """The server's address. Of one that we start it is known once we have."""
+        return self._launched.url if self._launched is not None else str(self._where)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether we start the server, and by a prefix."""
+        return isinstance(self._where, LaunchSettings) and self._where.is_elsewhere
 
     async def watch(self) -> None:
         """Run for as long as the server does, or for ever if we did not start it."""
@@ -313,6 +325,7 @@ class RemoteServer:
             make_command=self._make_command,
             key=self._configured_key,
             cores=self.settings.cores,
+            reads=self._reads,
         )
 
     @property
@@ -322,7 +335,7 @@ class RemoteServer:
 
     def _connection(self) -> HttpEndpoint:
         settings, section, launched = self.settings, f"{self.role}.backend", self._launched
-        url = launched.url if launched is not None else str(self._where)
+        url = self.url
         return HttpEndpoint(
             self.name,
             url,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
+import httpx
 import pydantic
 from pydantic import Field
 
@@ -20,5 +22,10 @@ class StudentServerSettings(SleepSettings):
 
     @pydantic.model_validator(mode="after")
     def _check_weights(self) -> Self:
-        check_reachable(self.weights, as_list(self.url), servers=len(self.servers()))
+        hosts = [httpx.URL(url).host for url in as_list(self.url)] + [each.host for each in as_list(self.launch)]
+        check_reachable(self.weights, hosts, servers=len(self.servers()))
         return self
+
+    def reads(self, role: str, run_directory: Path) -> Path | None:
+        """Return the directory that a server must see because its new weights are written there, if there is one."""
+        return run_directory if role == "student" and self.weights.transport == "disk" else None

@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
-import httpx
 import msgspec
 import zmq
 import zmq.asyncio
@@ -62,10 +61,10 @@ class WeightSettings(Section):
     device: str | None = Field(None, description="for distributed: the sender's device; default: `cuda:0` or `cpu`")
 
 
-def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: int) -> None:
+def check_reachable(settings: WeightSettings, hosts: Sequence[str], *, servers: int) -> None:
     """Raise ValueError if a server elsewhere would look for us on its own machine, or several servers at one port.
 
-    This concerns the distributed transport only. `urls` are those of the servers that we do not start.
+    This concerns the distributed transport only. `hosts` are those that the servers are asked at.
     """
     if settings.transport != "distributed":
         return
@@ -73,7 +72,7 @@ def check_reachable(settings: WeightSettings, urls: Sequence[str], *, servers: i
         raise ValueError(
             f"weights.port={settings.port}: each of {servers} servers needs another port: remove it, for free ports"
         )
-    for host in (httpx.URL(url).host for url in urls):
+    for host in hosts:
         if is_loopback(settings.address) and not is_loopback(host):
             raise ValueError(
                 f"weights.address={settings.address} means the server's own machine to {host}: give this machine's "

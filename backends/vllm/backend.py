@@ -70,9 +70,10 @@ class VllmBackend(RemoteBackend):
         self._settings = settings
         self._name = settings.server_name(role)
         self._is_student = role == "student"
-        if self._is_student and isinstance(settings.where, LaunchSettings) and settings.where.port is not None:
+        launch = settings.where if isinstance(settings.where, LaunchSettings) else None
+        if self._is_student and launch is not None and launch.port is not None and not launch.is_elsewhere:
             raise ConfigError(
-                f"student.backend.launch.port={settings.where.port}: vLLM asks for no key before it takes weights, so "
+                f"student.backend.launch.port={launch.port}: vLLM asks for no key before it takes weights, so "
                 "every user of the machine could replace the student there: remove it, for a private socket"
             )
         # One more than is asked for, because the sampled token may take one of a position's places.
@@ -90,6 +91,7 @@ class VllmBackend(RemoteBackend):
             run_directory=run_directory,
             make_command=make_command,
             read_error=functools.partial(read_error, role),
+            reads=settings.reads(role, run_directory),
         )
         self._client = VllmClient(self._server)
         self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
@@ -101,6 +103,8 @@ class VllmBackend(RemoteBackend):
 
     async def __aenter__(self) -> Self:
         await self._server.__aenter__()
+        if self._is_student and self._server.is_elsewhere:
+            structlog.get_logger().warning("vLLM asks for no key before it takes weights", server=self._server.url)
         try:
             deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
             self._found = await self._server.alongside(discover(self._client, deadline=deadline))

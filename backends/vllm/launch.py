@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from spot_async.base.addresses import LOOPBACK
-
 from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
 
 PACKAGE = "vllm"
@@ -23,15 +21,15 @@ def vllm_command(
     sleeps: bool = False,
     weight_transfer: str | None = None,
 ) -> Command:
-    """Return the command for a server on a Unix socket, or on a loopback port if one is given.
+    """Return the command for a server on a Unix socket, or on a port if one is given or a prefix starts it.
 
     A socket is safer: the server asks for its key only under `/v1` and `/inference`, and whoever reaches it may use all
     other paths. `settings.arguments` come last, so they override ours.
     """
-    uds = doorway.uds if settings.port is None else None
+    uds = doorway.uds if settings.port is None and not settings.is_elsewhere else None
     argv = [
         *(settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *(("--host", LOOPBACK, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
+        *(("--host", doorway.host, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
         *("--generation-config", "vllm"),  # or sampling defaults would come from the model's directory
         *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
         *("--tensor-parallel-size", str(settings.tensor_parallel_size)),

@@ -143,7 +143,8 @@ def _computation(teacher: TeacherConfig) -> list[Any]:
     """Return the settings of a server of ours that change its scores, besides the weights."""
     server = teacher.backend.servers()[0]
     launch = getattr(server, "launch", None)
-    launched = None if launch is None else [launch.dtype, launch.arguments, launch.environment]
+    names = ("dtype", "arguments", "environment")
+    launched = None if launch is None else [getattr(launch, name, None) for name in names]
     return [getattr(server, "dtype", None), getattr(server, "fast_path", None), launched]
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pydantic
 import pytest
 from deadlines import soon
+from launched_server import serve
+from process_trees import is_alive
 
 from spot_async.backends.shared.launch import Command, LaunchedServer, LaunchSettings, free_port
 from spot_async.backends.shared.remote import RemoteServer, RemoteSettings
@@ -20,35 +22,6 @@ from spot_async.errors import ConfigError, ProcessDiedError
 
 ROOT = Path(__file__).parents[2]
 STUDENT = "examples/running_sum/student"  # relative on purpose
-
-# Answers 503 until half a second has passed, as servers do while they load; has a worker in a session of its own.
-SERVER = """
-import http.server, json, os, subprocess, sys, time
-started = time.monotonic()
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        if self.path == "/die":
-            self.send_error(500, "the engine has failed")
-            self.wfile.flush()
-            time.sleep(0.3)
-            print("ValueError: no such attention", file=sys.stderr, flush=True)
-            os._exit(7)
-        ready = self.path != "/health" or time.monotonic() > started + 0.5
-        told = {"pid": os.getpid(), "worker": worker.pid, "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-                "own": os.environ.get("OWN"), "model": sys.argv[2], "key": self.headers["Authorization"]}
-        self.send_response(200 if ready else 503)
-        self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
-
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-def serve(settings, model, doorway):
-    return Command([settings.python, "-c", SERVER, str(doorway.port), str(model)], {"OWN": "adapter"}, "json")
-
 
 # As vLLM's log: what went wrong in its engine comes long before what its server says of it.
 CRASH = r"""
@@ -71,13 +44,6 @@ def hang(settings, model, doorway):
 def server(tmp_path, make_command=serve, **launch):
     settings = RemoteSettings(kind="fake", launch=LaunchSettings(**{"python": sys.executable, **launch}))
     return RemoteServer(settings, role="student", model=STUDENT, run_directory=tmp_path, make_command=make_command)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.fixture(autouse=True)

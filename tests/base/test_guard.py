@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,29 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from process_trees import DEPTH, gone, is_alive, printed, write_server
 
 from spot_async.base.processes.child import ChildProcess
 from spot_async.errors import ProcessDiedError
-
-# A server that starts a worker in a session of its own, which starts another one and is then orphaned; all of them
-# ignore SIGTERM when told to. They print their pids, the server's comes last.
-SERVER = """
-import os, signal, subprocess, sys, time
-depth, stubborn = int(sys.argv[1]), sys.argv[2] == "stubborn"
-if stubborn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if depth:
-    below = [sys.executable, __file__, str(depth - 1), sys.argv[2]]
-    child = subprocess.Popen(below, start_new_session=True, stdout=subprocess.PIPE, text=True)
-    for _ in range(depth):
-        print(child.stdout.readline().strip(), flush=True)
-print(os.getpid(), flush=True)
-if depth == 1:
-    os._exit(0)  # leaves an orphan
-time.sleep(600)
-"""
-DEPTH = 2
-
 
 # A program that is killed while it holds shared memory. Its resource tracker is the one to free it.
 HOLDER = """
@@ -48,23 +28,7 @@ time.sleep(600)
 
 @pytest.fixture
 def server(tmp_path):
-    path = tmp_path / "server.py"
-    path.write_text(SERVER)
-    return path
-
-
-def is_alive(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-async def gone(pids, within_s=60.0):
-    """Whether all of them are, at the latest after so long; by themselves they would not end before."""
-    deadline = time.monotonic() + within_s
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:  # noqa: ASYNC110 - not our children
-        await asyncio.sleep(0.02)
-    return not any(map(is_alive, pids))
+    return write_server(tmp_path)
 
 
 async def start(server, *arguments, name="server"):
@@ -73,12 +37,6 @@ async def start(server, *arguments, name="server"):
         name, [sys.executable, str(server), *arguments], log_path=server.with_name(f"{name}.log")
     )
     return child, await printed(child.log_path, DEPTH + 1)
-
-
-async def printed(log_path, lines):
-    while len(found := log_path.read_text().split()) < lines:  # noqa: ASYNC110 - a log tells nobody that it grew
-        await asyncio.sleep(0.02)
-    return list(map(int, found))
 
 
 async def test_a_stop_reaches_orphans_and_sessions_of_their_own(server):

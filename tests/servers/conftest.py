@@ -158,6 +158,8 @@ def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPat
         port = port or free_port()
         directory = tmp_path_factory.mktemp("sglang")
         command = sglang_command(settings, model, Doorway(port, directory, NO_KEY))
+        for name, text in command.files.items():
+            (directory / name).write_text(text)
         log_path = directory / "log"
         with run_server(
             command.argv,

@@ -2,7 +2,8 @@
 
 `watch` raises `ProcessDiedError` when a child ends by itself. The error names the signal or exit code, and an error
 from the end of the log. `stop` ends the child and everything below it: SIGTERM, a grace period, SIGKILL. A foreign
-program cannot call `exit_with_parent` (`exits.py`), so it runs under our guard (`guard.py`).
+program cannot call `exit_with_parent` (`exits.py`), so it runs under our guard (`guard.py`). On another machine it runs
+under two (`far_side.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import BinaryIO
 import structlog
 
 from spot_async.base.processes import guard
+from spot_async.base.processes.far_side import FarProgram
 from spot_async.errors import ProcessDiedError, StorageError
 
 LOG_TAIL_BYTES = 4096
@@ -38,15 +40,20 @@ _EXCEPTION = re.compile(r"(?:^|[\])] )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*
 
 
 class ChildProcess:
-    """One running child. Made by `start` or `start_foreign`."""
+    """One running child. Made by `start`, `start_foreign` or `start_far`."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, log_path: Path, *, is_foreign: bool = False
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        log_path: Path,
+        *,
+        guard_grace_s: float | None = None,
     ) -> None:
         self.name = name
         self.log_path = log_path
         self._process = process
-        self._is_foreign = is_foreign
+        self._guard_grace_s = guard_grace_s  # how long the child's guard takes at most to stop; None: it has no guard
         self._stopping = False
 
     @classmethod
@@ -84,7 +91,21 @@ class ChildProcess:
         hidden = {guard.SECRET_VARIABLE: secret} if secret is not None else {}
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
         process = await _spawn(guarded, log_path, foreign_environment({**(environment or {}), **hidden}), cores)
-        return cls(name, process, log_path, is_foreign=True)
+        return cls(name, process, log_path, guard_grace_s=FOREIGN_GRACE_S + GUARD_MARGIN_S)
+
+    @classmethod
+    async def start_far(
+        cls, name: str, program: FarProgram, *, log_path: Path, secret: str | None = None
+    ) -> ChildProcess:
+        """Start a program on the far side of a prefix, with the same promises as `start_foreign`.
+
+        It gets only the environment that `program` names. What was cut off from us ends by the far guard's time-out.
+        """
+        grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S  # the far guard has the program's own grace, and then some to kill
+        guarded, environment = program.guarded(grace_s, far_grace_s=FOREIGN_GRACE_S)
+        hidden = {guard.SECRET_VARIABLE: secret} if secret is not None else {}
+        process = await _spawn(guarded, log_path, foreign_environment({**environment, **hidden}), None)
+        return cls(name, process, log_path, guard_grace_s=grace_s + GUARD_MARGIN_S)
 
     @property
     def pid(self) -> int:
@@ -126,7 +147,7 @@ class ChildProcess:
         """End the child and everything below it; return when it is gone. Idempotent."""
         self._stopping = True
         if grace_s is None:
-            grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S if self._is_foreign else STOP_GRACE_S
+            grace_s = STOP_GRACE_S if self._guard_grace_s is None else self._guard_grace_s
         cpu_s = tree_cpu_s(self.pid)
         try:
             if self._process.returncode is None:
@@ -141,7 +162,7 @@ class ChildProcess:
 
     def _terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._is_foreign:
+            if self._guard_grace_s is not None:
                 os.kill(self.pid, signal.SIGTERM)  # the guard: it stops the program and whatever the program leaves
             else:
                 os.killpg(self.pid, signal.SIGTERM)

@@ -6,6 +6,10 @@ Inference servers start further processes, some in their own sessions, and leave
 be asked to die with the orchestrator. The guard can: the kernel sends it SIGTERM when the orchestrator dies, however
 that happens, and makes it the parent of the program's orphans. Only Linux does both; elsewhere they are left out.
 
+A program on another machine has two guards: one here, whose program is what reaches there (`ssh node2`), and one there
+(`far_side.py`). They hold on to each other by the far one's standard input. It gets a line break every so often. When
+none has come for too long, or the input ends, the far guard stops its program.
+
 The guard exits as the program did. This file imports none of our modules, so it starts in milliseconds and is not
 affected by the environment, which is the program's.
 """
@@ -17,6 +21,7 @@ import ctypes
 import math
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -24,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 LEFTOVER_GRACE_S = 5.0  # processes that the program left behind may remove their shared memory and files this long
 TRACKER_GRACE_S = 1.0
@@ -32,6 +37,13 @@ LOG_GRACE_S = 5.0  # wait this long for the end of a log, which a process that w
 SECRET_VARIABLE = "SPOT_ASYNC_SECRET"  # a text that the log must not show, such as a key that the program prints
 REDACTED = b"***"
 CORES_VARIABLE = "SPOT_ASYNC_CORES"  # numbers of the cores to use
+# Of the guard here: the text that its program reads first, and the seconds between two line breaks after that. The end
+# of the input is how this program is told to stop, in place of a signal.
+INPUT_VARIABLE = "SPOT_ASYNC_INPUT"
+BEAT_VARIABLE = "SPOT_ASYNC_BEAT_S"
+# Of the far guard: the longest silence on its own input, and a directory to remove at the end.
+SILENCE_VARIABLE = "SPOT_ASYNC_SILENCE_S"
+DIRECTORY_VARIABLE = "SPOT_ASYNC_DIRECTORY"
 KILL_INTERVAL_S = 0.05  # pause between two searches for processes that were started while others were killed
 
 _PR_SET_PDEATHSIG = 1
@@ -49,10 +61,15 @@ class Guard:
         # Schedulers send it to all processes of a job, and it is for the orchestrator. The program ignores it too.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        silence_s = os.environ.pop(SILENCE_VARIABLE, None)
+        self.is_far = silence_s is not None
+        # The far guard's parent is not ours, and may be a thread that ends early. Its input tells it of every death.
+        prctl(_PR_SET_PDEATHSIG, 0 if self.is_far else signal.SIGTERM)
         if os.environ.pop("SPOT_ASYNC_PARENT", str(os.getppid())) != str(os.getppid()):
             raise SystemExit("the orchestrator died before its server was started")
         secret = os.environ.pop(SECRET_VARIABLE, None)
+        text, beat_s = os.environ.pop(INPUT_VARIABLE, None), float(os.environ.pop(BEAT_VARIABLE, "1"))
+        self._directory = os.environ.pop(DIRECTORY_VARIABLE, None)
         take_given_cores()  # first, because only threads and processes started later follow
 
         def before_exec() -> None:
@@ -60,20 +77,29 @@ class Guard:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case the guard itself is killed
 
         said, output = os.pipe() if secret else (None, None)
+        given = subprocess.DEVNULL if text is None else subprocess.PIPE
         # Keep the object: a deleted Popen polls its process, which could take the exit status from `_reap`.
-        self._program = subprocess.Popen(command, preexec_fn=before_exec, stdout=output, stderr=output)
+        self._program = subprocess.Popen(command, preexec_fn=before_exec, stdin=given, stdout=output, stderr=output)
         self._log: threading.Thread | None = None
         if secret and said is not None and output is not None:
             os.close(output)  # the pipe ends when the last process below closes it, so ours must not stay open
-            self._log = threading.Thread(target=_copy_without, args=(secret.encode(), said), daemon=True)
-            self._log.start()
+            self._log = _start_thread(_copy_without, secret.encode(), said)
+        self._fed = text is not None
+        self._closing = threading.Event()  # set: the program's input should end
+        if text is not None and self._program.stdin is not None:
+            _start_thread(_feed, self._program.stdin, text.encode(), beat_s, self._closing)
+        if silence_s is not None:
+            _start_thread(_stop_after_silence, float(silence_s))
         self.status: int | None = None  # the program's wait status, once it has ended
         self._has_children = True
 
     def run(self, grace_s: float) -> int:
         """Wait for the program, or for a signal to stop it. Return its wait status once no process is left."""
         if self._wait(lambda: self.status is not None, math.inf) in _STOP:
-            self._signal_program(signal.SIGTERM)
+            if self._fed:
+                self._closing.set()
+            else:
+                self._signal_program(signal.SIGTERM)
             self._wait(lambda: self.status is not None, grace_s)
         if self.status is not None:
             self._signal_tree(signal.SIGTERM)
@@ -88,6 +114,10 @@ class Guard:
         assert self.status is not None
         if self._log is not None:
             self._log.join(LOG_GRACE_S)
+        if self._directory is not None:
+            import shutil  # here, because it takes longer to import than all the rest
+
+            shutil.rmtree(self._directory, ignore_errors=True)
         return self.status
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> int | None:
@@ -126,6 +156,38 @@ class Guard:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 if spared is None or spared.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, number)
+
+
+def _start_thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _feed(program_input: BinaryIO, text: bytes, beat_s: float, closing: threading.Event) -> None:
+    """Write `text`, then a line break every `beat_s`, until `closing` is set or nobody reads any more."""
+    with contextlib.suppress(OSError), program_input:
+        while True:
+            program_input.write(text)
+            program_input.flush()
+            if closing.wait(beat_s):
+                return
+            text = b"\n"
+
+
+def _stop_after_silence(longest_s: float) -> None:
+    """Stop this process when its input ends, or when nothing comes for so long."""
+    while (came := select.select([0], [], [], longest_s)[0]) and os.read(0, 4096):
+        pass
+    if not came:
+        _say(f"stopping: nothing heard from the run for {longest_s:g} s")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the log is on the other machine, and may be out of reach
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def _copy_without(secret: bytes, source: int) -> None:
@@ -185,5 +247,15 @@ def end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
+def end_far(status: int) -> NoReturn:
+    """Exit with the program's code, or as shells do for a signal. What reaches here may not pass a signal on."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        _say(f"error: the server was killed by {signal.Signals(-code).name}")
+    os._exit(code if code >= 0 else 128 - code)
+
+
 if __name__ == "__main__":
-    end_as(Guard(sys.argv[2:]).run(float(sys.argv[1])))
+    guard = Guard(sys.argv[2:])
+    ended = guard.run(float(sys.argv[1]))
+    end_far(ended) if guard.is_far else end_as(ended)

@@ -126,9 +126,10 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
 
 
 def _launches(model: ModelConfig) -> list[Any]:
-    """Return the launch settings of those servers that name their devices by number, as the trainer's ranks are."""
+    """Return the launch settings of this machine's servers that name devices by number, as the trainer's ranks are."""
     found = [getattr(each, "launch", None) for each in model.backend.servers()]
-    named = [each for each in found if each is not None and each.devices is not None]
+    here = [each for each in found if each is not None and not each.is_elsewhere]
+    named = [each for each in here if getattr(each, "devices", None) is not None]
     return [each for each in named if all(device.strip().isdecimal() for device in each.devices.split(","))]
 
 

@@ -1,0 +1,105 @@
+"""The settings of any server process to start: its interpreter, its environment, and the machine that it runs on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Self
+
+import pydantic
+from pydantic import Field
+
+from spot_async.base.addresses import LOOPBACK
+from spot_async.base.processes.far_side import is_variable_name
+from spot_async.config import PositiveFloat, Section
+from spot_async.errors import ConfigError
+
+from .connection import read_secret
+from .far_side import FarSide, check_prefix
+
+
+class ProcessSettings(Section):
+    """The settings of a server process, on this machine or on the far side of a prefix."""
+
+    python: str = Field(
+        description="interpreter of the environment that the server is installed in, where the server runs"
+    )
+    prefix: list[str] = Field(
+        [],
+        description="command that runs another command where the server belongs, such as `[ssh, node2]`, "
+        "`[srun, --overlap, -N1, -n1, -w, node2]` or `[docker, run, --rm, -i, IMAGE]`; default: this machine",
+    )
+    host: str = Field(
+        LOOPBACK,
+        min_length=1,
+        description="with prefix: address that the server listens on and is asked at; other than loopback is open to "
+        "all who reach it",
+    )
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="port to listen on; default: a private socket (vLLM and local, without prefix), else a free one",
+    )
+    environment: dict[str, str] = Field(
+        {},
+        description="further environment variables; no secrets, since these are saved: variables of this process are "
+        "passed on and not saved, without prefix",
+    )
+    pass_environment: list[str] = Field(
+        [], description="with prefix: names of variables of this process to pass on, such as tokens; not saved"
+    )
+    start_timeout_s: PositiveFloat = Field(600.0, description="longest time until the server answers")
+    heartbeat_timeout_s: PositiveFloat = Field(
+        60.0, description="with prefix: the server ends when its machine has heard nothing of the run for so long"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if not self.prefix:
+            for name in ("host", "pass_environment"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name}: only with prefix: a server on this machine listens on loopback and gets all variables"
+                    )
+        elif not all(self.prefix):
+            raise ValueError("prefix: has an empty word")
+        if wrong := [name for name in [*self.environment, *self.pass_environment] if not is_variable_name(name)]:
+            raise ValueError(f"environment: {wrong[0]!r} is no name of a variable")
+        return self
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a prefix starts the server, perhaps on another machine."""
+        return bool(self.prefix)
+
+    @property
+    def address(self) -> str:
+        """Return the host as URLs have it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def interpreter(self) -> str | None:
+        """Return the interpreter's path; None if there is none. What the far side has is not known here."""
+        if self.is_elsewhere:
+            return self.python
+        return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
+
+    @property
+    def far_side(self) -> FarSide | None:
+        """Return whom to ask about the far side; None without a prefix."""
+        return FarSide(tuple(self.prefix), self.interpreter or "", self.environment) if self.prefix else None
+
+    def passed_environment(self, section: str) -> dict[str, str]:
+        """Return the variables of `pass_environment`. Raises ConfigError for one that is not set."""
+        return {name: read_secret(section, name) for name in self.pass_environment}
+
+    def check_machine(self, section: str) -> None:
+        """Check the interpreter or the prefix, as `PluginSettings.check_machine`."""
+        if self.interpreter is None:
+            raise ConfigError(
+                f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
+            )
+        if self.prefix:
+            check_prefix(self.prefix, section)
+            self.passed_environment(section)

@@ -1,0 +1,67 @@
+"""A real sshd on loopback, with keys and settings of its own in a temporary directory."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+PRIVILEGE_SEPARATION = Path("/run/sshd")  # an sshd of root wants it
+SETTINGS = """
+Port {port}
+ListenAddress {address}
+HostKey {directory}/host
+AuthorizedKeysFile {directory}/user.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+"""
+
+
+@contextlib.contextmanager
+def ssh_server(directory: Path, port: int, *, address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[Path]:
+    """Run an sshd; yield its settings for clients, so that `ssh -F FILE there` leads to it. Skips where there is none.
+
+    `within` is a command that runs another one where the sshd belongs, such as `ip netns exec NAME`.
+    """
+    sshd = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
+    if sshd is None or shutil.which("ssh") is None:
+        pytest.skip("no sshd here")
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)], check=True)
+    (directory / "sshd").write_text(SETTINGS.format(port=port, address=address, directory=directory))
+    client = directory / "client"
+    client.write_text(
+        f"Host there\n HostName {address}\n Port {port}\n User {getpass.getuser()}\n IdentityFile {directory}/user\n"
+        " StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n BatchMode yes\n"
+    )
+    is_made = getpass.getuser() == "root" and not PRIVILEGE_SEPARATION.exists()
+    if is_made:
+        PRIVILEGE_SEPARATION.mkdir()
+    with (directory / "sshd.log").open("w") as log:
+        process = subprocess.Popen([*within, sshd, "-D", "-e", "-f", str(directory / "sshd")], stderr=log)
+    try:
+        _until_it_listens(address, port, process)
+        yield client
+    finally:
+        process.terminate()
+        process.wait()
+        if is_made:
+            PRIVILEGE_SEPARATION.rmdir()
+
+
+def _until_it_listens(address: str, port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the sshd does not listen")
