@@ -62,8 +62,8 @@ class ProcessSettings(Section):
                     raise ValueError(
                         f"{name}: only with prefix: a server on this machine listens on loopback and gets all variables"
                     )
-        elif not all(self.prefix):
-            raise ValueError("prefix: has an empty word")
+        elif not self.prefix[0]:
+            raise ValueError("prefix: its first word is empty: name a program")
         if wrong := [name for name in [*self.environment, *self.pass_environment] if not is_variable_name(name)]:
             raise ValueError(f"environment: {wrong[0]!r} is no name of a variable")
         return self

@@ -149,7 +149,7 @@ async def test_a_far_side_that_cannot_see_the_weights_or_the_model_is_refused_wi
     [
         ({"host": "10.0.0.5"}, "host: only with prefix"),
         ({"pass_environment": ["HF_TOKEN"]}, "pass_environment: only with prefix"),
-        ({"prefix": ["ssh", ""]}, "prefix: has an empty word"),
+        ({"prefix": ["", "ssh"]}, "prefix: its first word is empty"),
         ({"prefix": ["env"], "environment": {"A B": "1"}}, "'A B' is no name of a variable"),
         ({"prefix": ["env"], "heartbeat_timeout_s": 0.0}, "greater than 0"),
     ],
