@@ -22,19 +22,22 @@ from report import show, spread
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from spot_async.trainer.checkpoint import load_checkpoint, save_checkpoint
+from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.model import load_student
 from spot_async.trainer.parallel import ReplicatedStrategy
+from spot_async.trainer.saving import CheckpointSaver
 
 STUDENT = Path(__file__).parents[1] / "examples" / "running_sum" / "student"
 
 
 def measured(name: str, model: nn.Module, directory: Path, repeats: int, iteration_s: float | None) -> list[str]:
     optimizer, strategy = torch.optim.AdamW(model.parameters(), fused=True), ReplicatedStrategy()
+    saver = CheckpointSaver(strategy, torch.device("cpu"))
     saved_s, loaded_s = [], []
     for _ in range(repeats):
         started = time.perf_counter()
-        save_checkpoint(directory, 1, model, optimizer, strategy)
+        saver.begin(directory, 1, model, optimizer, lambda seconds, failure: None)
+        saver.wait()
         saved_s.append(time.perf_counter() - started)
         started = time.perf_counter()
         load_checkpoint(directory, 1, model, optimizer, strategy)

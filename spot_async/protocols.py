@@ -331,9 +331,13 @@ class Trainer(Protocol):
         """
         ...
 
-    async def save(self, step: int, directory: str) -> float:
-        """Save the state after `step` steps, at which the trainer is, into a directory.
+    async def save(self, step: int, directory: str) -> None:
+        """Begin to save the state after `step` steps, at which the trainer is, into a directory.
 
-        Return the seconds that training waited for it, once it is on disk. Raises `TrainerError` as `train` does.
+        Training may go on at once. One save is under way at a time.
         """
+        ...
+
+    async def saved(self, step: int) -> float:
+        """Wait until what `save` began is on disk; return its seconds. Raises `TrainerError` as `train` does."""
         ...

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import msgspec
 import structlog
 
 from spot_async.base.tasks import gather
@@ -31,6 +30,7 @@ from spot_async.loop.phases import Phases
 from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
 from spot_async.loop.resuming import Checkpoints, NoLedger, PromptLedger, Resumption
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
+from spot_async.loop.saving import StateSaver
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.plugin_contract import is_ours, supervise
@@ -109,10 +109,9 @@ class Orchestrator:
         self._trainer = trainer
         self._sleepers = sleepers
         self._ledger = ledger or NoLedger()
-        self._checkpoints = checkpoints
         self._resumption = resumption or Resumption()
         self._trained = self._resumption.version
-        self._saved_step = self._trained.step  # of the newest checkpoint
+        self._saver = StateSaver(trainer, checkpoints, self._trained.step)
         self._no_more_prompts = False
         self._is_over = False  # nothing is trained any more
         self._changed = asyncio.Event()  # the book, the weights, or what may still be admitted
@@ -165,9 +164,11 @@ class Orchestrator:
                 group.create_task(self._admit_prompts(), name="admission"),
                 group.create_task(self._publisher.run(), name="publishing"),
             ]
-            await self._train_batches()
+            await self._train_batches(group)
+            if self._saver.is_busy or self.state.stopped:
+                self._events.publish(StepBegan("saving a checkpoint"))
             if self.state.stopped:
-                await self._save_where_it_stands()
+                await self._saver.bring_up_to(self._trained.step)
                 for task in beside:
                     task.cancel()
             self._is_over = True
@@ -269,7 +270,7 @@ class Orchestrator:
                 f"({FILE_NAME} has them all), the last one with: {self._last_death}"
             )
 
-    async def _train_batches(self) -> None:
+    async def _train_batches(self, group: asyncio.TaskGroup) -> None:
         for number in range(self._trained.step + 1, self._settings.iterations + 1):
             times = PhaseTimes()
             phase = self._phases.begin(number, "wait for batch")
@@ -297,27 +298,17 @@ class Orchestrator:
             self._changed.set()
             self._trained = report.snapshot.version
             self._publisher.offer(number, report.snapshot)
-            saving = self._checkpoints if self._checkpoints is not None and self._checkpoints.is_due(number) else None
-            if saving is not None:
-                seconds = await self._trainer.save(number, saving.directory(number))
-                report = msgspec.structs.replace(report, metrics={**report.metrics, "checkpoint_s": seconds})
+            saves = self._saver.is_due(number)
+            if saves:
+                await self._saver.begin(number)
             times.train = self._phases.end(phase, ordinals)
 
             await self._wait_for_served(number, ordinals, times)
             self.state.iteration = number
             self._changed.set()
             self._events.publish(IterationFinished(number, samples, report, times))
-            if saving is not None:  # after what other files have of the iteration
-                await saving.commit(number)
-                self._saved_step = number
-
-    async def _save_where_it_stands(self) -> None:
-        """Make a checkpoint of the trainer's step, unless there is one or none is made."""
-        step = self._trained.step
-        if self._checkpoints is not None and step > self._saved_step:
-            self._events.publish(StepBegan("saving a checkpoint"))
-            await self._trainer.save(step, self._checkpoints.directory(step))
-            await self._checkpoints.commit(step)
+            if saves:  # only now do other files have all of the iteration
+                group.create_task(self._saver.finish(number), name=f"checkpoint {number}")
 
     async def _wait_for_served(self, number: int, ordinals: Sequence[int], times: PhaseTimes) -> None:
         """Wait until the trainer is no more than `max_staleness` steps ahead, and after the last iteration none.

@@ -187,7 +187,6 @@ class SimulatedTrainer:
     directory: str | None = None
     batches: list[list[Supervision]] = field(default_factory=list)
     save_s: float = 0.5
-    saved: list[int] = field(default_factory=list)  # steps
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         if iteration != len(self.batches):
@@ -198,9 +197,10 @@ class SimulatedTrainer:
         snapshot = WeightSnapshot(directory=directory, version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})
 
-    async def save(self, step: int, directory: str) -> float:
+    async def save(self, step: int, directory: str) -> None:
         if step != len(self.batches):
             raise ValueError(f"step {step} is saved after {len(self.batches)} batches")
+
+    async def saved(self, step: int) -> float:
         await asyncio.sleep(self.save_s)
-        self.saved.append(step)
         return self.save_s

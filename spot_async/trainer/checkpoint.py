@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from spot_async.base.text import first_line
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import flush_to_disk
-from spot_async.trainer.parallel import Strategy, broadcast_bytes, local
+from spot_async.trainer.parallel import Strategy, local
 
 STEP = "trained_steps"
 RANDOM_STATE = "random_state"
@@ -37,33 +38,45 @@ RANDOM_STATE = "random_state"
 PLACES, PLACE = "DCP_SHARDING_INFO", "saved_offsets"
 
 
-def save_checkpoint(
-    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
-) -> None:
-    """Write the state after `step` steps into a directory, which is made if it is missing. All ranks must call it.
+class HeldTensor(NamedTuple):
+    """This rank's part of a tensor, on the CPU, and where in the whole one it begins."""
 
-    When it returns, all ranks' files are on disk. Raises `TrainerError`, the same on all ranks, when one could not
-    write. Nothing of this checkpoint is then left, and others are untouched.
+    part: Tensor
+    offsets: list[int]
+
+
+def held_tensors(
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> dict[str, HeldTensor]:
+    """Return what this rank writes of the state after `step` steps, by name.
+
+    Tensors on the CPU are the live ones, and must not change before they are written. Those of a GPU are copied.
     """
-    reason = ""
-    if strategy.rank == 0:
-        try:
-            new = [each for each in (directory, *directory.parents) if not each.exists()]
-            directory.mkdir(parents=True, exist_ok=True)
-            for each in new:
-                flush_to_disk(each.parent)
-            for leftover in directory.glob("*.safetensors"):  # of an attempt that was cut off
-                leftover.unlink()
-        except OSError as error:
-            reason = _reason(error)
-    _stop_if_failed(reason, directory, strategy)
-    path = directory / f"rank-{strategy.rank + 1:05d}-of-{strategy.ranks:05d}.safetensors"
+    state = {**_state(model, optimizer), STEP: torch.tensor(step)}
+    if strategy.rank > 0:
+        state = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+    # A rank may have no part of a small tensor.
+    state = {**{name: each for name, each in state.items() if local(each).numel()}, **_random_state(strategy)}
+    return {name: HeldTensor(local(each).contiguous().cpu(), _offsets(each)) for name, each in state.items()}
+
+
+def write_checkpoint(
+    directory: Path, tensors: Mapping[str, HeldTensor], rank: int, ranks: int, agree: Callable[[str], str]
+) -> None:
+    """Write what each rank holds into a directory, which is made if it is missing. All ranks must call it.
+
+    `agree` returns one of the ranks' reasons to all of them, or "" if there is none. When this returns, all ranks'
+    files are on disk. Raises `TrainerError`, the same on all ranks, when one could not write. Nothing of this
+    checkpoint is then left, and others are untouched.
+    """
+    _stop_if_failed(agree(_prepare(directory) if rank == 0 else ""), directory)
+    path, reason = directory / f"rank-{rank + 1:05d}-of-{ranks:05d}.safetensors", ""
     try:
-        _write(path, _held(step, model, optimizer, strategy))
+        _write(path, tensors)
     except (OSError, SafetensorError) as error:
         reason = _reason(error)
     try:
-        _stop_if_failed(reason, directory, strategy)
+        _stop_if_failed(agree(reason), directory)
     except TrainerError:
         path.unlink(missing_ok=True)
         raise
@@ -72,7 +85,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 ) -> None:
-    """Load what `save_checkpoint` wrote after `step` steps into a model and its optimiser, in place.
+    """Load what `write_checkpoint` wrote after `step` steps into a model and its optimiser, in place.
 
     Raises `TrainerError` when files are missing or damaged, or are those of another model or another step.
     """
@@ -110,15 +123,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     return found
 
 
-def _held(step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, Tensor]:
-    """Return what this rank writes, by name."""
-    state = {**_state(model, optimizer), STEP: torch.tensor(step)}
-    if strategy.rank > 0:
-        state = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
-    # A rank may have no part of a small tensor.
-    return {**{name: each for name, each in state.items() if local(each).numel()}, **_random_state(strategy)}
-
-
 def _random_state(strategy: Strategy) -> dict[str, Tensor]:
     """Return the state of torch's generators on this rank, by name. Another number of ranks leaves some unread."""
     states = {f"{RANDOM_STATE}.cpu.{strategy.rank}": torch.get_rng_state()}
@@ -133,10 +137,23 @@ def _set_random_state(states: dict[str, Tensor], strategy: Strategy) -> None:
         torch.cuda.set_rng_state(states[f"{RANDOM_STATE}.cuda.{strategy.rank}"])
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    places = {name: {PLACE: _offsets(tensor)} for name, tensor in tensors.items()}
-    parts = {name: local(tensor).contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(parts, path, metadata={PLACES: json.dumps(places)})
+def _prepare(directory: Path) -> str:
+    """Make an empty directory for a checkpoint; return why that failed, or ""."""
+    try:
+        new = [each for each in (directory, *directory.parents) if not each.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        for each in new:
+            flush_to_disk(each.parent)
+        for leftover in directory.glob("*.safetensors"):  # of an attempt that was cut off
+            leftover.unlink()
+    except OSError as error:
+        return _reason(error)
+    return ""
+
+
+def _write(path: Path, tensors: Mapping[str, HeldTensor]) -> None:
+    places = {name: {PLACE: each.offsets} for name, each in tensors.items()}
+    save_file({name: each.part for name, each in tensors.items()}, path, metadata={PLACES: json.dumps(places)})
     flush_to_disk(path)
     flush_to_disk(path.parent)
 
@@ -167,12 +184,9 @@ def _check(found: dict[str, TensorStorageMetadata], wanted: dict[str, Tensor]) -
             raise TrainerError(f"tensor {name} is none of the student's")
 
 
-def _stop_if_failed(reason: str, directory: Path, strategy: Strategy) -> None:
-    """Raise `TrainerError` on all ranks, with the reason of one that failed, if any did."""
-    failed_rank = int(strategy.max(torch.tensor(strategy.rank if reason else -1)))
-    if failed_rank >= 0:
-        told = broadcast_bytes(reason.encode() if strategy.rank == failed_rank else None, source=failed_rank)
-        raise TrainerError(f"cannot save a checkpoint to {directory}: {told.decode()}; older ones are untouched")
+def _stop_if_failed(reason: str, directory: Path) -> None:
+    if reason:
+        raise TrainerError(f"cannot save a checkpoint to {directory}: {reason}; older ones are untouched")
 
 
 def _reason(error: Exception) -> str:

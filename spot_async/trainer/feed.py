@@ -24,6 +24,7 @@ from spot_async.trainer.messages import (
     Trained,
     decode_request,
     endpoint,
+    saved_endpoint,
 )
 from spot_async.trainer.parallel import broadcast_bytes
 from spot_async.types import TrainReport
@@ -38,9 +39,12 @@ class BatchFeed:
     def __init__(self, channel_directory: str, rank: int, *, step: int = 0) -> None:
         """`step` is the first iteration that is due."""
         self._socket: zmq.Socket[bytes] | None = None
+        self._saved_socket: zmq.Socket[bytes] | None = None  # used by the thread that saves
         if rank == 0:
             self._socket = zmq.Context.instance().socket(zmq.PAIR)
             self._socket.connect(endpoint(channel_directory))
+            self._saved_socket = zmq.Context.instance().socket(zmq.PAIR)
+            self._saved_socket.connect(saved_endpoint(channel_directory))
         self._due = step
         self._last: Trained | None = None
 
@@ -80,8 +84,10 @@ class BatchFeed:
         self._last = Trained(iteration, report)
         self._say(self._last)
 
-    def saved(self, step: int, seconds: float) -> None:
-        self._say(Saved(step, seconds))
+    def saved(self, step: int, seconds: float, failure: str) -> None:
+        """Answer a request to save, from the thread that did it."""
+        if self._saved_socket is not None:
+            self._saved_socket.send(wire.encode(Saved(step, seconds, failure)))
 
     def refuse(self, error: TrainerError) -> NoReturn:
         """Answer every message with why training stopped, until the orchestrator ends the process."""

@@ -29,6 +29,7 @@ from spot_async.trainer.messages import (
     Trained,
     decode_answer,
     endpoint,
+    saved_endpoint,
 )
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport
@@ -58,6 +59,9 @@ class TrainerProcess:
             self._socket = stack.enter_context(context.socket(zmq.PAIR))
             self._socket.linger = 0
             self._socket.bind(endpoint(channel_directory))
+            self._saved_socket = stack.enter_context(context.socket(zmq.PAIR))
+            self._saved_socket.linger = 0
+            self._saved_socket.bind(saved_endpoint(channel_directory))
             self._child = await self._start(channel_directory)
             stack.push_async_callback(self._child.stop)
             self.step = (await self._while_it_lives(self._ready(), "the trainer was not ready")).step
@@ -80,12 +84,13 @@ class TrainerProcess:
         conversation = self._train(Batch(iteration, tuple(batch)))
         return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not trained")).report
 
-    async def save(self, step: int, directory: str) -> float:
-        """Save the state after `step` steps, at which the trainer must be; return the seconds once it is on disk.
+    async def save(self, step: int, directory: str) -> None:
+        """Begin to save the state after `step` steps, at which the trainer must be. It may be told to train at once."""
+        await self._socket.send(wire.encode(Save(step, directory)))
 
-        Raises `TrainerError` as `train` does.
-        """
-        return (await self._while_it_lives(self._save(Save(step, directory)), f"step {step} was not saved")).seconds
+    async def saved(self, step: int) -> float:
+        """Wait until what `save` began is on disk; return its seconds. Raises `TrainerError` as `train` does."""
+        return await self._while_it_lives(self._saved(step), f"step {step} was not saved")
 
     async def _start(self, channel_directory: str) -> ChildProcess:
         settings_path = self._settings.save()
@@ -153,10 +158,8 @@ class TrainerProcess:
                 case Trained(iteration=batch.iteration) | Failure():
                     return answer
 
-    async def _save(self, request: Save) -> Saved | Failure:
-        """Send once and wait for the outcome. Answers to other requests are dropped."""
-        await self._socket.send(wire.encode(request))
-        while True:
-            match await self._receive():
-                case Saved(step=request.step) | Failure() as answer:
-                    return answer
+    async def _saved(self, step: int) -> float | Failure:
+        """Wait for the outcome of a save. Answers about others are dropped."""
+        while (answer := wire.decode(await self._saved_socket.recv(), Saved)).step != step:
+            pass
+        return Failure(answer.failure) if answer.failure else answer.seconds

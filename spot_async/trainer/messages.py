@@ -1,14 +1,15 @@
 """The messages between the orchestrator and rank 0.
 
-They go through one Unix socket with one peer at each end. A message is one msgpack frame (`base/wire.py`); nothing is
+They go through a Unix socket with one peer at each end. A second one is for `Saved` alone, which comes at any time,
+from another thread. A message is one msgpack frame (`base/wire.py`); nothing is
 pickled.
 
     rank 0 -> orchestrator   Ready          once, when every rank has its model and is at its step
     orchestrator -> rank 0   Batch          train this; sent again when no acknowledgement comes
     rank 0 -> orchestrator   Accepted       the batch has arrived; training starts
     rank 0 -> orchestrator   Trained        new weights are published
-    orchestrator -> rank 0   Save           save a checkpoint of the state between two batches
-    rank 0 -> orchestrator   Saved          it is on disk
+    orchestrator -> rank 0   Save           begin to save a checkpoint of the state between two batches
+    rank 0 -> orchestrator   Saved          it is on disk, or could not be saved
     rank 0 -> orchestrator   Failure        training has stopped; sent again for every later batch
 
 Answers name their iteration or step, so that a late one is recognised and dropped. There is no message to stop: the
@@ -53,6 +54,7 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     step: int
     seconds: float
+    failure: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
@@ -60,7 +62,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 Request: TypeAlias = Batch | Save
-Answer: TypeAlias = Ready | Accepted | Trained | Saved | Failure
+Answer: TypeAlias = Ready | Accepted | Trained | Failure
 
 
 def decode_request(frame: bytes) -> Request:
@@ -78,3 +80,8 @@ def decode_answer(frame: bytes) -> Answer:
 def endpoint(channel_directory: str) -> str:
     """Return the socket's address, inside the private directory that both ends know."""
     return f"ipc://{channel_directory}/trainer.sock"
+
+
+def saved_endpoint(channel_directory: str) -> str:
+    """Return the address of the socket for `Saved`."""
+    return f"ipc://{channel_directory}/saved.sock"

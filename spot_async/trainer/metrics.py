@@ -41,7 +41,7 @@ METRICS: dict[str, str] = {
     "updates": "optimiser steps",
     "train_s": "seconds from the batch's arrival to the last optimiser step",
     "publish_s": "seconds to write the weights durably",
-    "checkpoint_s": "seconds to write a checkpoint durably, in iterations that end with one",
+    "checkpoint_s": "seconds for which a checkpoint held up training, in the iteration that follows it",
     "tokens_per_s": "tokens / train_s",
 }
 

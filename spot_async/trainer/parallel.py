@@ -105,8 +105,8 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def broadcast_bytes(data: bytes | None, source: int = 0) -> bytes:
-    """Return the bytes of rank `source` on every rank. The others give None.
+def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGroup | None = None) -> bytes:
+    """Return the bytes of rank `source` on every rank. The others give None. By default the group is that of all ranks.
 
     Bytes travel in a tensor, because object collectives would pickle.
     """
@@ -114,11 +114,11 @@ def broadcast_bytes(data: bytes | None, source: int = 0) -> bytes:
         assert data is not None
         return data
     length = torch.tensor([len(data) if data is not None else 0])
-    dist.broadcast(length, src=source)
+    dist.broadcast(length, src=source, group=group)
     buffer = torch.empty(int(length), dtype=torch.uint8)
     if data is not None:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, src=source)
+    dist.broadcast(buffer, src=source, group=group)
     return buffer.numpy().tobytes()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ from spot_async.trainer.batching import (
     name_of,
     rank_micro_batches,
 )
-from spot_async.trainer.checkpoint import load_checkpoint, save_checkpoint
+from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.loss import (
     BranchTerm,
@@ -56,6 +57,7 @@ from spot_async.trainer.parallel import (
     wait_for_all,
 )
 from spot_async.trainer.publishing import WeightPublisher
+from spot_async.trainer.saving import CheckpointSaver, Done
 from spot_async.trainer.schedule import learning_rate
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
@@ -97,7 +99,7 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
                 case Batch() as batch:
                     feed.trained(batch.iteration, trainer.train(batch))
                 case Save(step, directory):
-                    feed.saved(step, trainer.save(Path(directory)))
+                    trainer.begin_to_save(Path(directory), partial(feed.saved, step))
     except TrainerError as error:
         feed.refuse(error)
 
@@ -128,6 +130,8 @@ class StudentTrainer:
             dtype=torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32,
             keep=self._training.keep_weights,
         )
+        self._saver = CheckpointSaver(strategy, device)
+        self._checkpoint_s = 0.0  # for which checkpoints held up training since the last report
         self.step = 0
         if settings.resume is not None:
             self.step = settings.resume.step
@@ -163,14 +167,16 @@ class StudentTrainer:
         if self._settings.shares_devices and self._device.type == "cuda":
             torch.cuda.empty_cache()  # the student's server needs the memory that torch would keep
         metrics["publish_s"] = time.perf_counter() - started
+        if self._checkpoint_s:
+            metrics["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
         self.step = iteration + 1
         return TrainReport(snapshot=snapshot, metrics=metrics)
 
-    def save(self, directory: Path) -> float:
-        """Write a checkpoint of the state between two iterations; return the seconds it took."""
+    def begin_to_save(self, directory: Path, done: Done) -> None:
+        """Begin to write a checkpoint of the state between two iterations. The next one may be trained at once."""
         started = time.perf_counter()
-        save_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy)
-        return time.perf_counter() - started
+        self._saver.begin(directory, self.step, self.model, self._optimizer, done)
+        self._checkpoint_s += time.perf_counter() - started
 
     def _check(self, batch: Batch) -> None:
         for sample in batch.samples:
@@ -222,6 +228,7 @@ class StudentTrainer:
         # All ranks must agree to stop. One that raised alone would leave the others waiting in a collective.
         if self._strategy.max(torch.tensor(float(not finite), device=self._device)) > 0:
             raise TrainerError(f"{where}: {self._culprits(mini_batch)}; the optimiser was not stepped")
+        self._checkpoint_s += self._saver.wait_before_step()
         self._optimizer.step()
         return norm
 

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from spot_async.base import wire
 from spot_async.errors import TrainerError
-from spot_async.trainer.checkpoint import load_checkpoint, save_checkpoint
+from spot_async.trainer import saving
+from spot_async.trainer.checkpoint import load_checkpoint, write_checkpoint
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
@@ -61,11 +63,14 @@ def train(job):
             continue
         if job["full"] and this_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        try:
-            trainer.save(Path(job["checkpoint"]))
-        except TrainerError as error:
+        # The next iteration is trained while this is written.
+        said = []
+        trainer.begin_to_save(Path(job["checkpoint"]), lambda seconds, failure: said.append(failure))
+        if job["full"]:
+            trainer._saver.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            (run / f"error-{this_rank()}").write_text(str(error))
+            (run / f"error-{this_rank()}").write_text(said[0])
+    trainer._saver.wait()
 
 def group(number, ranks, jobs):
     channel = Path(sys.argv[2]) / f"group-{number}"
@@ -103,6 +108,13 @@ def batch(supervision: Callable[..., Supervision], soft_targets: Callable[..., S
         return Batch(iteration, tuple(samples))
 
     return make
+
+
+def save(trainer: StudentTrainer, directory: Path) -> None:
+    said: list[str] = []
+    trainer.begin_to_save(directory, lambda seconds, failure: said.append(failure))
+    trainer._saver.wait()
+    assert said == [""]
 
 
 def weights(run: Path, step: int) -> Path:
@@ -190,7 +202,7 @@ def test_loading_names_the_tensor_that_is_missing_unknown_or_different(
     saved.mkdir()
     (saved / "rank-00004-of-00004.safetensors").write_bytes(b"of an attempt on more ranks that was cut off")
     trainer.train(batch(0))
-    trainer.save(saved)
+    save(trainer, saved)
     (file,) = saved.iterdir()
     tensors = load_file(file)
     name = "exp_avg.model.layers.0.mlp.up_proj.weight"
@@ -256,7 +268,7 @@ def test_a_checkpoint_outlives_a_power_cut(
 
     monkeypatch.setattr(os, "fsync", fsync)
     directory = tmp_path / "checkpoints" / "step-000001"
-    save_checkpoint(directory, 1, trainer.model, trainer._optimizer, trainer._strategy)
+    save(trainer, directory)
     (file,) = directory.iterdir()
     assert (file.stat().st_ino, file.stat().st_size) in flushed, "the file, when it was whole"
     assert {(each.stat().st_ino, 0) for each in (directory, directory.parent, tmp_path)} <= set(flushed)
@@ -268,11 +280,34 @@ def test_torchs_random_state_goes_on_with_the_run(student: Path, make_trainer: M
     parts = trainer.model, trainer._optimizer, trainer._strategy
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        save_checkpoint(tmp_path / "saved", 1, *parts)
+        save(trainer, tmp_path / "saved")
         expected = torch.rand(4)
         torch.manual_seed(4)
-        load_checkpoint(tmp_path / "saved", 1, *parts)
+        load_checkpoint(tmp_path / "saved", 0, *parts)
         assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_step_does_not_change_what_is_being_saved(
+    student: Path,
+    make_trainer: MakeTrainer,
+    batch: Callable[[int], Batch],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow(*given: Any) -> None:
+        time.sleep(0.5)
+        write_checkpoint(*given)
+
+    monkeypatch.setattr(saving, "write_checkpoint", slow)
+    trainer = make_trainer(student, tmp_path)
+    trainer.train(batch(0))
+    expected = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+    trainer.begin_to_save(tmp_path / "saved", lambda seconds, failure: None)
+    report = trainer.train(batch(1))
+    assert report.metrics["checkpoint_s"] > 0.1
+    found = load_file(tmp_path / "saved" / "rank-00001-of-00001.safetensors")
+    assert all(torch.equal(found[f"parameter.{name}"], each) for name, each in expected.items())
+    assert "checkpoint_s" not in trainer.train(batch(2)).metrics
 
 
 async def test_the_trainer_checkpoints_when_asked_and_goes_on_at_its_step_in_its_lineage(
@@ -288,7 +323,8 @@ async def test_the_trainer_checkpoints_when_asked_and_goes_on_at_its_step_in_its
         assert trainer.step == 0
         await trainer.train(0, batch(0).samples)
         await trainer.train(1, batch(1).samples)
-        assert await trainer.save(2, str(saved)) > 0
+        await trainer.save(2, str(saved))
+        assert await trainer.saved(2) > 0
     published = weights(tmp_path, 2)
     before, inode = published.read_bytes(), published.stat().st_ino
 
