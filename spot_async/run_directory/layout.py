@@ -45,7 +45,7 @@ from spot_async.base.text import visible
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.models.weight_files import complete_directory, delete_weights
+from spot_async.models.weight_files import complete_directory, delete_weights, flush_to_disk
 
 DECIMALS = 6  # of numbers in arrays, which people read
 RUN_FORMAT = 1  # raised when a run directory's files can no longer be read as before
@@ -55,6 +55,7 @@ OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weigh
               "dead_letters.jsonl", "tensorboard", "wandb", "ledger.sqlite", "ledger.sqlite-wal"}  # fmt: skip
 
 OF_ITERATIONS = ("metrics.jsonl", "samples.jsonl")
+APPENDED = (*OF_ITERATIONS, "dead_letters.jsonl", "spending.jsonl")
 
 # Events in the run's log whose `reason` says why the run did not come to its end.
 ENDS_EARLY, STALLED = "ends early", "stalled"
@@ -130,9 +131,13 @@ class RunDirectory:
         cores = usable_cores()
         with _to_be_used(path):
             cls.check_unused(path, purpose)
+            new = [each for each in (path, *path.parents) if not each.exists()]
             (path / "logs").mkdir(parents=True)  # fails for the second of two runs that start at once
             (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose, cores=cores)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+            # What a run keeps later is of no use without these.
+            for each in (path / "run.json", path / "config.yaml", path, *(made.parent for made in new)):
+                flush_to_disk(each)
         return cls(path.resolve(), purpose, cores)
 
     @classmethod
@@ -246,6 +251,19 @@ class RunDirectory:
                 append_whole(file, data)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+    def flush_rows(self) -> None:
+        """Return once the rows that were appended, and the names of all files, would outlive a power cut.
+
+        Raises StorageError.
+        """
+        try:
+            for name in APPENDED:
+                if (self.path / name).exists():
+                    flush_to_disk(self.path / name)
+            flush_to_disk(self.path)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}") from None
 
     def cut_after(self, iteration: int) -> None:
         """Cut the files that have rows of each iteration behind this one, and a row that a kill tore.

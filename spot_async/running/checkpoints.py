@@ -45,6 +45,7 @@ class RunCheckpoints:
     async def commit(self, iteration: int) -> None:
         directory = manifest.checkpoint_directory(self._run, iteration)
         written = msgspec.structs.replace(self._beginning, step=iteration)
+        await asyncio.to_thread(RunDirectory(self._run).flush_rows)  # a resumed run does not write them again
         await asyncio.to_thread(manifest.commit, directory, written)  # reads all of the tensors
         self._ledger.forget_samples(iteration)
         await asyncio.to_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
