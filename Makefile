@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-long test-servers soak simulate-soak lint types docs clean
+.PHONY: install quickstart test test-long test-servers soak simulate-soak fault-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -46,10 +46,15 @@ soak: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=explore \
 	tests/policies tests/replicas tests/loop tests/stages tests/spending
 
-# Simulated runs with faults, as many as SEEDS says: the tests have the first 300. A seed that fails is shrunk, and printed
-# as the line that replays it.
+# Simulated runs that crash and go on, as many as SEEDS says: the tests have the first 300. A seed that fails is shrunk,
+# and printed as the line that replays it. Started again, it goes on where it was stopped; delete STATE to begin anew.
 SEEDS ?= 2000
+STATE ?= .simulate-soak.json
 simulate-soak: install
+	$(BIN)/python tests/support/simulated_crashes.py --seeds $(SEEDS) --state $(STATE)
+
+# The same for runs with faults that do not crash.
+fault-soak: install
 	$(BIN)/python tests/support/simulated_methods.py --seeds $(SEEDS)
 
 # The lists are complete, so nothing else is resolved.

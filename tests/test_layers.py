@@ -35,7 +35,9 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "verification": GROUND,
     "trainer": GROUND,
     "serving": GROUND,
-    "testing": GROUND | {"protocols", "replicas", "stages", "evaluation", "loop", "running", "trainer"},
+    "testing": GROUND
+    | {"protocols", "replicas", "stages", "evaluation", "loop", "running", "trainer"}
+    | {"run_directory", "spending", "telemetry"},
     "policies": GROUND | {"protocols"},
     "backends": GROUND | {"protocols", "spending", "serving", "checks"},
 }

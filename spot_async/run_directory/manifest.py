@@ -52,8 +52,20 @@ class Checkpoint(msgspec.Struct, frozen=True):
     manifest: Manifest
 
 
+def beginning(checkpoint: Checkpoint | None, *, keys: str, data: str) -> Manifest:
+    """Return the manifest of the part of a run that begins at a checkpoint, or with nothing trained."""
+    if checkpoint is None:
+        return Manifest(step=0, lineages=(0,), keys=keys, data=data)
+    found = checkpoint.manifest
+    return Manifest(step=found.step, lineages=(*found.lineages, found.step), keys=keys, data=data)
+
+
 def checkpoint_directory(run: Path, step: int) -> Path:
     return run / DIRECTORY / f"step-{step:06d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
@@ -129,7 +141,7 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
         return
     check(found[0])
     for directory in found[keep:]:
-        step = int(directory.name.removeprefix("step-"))
+        step = step_of(directory)
         if keep_every is None or step % keep_every:
             (directory / FILE).unlink()  # first, so that half of a checkpoint never counts
             shutil.rmtree(directory, ignore_errors=True)

@@ -57,8 +57,4 @@ def open_run(path: Path, overrides: Sequence[str] = ()) -> ResumedRun:
 
 def beginning_of(config: Config, plan: TrainPlan, checkpoint: Checkpoint | None) -> Manifest:
     """Return the manifest of the part of a run that begins now."""
-    keys, data = digest_of_keys(config), digest_of_prompts(plan)
-    if checkpoint is None:
-        return Manifest(step=0, lineages=(0,), keys=keys, data=data)
-    found = checkpoint.manifest
-    return Manifest(step=found.step, lineages=(*found.lineages, found.step), keys=keys, data=data)
+    return manifest.beginning(checkpoint, keys=digest_of_keys(config), data=digest_of_prompts(plan))

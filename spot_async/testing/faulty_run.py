@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import structlog
@@ -48,7 +47,7 @@ from spot_async.testing.replies import capabilities
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica, Update
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE
 from spot_async.testing.simulation import SimulatedRun, make_run, same_limits, simulated_prompts
-from spot_async.testing.stateful_trainer import StatefulTrainer, read_weights
+from spot_async.testing.stateful_trainer import Line, StatefulTrainer, read_weights, scratch_directory
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, IntArray, SamplingSettings
 
@@ -82,8 +81,8 @@ def faulty_run(
     Raises what is wrong: `InvariantError`, `DeadlockError`, or any bug.
     """
     faults = planned_faults(seed) if faults is None else faults
-    with tempfile.TemporaryDirectory() as directory, structlog.testing.capture_logs() as logs:
-        drill = _Drill(seed, policy, max_staleness, faults, Path(directory))
+    with scratch_directory() as directory, structlog.testing.capture_logs() as logs:
+        drill = Drill(seed, policy, max_staleness, faults, directory)
         try:
             return run_on_virtual_time(drill.run(listeners, logs), ready_order=seed)
         except Exception as error:
@@ -104,19 +103,32 @@ def shrunk(faults: Iterable[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
     return left
 
 
-class _Drill:
-    """One run: its servers, its faults, and the checks of it."""
+class Drill:
+    """One run, or a part of it: its servers, its faults, and the checks of it."""
 
-    def __init__(self, seed: int, policy: Policy, max_staleness: int, faults: Sequence[Fault], directory: Path) -> None:
+    may_end: ClassVar[Mapping[str, str]] = MAY_END  # see `fault_plan.py`
+
+    def __init__(
+        self,
+        seed: int,
+        policy: Policy,
+        max_staleness: int,
+        faults: Sequence[Fault],
+        directory: Path,
+        *,
+        line: Line | None = None,
+        witnessed: dict[bytes, list[TrueSpans]] | None = None,
+    ) -> None:
+        """Make a run with weights in `directory`. `line` and `witnessed` are those of an earlier part of it."""
         rng = random.Random(derive_seed(seed, "run"))
-        self._seed = seed
-        self._rng = rng
-        self._policy = policy
-        self._max_staleness = max_staleness
-        self._faults = faults
-        self._batch_size, self._iterations = rng.randint(2, 4), rng.randint(2, 5)
-        enough = self._batch_size * self._iterations
-        self._prompts = rng.choice([None, None, None, rng.randint(0, enough), enough])  # None: without end
+        self.seed = seed
+        self.rng = rng
+        self.policy = policy
+        self.max_staleness = max_staleness
+        self.faults = faults
+        self.batch_size, self.iterations = _sizes(rng)
+        enough = self.batch_size * self.iterations
+        self.prompts = rng.choice([None, None, None, rng.randint(0, enough), enough])  # None: without end
         self._evaluate_every = rng.choice([0, 0, 1, 2])
         self._most_in_flight, self._concurrency = rng.choice([1, 3, 512, 512]), rng.choice([2, 64, 64])
         self._extra_places = rng.choice([0, 0, 3])
@@ -128,17 +140,21 @@ class _Drill:
             start_s=rng.choice([0.5, 5.0]),
             update_s=rng.choice([0.1, 1.0, 10.0, 1.5 * REQUEST_TIMEOUT_S]),
         )
-        self._invariants = Invariants(
-            batch_size=self._batch_size,
-            iterations=self._iterations,
+        self.invariants = Invariants(
+            batch_size=self.batch_size,
+            iterations=self.iterations,
             max_staleness=max_staleness,
-            prompts=self._prompts,
+            prompts=self.prompts,
+            batches=() if line is None else line.batches,
+            witnessed=witnessed,
         )
-        self._trainer = StatefulTrainer(
+        self._line = line or Line()
+        self.trainer = StatefulTrainer(
             directory,
             keep=max_staleness + 2,
             step_s=lambda: self._step_s * rng.uniform(0.5, 1.5),
-            check=self._invariants.check_batch,
+            check=self.invariants.check_batch,
+            line=self._line,
         )
 
         def servers(role: str, number: int) -> list[SimulatedServer]:
@@ -148,7 +164,7 @@ class _Drill:
         self.scene = Scene(
             students=servers("student", rng.randint(1, 3)),
             teachers=servers("teacher", rng.randint(1, 2)) if policy.needs.teacher else [],
-            trainer=self._trainer,
+            trainer=self.trainer,
             verifier=FaultyVerifier(),
         )
         self._attaches = rng.random() < 0.4
@@ -160,7 +176,8 @@ class _Drill:
         teacher = self._pool("teacher", self.scene.teachers) if self.scene.teachers else None
         pools = {"student": student} | ({} if teacher is None else {"teacher": teacher})
         run = self._made(student, teacher)
-        self._invariants.watch(run.orchestrator, self._trainer)
+        self.invariants.watch(run.orchestrator, self.trainer)
+        self.made(run)
         run.stages.events.subscribe(*listeners)
         if self._attaches:
             await gather(server.start() for server in self.scene.servers)
@@ -174,32 +191,34 @@ class _Drill:
             error = self._explained(failures)
         except asyncio.CancelledError:
             error = SpotError("the run was interrupted")
-        self._invariants.check_end(pools, is_early=error is not None)
+        self.invariants.check_end(pools, is_early=error is not None)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         require(not left, "I8", f"tasks are left: {left}")
         serving = [each.name for each in self.scene.servers if each.is_running]
         require(self._attaches or not serving, "I8", f"servers are left: {serving}")
-        self._check_results(run, is_early=error is not None)
+        self.check_results(run, is_early=error is not None)
         return FaultyRun(run, self.scene.struck, loop.time(), error, logs)
 
-    def _check_results(self, run: SimulatedRun, *, is_early: bool) -> None:
+    def check_results(self, run: SimulatedRun, *, is_early: bool) -> None:
         """Check that no prompt died without a reason, and that every evaluation that was due was made."""
         for ordinal, error in run.journal.dead.items():
             known = explained(error, self.scene.struck.values(), MAY_KILL)
             require(known, "I8", f"no fault explains the death of prompt {ordinal}: {type(error).__name__}: {error}")
-        due = [i for i in range(1, self._trainer.step + 1) if self._evaluation_is_due(i)]
-        made = [each.iteration for each in run.journal.evaluated]
-        require(is_early or made == due, "I7", f"weights {due} were to be evaluated, and {made} were")
+        if not is_early:
+            self.check_evaluations([each.iteration for each in run.journal.evaluated])
+
+    def check_evaluations(self, made: Sequence[int]) -> None:
+        due = [i for i in range(1, self.trainer.step + 1) if self.evaluation_is_due(i)]
+        require(made == due, "I7", f"weights {due} were to be evaluated, and {made} were")
 
     async def _beside_faults(self, run: SimulatedRun, pools: Mapping[str, ReplicaPool[Any]]) -> None:
         async def all_of_it() -> None:
-            if self._attaches:
-                until_s = asyncio.get_running_loop().time() + UPDATE_TIMEOUT_S
-                await pools["student"].update_weights(self._trainer.snapshot(0), deadline=until_s)
+            if self._attaches or self._line.lineage:
+                await self.catch_up(pools["student"])
             async with asyncio.TaskGroup() as group:
-                beside = [group.create_task(each.strike(self.scene)) for each in self._faults]
+                beside = [group.create_task(each.strike(self.scene)) for each in self.faults]
                 if self._attaches:
-                    beside += [group.create_task(kept_running(each, self._rng)) for each in self.scene.servers]
+                    beside += [group.create_task(kept_running(each, self.rng)) for each in self.scene.servers]
                 await run.orchestrator.run()
                 for task in beside:
                     task.cancel()
@@ -209,54 +228,77 @@ class _Drill:
                 await stack.enter_async_context(pool)
             await watched(all_of_it(), [pool.watch for pool in pools.values()])
 
+    async def catch_up(self, student: ReplicaPool[Any]) -> None:
+        """Bring the student's servers, which started with other weights, to those of the trainer."""
+        await self.send(student, self.trainer.step)
+
+    async def send(self, student: ReplicaPool[Any], step: int) -> None:
+        until_s = asyncio.get_running_loop().time() + UPDATE_TIMEOUT_S
+        await student.update_weights(self.trainer.snapshot(step), deadline=until_s)
+
     def _explained(self, failures: ExceptionGroup) -> SpotError:
         """Return the error that ended the run early. Raises what no fault explains."""
         for failure in leaves(failures):
             if not isinstance(failure, SpotError):
                 raise failure
         error = root_cause(failures)
-        known = explained(error, self.scene.struck.values(), MAY_END)
+        known = explained(error, self.struck(), self.may_end)
         require(known, "I8", f"no fault explains the end: {type(error).__name__}: {error}")
         return error
 
     def _pool(self, role: str, servers: Sequence[SimulatedServer]) -> ReplicaPool[Any]:
-        make: Any = self._student if role == "student" else SimulatedTeacherReplica
+        make: Any = self.student if role == "student" else self.teacher
         factories = {each.name: partial(make, each, attaches=self._attaches) for each in servers}
         serving = ServingConfig(
             stall_s=5.0, restarts=100, recovery_timeout_s=3000.0, max_in_flight=self._most_in_flight
         )
         return ReplicaPool(role, factories, serving, are_ours=not self._attaches)
 
-    def _student(self, server: SimulatedServer, *, attaches: bool) -> SimulatedReplica:
-        return _WitnessedReplica(server, self._invariants.witnessed, attaches=attaches)
+    def student(self, server: SimulatedServer, *, attaches: bool) -> SimulatedReplica:
+        return _WitnessedReplica(server, self.invariants.witnessed, attaches=attaches)
+
+    def teacher(self, server: SimulatedServer, *, attaches: bool) -> SimulatedTeacherReplica:
+        return SimulatedTeacherReplica(server, attaches=attaches)
+
+    def made(self, run: SimulatedRun) -> None:
+        """Do what is due once a run is made, and before it begins."""
+
+    def struck(self) -> Sequence[str]:
+        """Return what the faults did so far."""
+        return [*self.scene.struck.values()]
+
+    def kept(self) -> Mapping[str, Any]:
+        """Return what the run keeps, and where it goes on: arguments of an orchestrator."""
+        return {}
 
     def _made(self, student: ReplicaPool[Any], teacher: Any) -> SimulatedRun:
         offers = capabilities(VOCAB_SIZE, in_flight_updates=self._update != "drain")
-        places = (self._max_staleness + 1) * self._batch_size + self._extra_places
+        places = (self.max_staleness + 1) * self.batch_size + self._extra_places
         return make_run(
-            self._policy,
+            self.policy,
             student=student,
             teacher=teacher,
             verifier=self.scene.verifier,
-            trainer=self._trainer,
+            trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
-            evaluate=LiveEvaluation(self._evaluation_is_due, partial(self._measured, self._evaluations(student))),
-            prompts=simulated_prompts(self._prompts, problems=8),
+            evaluate=LiveEvaluation(self.evaluation_is_due, partial(self.measured, self.evaluations(student))),
+            prompts=simulated_prompts(self.prompts, problems=8),
             sleepers=[student] if self._sleeps else [],
             capabilities={"student": offers, "teacher": capabilities(VOCAB_SIZE)},
             config=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
-            seed=self._seed,
-            iterations=self._iterations,
-            batch_size=self._batch_size,
-            max_staleness=self._max_staleness,
+            seed=self.seed,
+            iterations=self.iterations,
+            batch_size=self.batch_size,
+            max_staleness=self.max_staleness,
             capacity_prompts=places,
             weight_update_timeout_s=UPDATE_TIMEOUT_S,
             max_dead_share=1.0,
+            **self.kept(),
         )
 
     # Evaluations
 
-    def _evaluations(self, student: ReplicaPool[Any]) -> Stage[SimulatedReplica]:
+    def evaluations(self, student: ReplicaPool[Any]) -> Stage[SimulatedReplica]:
         return Stage(
             "evaluate",
             student,
@@ -267,16 +309,16 @@ class _Drill:
             jitter=lambda: 0.5,
         )
 
-    def _evaluation_is_due(self, iteration: int) -> bool:
+    def evaluation_is_due(self, iteration: int) -> bool:
         return self._evaluate_every > 0 and iteration % self._evaluate_every == 0
 
-    async def _measured(self, stage: Stage[SimulatedReplica], iteration: int) -> EvaluationResult:
+    async def measured(self, stage: Stage[SimulatedReplica], iteration: int) -> EvaluationResult:
         """Ask the student, and check that all answers are of the weights that are evaluated."""
 
         async def response(n: int) -> Generation:
             prompt_ids: IntArray = np.arange(5, dtype=np.int32)
             sampling = SamplingSettings(
-                max_tokens=16, stop_token_ids=(END_TOKEN,), seed=derive_seed(self._seed, "evaluate", iteration, n)
+                max_tokens=16, stop_token_ids=(END_TOKEN,), seed=derive_seed(self.seed, "evaluate", iteration, n)
             )
             for _ in range(EVALUATION_ATTEMPTS):
                 with contextlib.suppress(RequestError):
@@ -288,8 +330,17 @@ class _Drill:
         for each in await gather(response(n) for n in range(3)):
             steps = [span.version.step for span in each.version_spans]
             require(steps == [iteration], "I2", f"an evaluation of weights {iteration} has tokens of {steps}")
-        require(self._trainer.path(iteration).is_dir(), "I7", f"weights {iteration} are gone in their evaluation")
+        require(self.trainer.path(iteration).is_dir(), "I7", f"weights {iteration} are gone in their evaluation")
         return EvaluationResult(())
+
+
+def sizes(seed: int) -> tuple[int, int]:
+    """Return the batch size and the number of iterations of a seed's run."""
+    return _sizes(random.Random(derive_seed(seed, "run")))
+
+
+def _sizes(rng: random.Random) -> tuple[int, int]:
+    return rng.randint(2, 4), rng.randint(2, 5)
 
 
 class _WitnessedReplica(SimulatedReplica):

@@ -20,11 +20,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from spot_async.base import wire
 from spot_async.base.events import Event
 from spot_async.loop.admission import PromptState
 from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseEnded, WeightsServed
 from spot_async.protocols import WeightSink
+from spot_async.testing.services import any_lineage
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Supervision, WeightSnapshot
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 LIVING = (PromptState.RUNNING, PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
 PLACED = LIVING[:3]
+Batches = Sequence[Sequence[Supervision]]
 # Which tokens of a response were sampled by which weights in truth: start, end, weights.
 TrueSpans = Sequence[tuple[int, int, str]]
 
@@ -43,12 +47,27 @@ class InvariantError(AssertionError):
 
 
 def weights_after(weights: str, batch: Iterable[Supervision]) -> str:
-    """Return the weights that a batch makes of `weights`: a digest. A batch without samples makes no step."""
-    samples = [wire.encode(each) for each in batch]
+    """Return the weights that a batch makes of `weights`: a digest. A batch without samples makes no step.
+
+    A resumed run has the same weights as before under the name of another lineage, so lineages do not count.
+    """
+    samples = [wire.encode(_of_any_lineage(each)) for each in batch]
     digest = hashlib.blake2b(weights.encode(), digest_size=8)
     for sample in samples:
         digest.update(sample)
     return digest.hexdigest() if samples else weights
+
+
+def _of_any_lineage(supervision: Supervision) -> Supervision:
+    if supervision.version is None or supervision.version.lineage == 0:
+        return supervision
+    return msgspec.structs.replace(
+        supervision,
+        version=any_lineage(supervision.version),
+        version_spans=tuple(
+            msgspec.structs.replace(span, version=any_lineage(span.version)) for span in supervision.version_spans
+        ),
+    )
 
 
 def require(holds: bool, invariant: str, otherwise: str) -> None:
@@ -62,15 +81,24 @@ class Invariants:
     `witnessed` has what each response was sampled by, by the bytes of its tokens.
     """
 
-    def __init__(self, *, batch_size: int, iterations: int, max_staleness: int, prompts: int | None) -> None:
-        """`prompts` is how many there are; None: as many as it takes."""
-        self.witnessed: dict[bytes, list[TrueSpans]] = {}
-        self.finished = 0  # iterations
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        iterations: int,
+        max_staleness: int,
+        prompts: int | None,
+        batches: Batches = (),
+        witnessed: dict[bytes, list[TrueSpans]] | None = None,
+    ) -> None:
+        """`prompts` is how many there are; None: as many as it takes. A resumed run has trained `batches` before."""
+        self.witnessed: dict[bytes, list[TrueSpans]] = {} if witnessed is None else witnessed
+        self.finished = len(batches)  # iterations
         self._batch_size = batch_size
         self._iterations = iterations
         self._prompts = sys.maxsize if prompts is None else prompts
         self._max_staleness = max_staleness
-        self._last_ordinal = -1  # of the batches so far
+        self._last_ordinal = max((each.prompt_ordinal for batch in batches for each in batch), default=-1)
         self._phases: dict[str, PhaseBegan] = {}  # by pump
         self._run: tuple[Orchestrator, StatefulTrainer] | None = None
 

@@ -36,6 +36,7 @@ from spot_async.testing.services import (
     VOCAB_SIZE,
     SimulatedStudent,
     SimulatedTeacher,
+    any_lineage,
     finish_reason,
     rng_of,
     sampled_tokens,
@@ -104,6 +105,7 @@ class SimulatedServer:
 
     def __post_init__(self) -> None:
         self.processor = SharedProcessor(self.rates.each)
+        self.luck = rng_of("faults of", self.name)  # not a request's, whose answer does not depend on faults
         self.held = [Held(0.0, INITIAL_VERSION, "")]  # oldest first
         self.is_running = False
         self._is_updating = False
@@ -264,9 +266,9 @@ class _OnServer:
             case "server error":
                 raise server.failure(TransientError, "HTTP 500", status=500)
             case "throttled":
-                raise ThrottledError(f"{server.name}: HTTP 429", retry_after_s=float(rng.exponential(2.0)))
+                raise ThrottledError(f"{server.name}: HTTP 429", retry_after_s=float(server.luck.exponential(2.0)))
             case "reset":
-                await server.processor.do(rng.random() * amount)
+                await server.processor.do(server.luck.random() * amount)
                 raise server.failure(TransientError, "connection reset")
         await server.processor.do(amount)
         match fault:
@@ -275,7 +277,7 @@ class _OnServer:
             case "cut off":
                 raise server.failure(TransientError, "the reply broke off")
             case "late":
-                await asyncio.sleep(LONGEST_DELAY_S * rng.random())
+                await asyncio.sleep(LONGEST_DELAY_S * server.luck.random())
             case "never":
                 await asyncio.get_running_loop().create_future()
 
@@ -308,14 +310,14 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
         """Sample a response. Where weights come meanwhile, the tokens after that are those that they would sample."""
         self.requests += 1
         began, held = self.server.processor.each_got, len(self.server.held) - 1
-        rng = rng_of(sampling.seed, self.version)
+        rng = rng_of(sampling.seed, any_lineage(self.version))
         token_ids = sampled_tokens(rng, sampling, self.mean_tokens)
         logprobs = -rng.random(len(token_ids), dtype=np.float32)
         await self._work(len(token_ids), rng)
         spans = self._spans(len(token_ids), began, self.server.held[held:])
         last = token_ids[-1]
         for span in spans[1:]:
-            rng, tokens = rng_of(sampling.seed, span.version), span.end - span.start
+            rng, tokens = rng_of(sampling.seed, any_lineage(span.version)), span.end - span.start
             token_ids[span.start : span.end] = rng.integers(2, VOCAB_SIZE, tokens)
             logprobs[span.start : span.end] = -rng.random(tokens)
         token_ids[-1] = last  # how long it gets is the first weights' to decide

@@ -66,7 +66,7 @@ def finish_reason(token_ids: IntArray) -> FinishReason:
     return "stop" if token_ids[-1] == END_TOKEN else "length"
 
 
-def _weights(version: WeightVersion) -> WeightVersion:
+def any_lineage(version: WeightVersion) -> WeightVersion:
     """Return what answers depend on: a resumed run has the same weights again, under the name of another lineage."""
     return WeightVersion(0, version.step)
 
@@ -91,7 +91,7 @@ class SimulatedStudent:
     ) -> Generation:
         self.requests += 1
         version = self.version
-        rng = rng_of(sampling.seed, _weights(version))
+        rng = rng_of(sampling.seed, any_lineage(version))
         token_ids = sampled_tokens(rng, sampling, self.mean_tokens)
         await self._work(len(token_ids), rng)
         logprobs = -rng.random(len(token_ids), dtype=np.float32)
@@ -114,7 +114,7 @@ class SimulatedStudent:
             raise VersionMismatchError(f"the server holds {version}, not {expected_version}")
         if len(positions) and int(positions.max()) >= len(response_ids):
             raise ValueError("position outside the response")
-        rng = rng_of("candidates", prompt_ids.tobytes() + response_ids.tobytes(), _weights(self.version))
+        rng = rng_of("candidates", prompt_ids.tobytes() + response_ids.tobytes(), any_lineage(self.version))
         await self._work(0, rng)
         if version != self.version:
             raise VersionMismatchError(f"the server has got {self.version} meanwhile", may_pass=True)

@@ -1,33 +1,68 @@
 """Simulates a trainer whose weights say what they were trained on, and in which order.
 
 The weights of a step are a digest of those before it and of the batch. So two runs trained on the same if their last
-weights are equal. They lie in real directories, which are pruned as the real trainer prunes them.
+weights are equal. They lie in real directories, which are written and pruned as the real trainer does it, and so do its
+checkpoints.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from spot_async.errors import TrainerError
-from spot_async.models.weight_files import delete_weights
+from spot_async.models.weight_files import complete_directory, delete_weights, flush_to_disk
 from spot_async.testing.invariants import require, weights_after
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 INITIAL_WEIGHTS = ""
 FILE = "weights"
+RANKS = 2  # whose files make a checkpoint
+SAVING_S = 0.3  # a rank's file
 
 # What may befall one step: the disk is full when its weights are published, a rank is killed, or it takes long.
 TrainerFault = Literal["disk full", "killed", "slow"]
+MEMORY = Path("/dev/shm")
 SLOW_STEP = 20.0  # times as long
 
 
-def read_weights(directory: str) -> str:
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Make a directory, in memory where the system has such a place, and delete it at the end."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        yield Path(directory)
+
+
+def read_weights(directory: str | Path) -> str:
     """Return the weights in a directory. Raises FileNotFoundError where it was deleted."""
     return (Path(directory) / FILE).read_text()
+
+
+def read_checkpoint(directory: Path) -> str:
+    """Return the weights in a checkpoint. Raises `InvariantError` unless all ranks' files have the same."""
+    found = {(directory / _rank_file(rank)).read_text() for rank in range(RANKS)}
+    require(len(found) == 1, "I7", f"the ranks' files in {directory} have {sorted(found)}")
+    return found.pop()
+
+
+@dataclass
+class Line:
+    """The weights of a run by step, and the batches that made them. A resumed run cuts it, and goes on with it."""
+
+    lineage: int = 0
+    weights: list[str] = field(default_factory=lambda: [INITIAL_WEIGHTS])
+    batches: list[list[Supervision]] = field(default_factory=list)
+
+    def cut(self, step: int, lineage: int) -> None:
+        self.lineage = lineage
+        del self.weights[step + 1 :], self.batches[step:]
 
 
 class StatefulTrainer:
@@ -40,23 +75,42 @@ class StatefulTrainer:
         keep: int,
         step_s: Callable[[], float] = lambda: 1.0,
         check: Callable[[int, Sequence[Supervision]], None] = lambda step, batch: None,
+        line: Line | None = None,
     ) -> None:
-        """`keep` is how many directories are kept, and `check` is told of each batch before it is trained on."""
-        self.weights = [INITIAL_WEIGHTS]  # by step
-        self.batches: list[list[Supervision]] = []
+        """`keep` is how many directories are kept, and `check` is told of each batch before it is trained on.
+
+        With a `line` it goes on behind its last weights.
+        """
+        self._line = line or Line()
         self.faults: deque[TrainerFault] = deque()  # of its next steps
         self._directory = directory
         self._keep = keep
+        self._saving = 0, directory
         self._step_s = step_s
         self._check = check
-        self._publish(INITIAL_WEIGHTS)
+        try:
+            directory.mkdir(exist_ok=True)
+            for leftover in directory.glob(".step-*"):
+                shutil.rmtree(leftover)
+        except OSError as error:
+            raise self._cannot_publish(str(error.strerror)) from error
+        if not self.path(self.step).exists():
+            self._publish(self.weights[-1])
+
+    @property
+    def weights(self) -> Sequence[str]:
+        return self._line.weights
+
+    @property
+    def batches(self) -> Sequence[Sequence[Supervision]]:
+        return self._line.batches
 
     @property
     def step(self) -> int:
         return len(self.batches)
 
     def snapshot(self, step: int) -> WeightSnapshot:
-        return WeightSnapshot(directory=str(self.path(step)), version=WeightVersion(0, step))
+        return WeightSnapshot(directory=str(self.path(step)), version=WeightVersion(self._line.lineage, step))
 
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
@@ -70,25 +124,67 @@ class StatefulTrainer:
         if fault == "killed":
             raise TrainerError("trainer was killed by SIGKILL")
         if fault == "disk full":
-            raise TrainerError(
-                f"cannot publish weights to {self.path(self.step + 1)}: No space left on device; complete weights up "
-                f"to {self.path(self.step)} are untouched"
-            )
+            raise self._cannot_publish("No space left on device")
         weights = weights_after(self.weights[-1], batch)
-        self.batches.append(list(batch))
-        self.weights.append(weights)
+        self._line.batches.append(list(batch))
+        self._line.weights.append(weights)
         self._publish(weights)
         return TrainReport(snapshot=self.snapshot(self.step), metrics={"loss": 0.0} if batch else {})
 
     async def save(self, step: int, directory: str) -> None:
-        raise NotImplementedError("runs that are not killed need no checkpoint")
+        """Begin a checkpoint. Files are written in the order of `trainer/checkpoint.py`, which imports torch."""
+        require(step == self.step, "I4", f"step {step} is saved after {self.step} steps")
+        self._saving = step, Path(directory)
+        with _saving_to(Path(directory)):
+            _make(Path(directory))
 
     async def saved(self, step: int) -> float:
-        raise NotImplementedError("runs that are not killed need no checkpoint")
+        saving, directory = self._saving
+        require(saving == step, "I4", f"step {saving} is saved, not {step}")
+        with _saving_to(directory):
+            for rank in range(RANKS):
+                await asyncio.sleep(SAVING_S)
+                _write(directory / _rank_file(rank), self.weights[step])
+        return SAVING_S * RANKS
 
     def _publish(self, weights: str) -> None:
-        path = self.path(self.step)
-        path.mkdir()
-        (path / FILE).write_text(weights)
-        for old in sorted(self._directory.iterdir())[: -self._keep]:
+        try:
+            with complete_directory(self.path(self.step)) as partial:
+                (partial / FILE).write_text(weights)
+        except OSError as error:
+            raise self._cannot_publish(str(error.strerror)) from error
+        for old in sorted(self._directory.glob("step-*"))[: -self._keep]:
             delete_weights(old)
+
+    def _cannot_publish(self, reason: str) -> TrainerError:
+        return TrainerError(
+            f"cannot publish weights to {self.path(self.step + 1)}: {reason}; complete weights up to "
+            f"{self.path(self.step)} are untouched"
+        )
+
+
+@contextlib.contextmanager
+def _saving_to(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainerError(f"cannot save a checkpoint to {directory}: {error.strerror}") from error
+
+
+def _make(directory: Path) -> None:
+    new = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in new:
+        flush_to_disk(each.parent)
+    for leftover in directory.glob("rank-*"):
+        leftover.unlink()
+
+
+def _write(path: Path, weights: str) -> None:
+    path.write_text(weights)
+    flush_to_disk(path)
+    flush_to_disk(path.parent)
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank + 1:05d}-of-{RANKS:05d}.safetensors"

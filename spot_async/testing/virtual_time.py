@@ -15,11 +15,13 @@ import itertools
 import random
 import selectors
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+THREAD_S = 0.1  # until what is asked of a thread is done
 
 
 class DeadlockError(RuntimeError):
@@ -77,6 +79,25 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now_s
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, function: Callable[..., T], *arguments: Any
+    ) -> asyncio.Future[T]:
+        """Do what is meant for a thread a little later, on this one: a thread would live in real time."""
+        done: asyncio.Future[T] = self.create_future()
+
+        def do() -> None:
+            try:
+                result = function(*arguments)
+            except Exception as error:  # noqa: BLE001 - handed over
+                if not done.cancelled():
+                    done.set_exception(error)
+            else:
+                if not done.cancelled():
+                    done.set_result(result)
+
+        self.call_later(THREAD_S, do)
+        return done
 
     def _run_once(self) -> None:
         # asyncio has no hook for the order of what is ready, so this uses the queue that `call_soon` fills.

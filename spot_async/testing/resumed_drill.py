@@ -1,0 +1,373 @@
+"""One life of a simulated run that may crash: it begins as `train --resume` does, and keeps what such a run keeps.
+
+What must hold over all lives, besides what `invariants.py` says of one:
+
+    I10  nothing that was committed is lost, and trained once is trained once: the last weights are those that follow
+         from the batches that the ledger names, each with the samples that its prompts were finished with last
+    I11  an evaluation that counts is made once, of the weights that count
+    I12  rows of metrics and samples appear once for each iteration
+    I13  finished samples are used again if their weights count and are new enough, and only then
+    I14  what was spent is known, as far as it was written down
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+from pydantic import BaseModel
+
+from spot_async.base.events import Event
+from spot_async.base.seeds import derive_seed
+from spot_async.config import TrainingConfig
+from spot_async.config.schema import KeptCheckpoints
+from spot_async.evaluation.response_log import write_whole
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.admission import is_trained
+from spot_async.loop.events import IterationFinished, PromptEnded
+from spot_async.loop.resuming import Resumption
+from spot_async.protocols import Policy
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.run_directory import manifest
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import Ledger, PromptRow
+from spot_async.run_directory.manifest import Checkpoint
+from spot_async.running.checkpoints import RunCheckpoints, go_back
+from spot_async.spending.account import Account, Spending
+from spot_async.stages.stage import Stage
+from spot_async.telemetry.run_log import RunLog
+from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.testing import fault_plan
+from spot_async.testing.crash_plan import DiskFault
+from spot_async.testing.crashing_disk import CrashingDisk
+from spot_async.testing.fault_plan import Fault
+from spot_async.testing.faulty_run import Drill, sizes
+from spot_async.testing.invariants import TrueSpans, require, weights_after
+from spot_async.testing.servers import SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
+from spot_async.testing.simulation import SimulatedRun
+from spot_async.testing.stateful_trainer import Line, read_checkpoint
+from spot_async.trainer.feed_check import sampled_spans
+from spot_async.types import Sample
+
+# By what struck a life, the errors with which it may end early, beside those of `fault_plan.MAY_END`.
+MAY_END = {
+    "full": "StorageError|ConfigError: run.directory|TrainerError: cannot (publish|save)|DataError: .*(full|No space)",
+    "bad commit": "DataError: .* is damaged",
+}
+
+
+@dataclass
+class Witness:
+    """What happened in all lives of a run in truth."""
+
+    line: Line = field(default_factory=Line)
+    spans: dict[bytes, list[TrueSpans]] = field(default_factory=dict)  # see `Invariants.witnessed`
+    finished: dict[int, Sequence[Sample]] = field(default_factory=dict)  # by ordinal, as the policy made them
+    commits: list[int] = field(default_factory=list)  # steps whose checkpoints were committed, and are whole
+    damaged: set[int] = field(default_factory=set)  # steps whose checkpoints are not
+    evaluated: set[int] = field(default_factory=set)  # iterations
+    evaluated_for_good: set[int] = field(default_factory=set)  # those that outlive a power cut
+    spent: int = 0  # requests to teachers
+    billed: int = 0  # those that were written down
+    flushed: int = 0  # those that outlive a power cut
+    has_lost_power: bool = False  # since the last life began
+    made_again: int = 0  # prompts whose finished samples were not used again
+    is_disturbed: bool = False  # whether faults decided what is trained on
+
+    def lose_power(self) -> None:
+        self.has_lost_power = True
+        self.billed = self.flushed
+        self.evaluated &= self.evaluated_for_good
+
+    def begin_anew(self) -> None:
+        self.line.cut(0, 0)
+        self.finished.clear()
+        self.commits.clear()
+        self.damaged.clear()
+        self.evaluated.clear()
+        self.spent = self.billed = self.flushed = 0
+
+
+class _RunSettings(BaseModel):
+    """What the run's directory gets as its configuration."""
+
+    seed: int
+
+
+class ResumedDrill(Drill):
+    """One life of a run, from the moment at which its process begins."""
+
+    may_end: ClassVar[Mapping[str, str]] = {**fault_plan.MAY_END, **MAY_END}
+
+    def __init__(
+        self,
+        seed: int,
+        policy: Policy,
+        max_staleness: int,
+        faults: Sequence[Fault],
+        witness: Witness,
+        disk: CrashingDisk,
+        strikes: Mapping[Any, DiskFault],
+    ) -> None:
+        self._witness = witness
+        self._disk = disk
+        self._strikes = strikes
+        self._arguments = seed, policy, max_staleness, faults
+        self._run: SimulatedRun | None = None
+        self._account = Account("teacher", token_budget=sys.maxsize)
+        rng = random.Random(derive_seed(seed, "checkpoints"))
+        self.batch_size, self.iterations = sizes(seed)
+        self.max_staleness = max_staleness
+        self._training = TrainingConfig(
+            iterations=self.iterations,
+            checkpoint_every=rng.choice([1, 1, 2, 3]),
+            keep_checkpoints=KeptCheckpoints(last=rng.choice([1, 2]), every=rng.choice([None, 2])),
+        )
+
+    def begin(self, path: Path, checkpoint: Checkpoint | None, stack: ExitStack) -> None:
+        """Do what a process does before it starts its servers."""
+        witness = self._witness
+        if checkpoint is None:
+            settings: Any = _RunSettings(seed=self._arguments[0])
+            self._directory = RunDirectory.create(path, settings)
+        else:
+            self._directory = RunDirectory.open(path)
+        self._beginning = manifest.beginning(checkpoint, keys="", data="")
+        step = self._beginning.step
+        witness.line.cut(step, self._beginning.lineage)
+        witness.evaluated -= {each for each in witness.evaluated if each > step}
+        witness.commits = [each for each in witness.commits if each <= step]
+        is_damaged = bool(witness.damaged)
+        witness.damaged.clear()
+        self._ledger = stack.enter_context(closing(_WitnessedLedger.open(path)))
+        self._ledger.witness = witness
+        self._spending = SpendingLog(self._directory, {"teacher": self._account})
+        self._resumption = Resumption()
+        if checkpoint is not None:
+            saved = read_checkpoint(checkpoint.directory)
+            require(saved == witness.line.weights[step], "I10", f"checkpoint {step} has weights of other batches")
+            self._resumption = go_back(
+                self._directory,
+                self._beginning,
+                self._ledger,
+                max_staleness=self.max_staleness,
+                batch_size=self.batch_size,
+            )
+            self._spending.go_on()
+            self._check_bill()
+            self._check_reuse(all_kept=not is_damaged and not witness.has_lost_power)
+        witness.has_lost_power = False
+        super().__init__(*self._arguments, path / "weights", line=witness.line, witnessed=witness.spans)
+
+    # What it keeps
+
+    def kept(self) -> Mapping[str, Any]:
+        checkpoints = _WitnessedCheckpoints(
+            self._directory.path,
+            self._training,
+            iterations=self.iterations,
+            beginning=self._beginning,
+            ledger=self._ledger,
+        )
+        checkpoints.witness = self._witness
+        return {"ledger": self._ledger, "checkpoints": checkpoints, "resumption": self._resumption}
+
+    async def catch_up(self, student: ReplicaPool[Any]) -> None:
+        """Send the weights, and make evaluations that were cut off, as `TrainingRun` does."""
+        for iteration in range(1, self._beginning.step):
+            is_missing = self.evaluation_is_due(iteration) and not self._is_evaluated(iteration)
+            if is_missing and self.trainer.path(iteration).is_dir():
+                await self.send(student, iteration)
+                await self.measured(self.evaluations(student), iteration)
+        await super().catch_up(student)
+        if self.evaluation_is_due(self._beginning.step) and not self._is_evaluated(self._beginning.step):
+            await self.measured(self.evaluations(student), self._beginning.step)
+
+    def made(self, run: SimulatedRun) -> None:
+        self._run = run
+        log = RunLog(self._directory, run.stages, is_strict=self.max_staleness == 0)
+        run.stages.events.subscribe(log, self._spending, self)
+
+    def on(self, event: Event) -> None:
+        match event:
+            case IterationFinished():  # after the others have written their files
+                self._witness.billed = self._witness.spent
+            case PromptEnded(error=error) if error is not None:
+                self._witness.is_disturbed = True
+
+    def teacher(self, server: SimulatedServer, *, attaches: bool) -> SimulatedTeacherReplica:
+        return _BilledTeacher(server, self._pay, attaches=attaches)
+
+    def _pay(self, server: str) -> None:
+        self._account.spending.setdefault(server, Spending()).requests += 1
+        self._witness.spent += 1
+
+    async def measured(self, stage: Stage[SimulatedReplica], iteration: int) -> EvaluationResult:
+        name = _evaluation(iteration)
+        if self._is_evaluated(iteration):
+            return EvaluationResult(())
+        begun, evaluated = self._beginning.step, self._witness.evaluated
+        require(iteration not in evaluated, "I11", f"evaluation {iteration} is made again, after checkpoint {begun}")
+        result = await super().measured(stage, iteration)
+        write_whole(self._directory, name, self.trainer.weights[iteration].encode())
+        evaluated.add(iteration)
+        return result
+
+    def _is_evaluated(self, iteration: int) -> bool:
+        return (self._directory.path / _evaluation(iteration)).exists()
+
+    def struck(self) -> Sequence[str]:
+        return [*(super().struck() if hasattr(self, "scene") else ()), *(str(each) for each in self._strikes.values())]
+
+    # What must hold
+
+    def _check_bill(self) -> None:
+        witness, known = self._witness, self._account.total.requests
+        inside = witness.billed <= known <= witness.spent
+        require(
+            inside, "I14", f"{known} requests are known, of {witness.spent}, and {witness.billed} were written down"
+        )
+        witness.spent = witness.billed = known
+
+    def _check_reuse(self, *, all_kept: bool) -> None:
+        """Check which finished samples are used again. A power cut and a damaged checkpoint may cost some."""
+        resumption, finished = self._resumption, self._witness.finished
+        living = [row.ordinal for row in self._ledger.prompts() if row.state != "dead"]
+        for place, ordinal in enumerate(living):
+            if ordinal in resumption.settled:
+                continue
+            if resumption.samples_of(ordinal) is None:
+                samples = finished.pop(ordinal, None)
+                still_counts = samples is not None and self._still_counts(samples, place // self.batch_size)
+                require(not (all_kept and still_counts), "I13", f"finished prompt {ordinal} is made again")
+
+    def _still_counts(self, samples: Sequence[Sample], batch: int) -> bool:
+        weights = self._witness.line.weights
+        for sample in samples:
+            if sample.supervision is None:
+                continue
+            spans = sampled_spans(sample.supervision)
+            if any(
+                span.version.step < batch - self.max_staleness or span.version.step >= len(weights) for span in spans
+            ):
+                return False
+            named = [(span.start, span.end, weights[span.version.step]) for span in spans]
+            if spans and named not in self._witness.spans.get(sample.supervision.response_ids.tobytes(), []):
+                return False
+        return True
+
+    def check_evaluations(self, made: Sequence[int]) -> None:
+        """Check that each evaluation that was due was made once, of weights that count."""
+        for iteration in range(1, self.trainer.step + 1):
+            path = self._directory.path / _evaluation(iteration)
+            require(
+                path.exists() == self.evaluation_is_due(iteration), "I11", f"evaluation {iteration}: {path.exists()}"
+            )
+            if path.exists():
+                found = path.read_text()
+                require(found == self.trainer.weights[iteration], "I11", f"evaluation {iteration} is of {found}")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, once it came to its end: it did not run out of money."""
+        return self._run is None or self._run.orchestrator.state.spent is None
+
+    def check_end_of_run(self) -> None:
+        """Check what a run left that came to its end."""
+        witness, step = self._witness, self.trainer.step
+        if self._run is not None and any(verdict for verdict in self.struck() if "verdicts" in verdict):
+            witness.is_disturbed = True
+        with closing(Ledger.open(self._directory.path)) as ledger:
+            rows = list(ledger.prompts())
+        require([row.ordinal for row in rows] == list(range(len(rows))), "I10", "prompts are missing in the ledger")
+        weights = ""
+        for batch in range(step):
+            ordinals = [row.ordinal for row in rows if row.batch == batch]
+            require(len(ordinals) == self.batch_size, "I10", f"batch {batch} has prompts {ordinals} in the ledger")
+            samples = [sample for ordinal in ordinals for sample in witness.finished[ordinal]]
+            trained = [sample.supervision for sample in samples if sample.supervision is not None]
+            weights = weights_after(weights, trained)
+        require(weights == witness.line.weights[-1], "I10", "the last weights do not follow from the ledger's batches")
+        self._check_prompts(rows, step)
+        self._check_rows(rows, step)
+        self.check_evaluations(())
+
+    def _check_prompts(self, rows: Sequence[PromptRow], step: int) -> None:
+        """Check that the prompts before the last one that was trained are in a batch, or dead."""
+        last = max((row.ordinal for row in rows if row.batch is not None), default=-1)
+        for row in rows:
+            is_in = row.batch is not None and row.batch < step
+            is_used = is_in and row.state == (
+                "batched" if is_trained(self._witness.finished[row.ordinal]) else "left_out"
+            )
+            holds = is_used or row.state == "dead" or row.ordinal > last
+            require(holds, "I10", f"prompt {row.ordinal} is {row.state}, in batch {row.batch}")
+
+    def _check_rows(self, rows: Sequence[PromptRow], step: int) -> None:
+        """Check that each iteration has its rows once."""
+        every = list(range(1, step + 1))
+        iterations = _iterations(self._directory.path / "metrics.jsonl")
+        require(iterations == every, "I12", f"metrics.jsonl has rows of {iterations}")
+        made = Counter(_iterations(self._directory.path / "samples.jsonl"))
+        for iteration in every:
+            due = sum(len(self._witness.finished[row.ordinal]) for row in rows if row.batch == iteration - 1)
+            require(made[iteration] == due, "I12", f"samples.jsonl has {made[iteration]} of {due} rows of {iteration}")
+
+
+class _WitnessedLedger(Ledger):
+    """A ledger that shows what it was told."""
+
+    witness: Witness
+
+    def admit(self, ordinal: int, problem_id: str) -> None:
+        super().admit(ordinal, problem_id)
+        self.witness.made_again += self.witness.finished.pop(ordinal, None) is not None
+
+    def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
+        super().finish(ordinal, samples)
+        self.witness.finished[ordinal] = samples
+
+
+class _WitnessedCheckpoints(RunCheckpoints):
+    """Checkpoints that show what was committed."""
+
+    witness: Witness
+
+    async def commit(self, iteration: int) -> None:
+        billed, evaluated = self.witness.billed, set(self.witness.evaluated)
+        await super().commit(iteration)
+        self.witness.flushed, self.witness.evaluated_for_good = billed, evaluated
+        if iteration not in self.witness.damaged:
+            self.witness.commits.append(iteration)
+
+
+class _BilledTeacher(SimulatedTeacherReplica):
+    """A teacher whose answers cost something."""
+
+    def __init__(self, server: SimulatedServer, pay: Any, *, attaches: bool) -> None:
+        super().__init__(server, attaches=attaches)
+        self._pay = pay
+
+    async def _work(self, tokens: int, rng: Any) -> None:
+        await super()._work(tokens, rng)
+        self._pay(self.server.name)
+
+
+class _Row(msgspec.Struct):
+    iteration: int
+
+
+def _iterations(path: Path) -> list[int]:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [msgspec.json.decode(line, type=_Row).iteration for line in lines]
+
+
+def _evaluation(iteration: int) -> str:
+    return f"evaluation-{iteration:06d}.json"
