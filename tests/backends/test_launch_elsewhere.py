@@ -159,6 +159,18 @@ def test_settings_of_a_prefix_that_cannot_work_are_refused(launch, expected):
         LaunchSettings(python="python", **launch)
 
 
+def test_a_plan_looks_through_each_prefix_before_anything_starts():
+    several = [{"python": sys.executable, "prefix": ["env"]}, {"python": "python3", "prefix": ["no-such-ssh", "node2"]}]
+    settings = VllmBackend.Settings(launch=several)
+    with pytest.raises(ConfigError, match=r"^teacher\.backend\.launch\.1\.prefix: no program 'no-such-ssh'"):
+        settings.check_machine("teacher.backend")
+    with pytest.raises(ConfigError, match=r"^teacher\.backend\.launch\.0\.python: no vllm in .* far side of env: inst"):
+        settings.check_installed("teacher.backend")
+    local = LocalBackend.Settings(launch={"prefix": ["env"]}, device="cuda:7")
+    local.check_machine("student.backend")  # whether the other machine has GPUs is not known here
+    local.check_installed("student.backend")
+
+
 def test_servers_of_several_machines_may_have_the_same_devices():
     nodes = [LaunchSettings(python="p", prefix=["ssh", name], devices="0") for name in ("node1", "node2")]
     check_together(nodes)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_namespaces import namespace
+from network_namespaces import linked, namespace, run
 from process_trees import DEPTH, gone, is_alive, printed, write_server
 from ssh_server import ssh_server
 
@@ -143,6 +143,22 @@ async def test_the_far_side_ends_by_itself_when_it_hears_nothing_and_not_before(
     with pytest.raises(ProcessDiedError):
         await child.watch()
     assert "stopping: nothing heard from the run for 0.6 s" in child.log_tail()
+
+
+@pytest.mark.long
+async def test_what_a_cut_link_leaves_there_ends_while_it_is_still_cut(server, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys")
+    with namespace("cut") as name, linked(name) as (device, address):
+        within = ["ip", "netns", "exec", name]
+        with ssh_server(keys, free_port(), address=address, within=within) as client:
+            patient = ["ssh", "-F", str(client), "-o", "ServerAliveInterval=2", "there"]  # gives up after 6 seconds
+            child, pids, far_guard = await start(patient, server, str(DEPTH), "polite", silence_s=2.0)
+            await asyncio.sleep(4.0)
+            assert is_alive(far_guard)
+            run("ip", "link", "set", device, "down")
+            assert await gone([*pids, far_guard])
+            with pytest.raises(ProcessDiedError, match="exited with code 255"):
+                await child.watch()
 
 
 # Says what it was given, and whether any user could see its secret.

@@ -26,5 +26,21 @@ def namespace(word: str) -> Iterator[str]:
         run("ip", "netns", "del", name)
 
 
+@contextlib.contextmanager
+def linked(name: str) -> Iterator[tuple[str, str]]:
+    """Link a namespace with this one; yield our end's device, and the other end's address."""
+    ours, theirs = f"spot{os.getpid()}a", f"spot{os.getpid()}b"
+    network = f"10.219.{os.getpid() % 250}"
+    run("ip", "link", "add", ours, "type", "veth", "peer", "name", theirs, "netns", name)
+    try:
+        run("ip", "addr", "add", f"{network}.1/30", "dev", ours)
+        run("ip", "link", "set", ours, "up")
+        run("ip", "-n", name, "addr", "add", f"{network}.2/30", "dev", theirs)
+        run("ip", "-n", name, "link", "set", theirs, "up")
+        yield ours, f"{network}.2"
+    finally:
+        run("ip", "link", "del", ours)
+
+
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -12,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from spot_async.base.processes.guard import process_tree
 
 PRIVILEGE_SEPARATION = Path("/run/sshd")  # an sshd of root wants it
 SETTINGS = """
@@ -52,7 +56,10 @@ def ssh_server(directory: Path, port: int, *, address: str = "127.0.0.1", within
         _until_it_listens(address, port, process)
         yield client
     finally:
-        process.terminate()
+        below = process_tree(process.pid)  # a session whose client is out of reach waits for it
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
         if is_made:
             PRIVILEGE_SEPARATION.rmdir()
