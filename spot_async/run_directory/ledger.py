@@ -4,6 +4,8 @@ A row is a prompt, by its ordinal. Its state is that of the admission book, with
 a prompt is trained. That follows from the newest manifest (`manifest.py`): batches before its step are trained. So one
 write commits a checkpoint, and no two files have to agree.
 
+Each prompt that ends comes with what was spent until then. So a kill forgets no more of that than what was running.
+
 Only one fact of a prompt is written once and never changed in a lineage: the number of its batch. It is on disk before
 the batch is trained on. Everything else may be lost with the power, and is then done again.
 
@@ -24,6 +26,8 @@ import msgspec
 from spot_async.base import wire
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.layout import row_bytes
+from spot_async.spending.account import Account, Spending
+from spot_async.spending.records import metered
 from spot_async.types import Sample, Supervision
 
 FILE = "ledger.sqlite"
@@ -40,6 +44,13 @@ create table if not exists prompts (
     lineage integer,  -- of the weights that the batch made
     samples blob  -- of queued and batched ones
 );
+create table if not exists spending (
+    role text not null,
+    server text not null,
+    settled text not null,  -- JSON: of the requests that have ended
+    in_flight text not null,  -- JSON: the worst case of those that have not
+    primary key (role, server)
+) without rowid;
 """
 
 
@@ -55,6 +66,15 @@ class PromptRow(NamedTuple):
     lineage: int | None
 
 
+class SpendingRow(NamedTuple):
+    """What was sent to a server of a role when a prompt last ended."""
+
+    role: str
+    server: str
+    settled: Spending
+    in_flight: Spending
+
+
 class _Kept(msgspec.Struct, frozen=True):
     """A sample as it is kept. Arrays of its record, which only people read, have become lists."""
 
@@ -66,13 +86,16 @@ class _Kept(msgspec.Struct, frozen=True):
 class Ledger:
     """An open ledger. Close it at the end. Every method is one transaction, and raises StorageError if it fails."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path, accounts: Mapping[str, Account]) -> None:
         self._connection = connection
         self._path = path
+        self._accounts = accounts
 
     @classmethod
-    def open(cls, directory: Path) -> Self:
+    def open(cls, directory: Path, accounts: Mapping[str, Account] | None = None) -> Self:
         """Open the ledger of a run directory, and make it if there is none.
+
+        What is spent on the `accounts`, by role, is kept with each prompt that ends.
 
         Raises DataError for one that another process holds, that is damaged, or that a newer program wrote.
         """
@@ -95,7 +118,7 @@ class Ledger:
             raise DataError(
                 f"{path} has format {found}, newer than this spot-async can read ({FORMAT}): install a newer one"
             )
-        return cls(connection, path)
+        return cls(connection, path, metered(accounts or {}))
 
     def close(self) -> None:
         self._connection.close()
@@ -113,11 +136,12 @@ class Ledger:
     def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
         """Keep a prompt's samples, which wait for their batch."""
         kept = [_Kept(each.supervision, each.metrics, row_bytes(each.record)) for each in samples]
-        self._do("update prompts set state = 'queued', samples = ? where ordinal = ?", (wire.encode(kept), ordinal))
+        self._end("update prompts set state = 'queued', samples = ? where ordinal = ?", (wire.encode(kept), ordinal))
 
     def give_up(self, ordinal: int, state: str, reason: str) -> None:
         """Note that a prompt is dead, or that there was no money for it."""
-        self._do("update prompts set state = ?, reason = ?, samples = null where ordinal = ?", (state, reason, ordinal))
+        statement = "update prompts set state = ?, reason = ?, samples = null where ordinal = ?"
+        self._end(statement, (state, reason, ordinal))
 
     def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool]) -> None:
         """Note which prompts make a batch, and whether any of its samples is trained on.
@@ -169,6 +193,27 @@ class Ledger:
             ]
         except (msgspec.MsgspecError, ValueError):
             return None
+
+    def spending(self) -> list[SpendingRow]:
+        """Return what was spent, as it was when a prompt last ended."""
+        with self._failing():
+            rows = self._connection.execute("select role, server, settled, in_flight from spending").fetchall()
+        return [
+            SpendingRow(role, server, *(msgspec.json.decode(each, type=Spending) for each in amounts))
+            for role, server, *amounts in rows
+        ]
+
+    def _end(self, statement: str, values: Sequence[Any]) -> None:
+        """Note the end of a prompt, and what was spent until then."""
+        with self._transaction():
+            self._connection.execute(statement, values)
+            for role, account in self._accounts.items():
+                in_flight = account.in_flight
+                for server, settled in account.spending.items():
+                    amounts = [msgspec.json.encode(each).decode() for each in (settled, in_flight[server])]
+                    self._connection.execute(
+                        "insert or replace into spending values (?, ?, ?, ?)", (role, server, *amounts)
+                    )
 
     def _do(self, statement: str, values: Sequence[Any]) -> None:
         with self._failing():

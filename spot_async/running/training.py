@@ -171,7 +171,7 @@ class TrainingRun:
         with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
-        self._ledger = stack.enter_context(closing(Ledger.open(directory.path)))
+        self._ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
         if self._checkpoint is not None:
             self._resumption = self._go_back()
         stack.callback(self._ledger_file.write)  # whatever ends the run
@@ -279,7 +279,7 @@ class TrainingRun:
             max_staleness=self._config.max_staleness,
             batch_size=self._config.training.batch_size,
         )
-        self._ledger_file.go_on()
+        self._ledger_file.go_on(self._ledger.spending())
         for path in sorted(self._directory.path.glob("evaluation-[0-9]*.json")):
             when = path.stem.removeprefix("evaluation-")
             found = self._finished(when)

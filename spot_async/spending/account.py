@@ -72,6 +72,7 @@ class Account:
         self.is_limited = requests_per_minute is not None or tokens_per_minute is not None
         self.rate_limit = RateLimiter(requests_per_minute, tokens_per_minute)
         self.spending: dict[str, Spending] = {}  # by server
+        self._in_flight: dict[Charge, tuple[str, Usage, float]] = {}  # server and worst case
         self._reserved_money = 0.0  # the worst case of all requests in flight
         self._reserved_tokens = 0
         self._settled = asyncio.Event()  # a request in flight has ended, so there may be room again
@@ -93,6 +94,15 @@ class Account:
         for each in self.spending.values():
             total.add(each)
         return total
+
+    @property
+    def in_flight(self) -> dict[str, Spending]:
+        """What is under way to each server: nobody would know what it took if this process died now."""
+        found = {server: Spending() for server in self.spending}
+        for server, at_most, money in self._in_flight.values():
+            worst = Spending(requests=1, unknown=1, unknown_tokens=at_most.tokens, unknown_money=money)
+            found[server].add(worst)
+        return found
 
     @contextlib.asynccontextmanager
     async def request(
@@ -119,6 +129,7 @@ class Account:
         rate_limit.send(asyncio.get_running_loop().time(), grant)
         charge = Charge(size)
         spending = self.spending.setdefault(server, Spending())
+        self._in_flight[charge] = (server, at_most, money)
         try:
             yield charge
         except BaseException as error:
@@ -131,6 +142,7 @@ class Account:
         finally:
             spending.requests += 1
             spending.sent_bytes += charge.sent_bytes
+            del self._in_flight[charge]
             self._reserved_money -= money
             self._reserved_tokens -= at_most.tokens
             self._settled.set()

@@ -1,15 +1,15 @@
 """Writes `spending.jsonl`: what a run was billed so far, by endpoint.
 
 Rows are cumulative, one for each endpoint of each account. They are written after the start, after every iteration,
-after every `RESPONSES` of a stand-alone evaluation, and when the run ends, however it ends. So after a kill, only what
-was spent since the last rows is unknown.
+after every `RESPONSES` of a stand-alone evaluation, and when the run ends, however it ends. A training run's ledger has
+newer counts, so after a kill only what was running is unknown.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -18,6 +18,7 @@ from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.loop.events import IterationFinished, ResponseJudged
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import SpendingRow
 from spot_async.spending.account import FREE, Account, Spending
 from spot_async.spending.records import metered
 
@@ -47,8 +48,11 @@ class SpendingLog:
             case ResponseJudged(finished=finished) if not self._trains and finished % RESPONSES == 0:
                 self.write(0)
 
-    def go_on(self) -> None:
-        """Continue the counts of a run that was stopped. Raises DataError for a damaged file."""
+    def go_on(self, kept: Iterable[SpendingRow] = ()) -> None:
+        """Continue the counts of a run that was stopped. Raises DataError for a damaged file.
+
+        `kept` is what the ledger has. Where it is newer, what was under way then counts as sent and never answered.
+        """
         path = self._directory.path / FILE
         data = path.read_bytes() if self._accounts and path.exists() else b""
         whole_bytes = data.rfind(b"\n") + 1
@@ -69,6 +73,12 @@ class SpendingLog:
                     )
                 found = {name: getattr(row, name) for name in Spending.__struct_fields__}
                 self._accounts[row.role].spending[row.server] = Spending(**found)
+        for role, server, settled, in_flight in kept:
+            if role in self._accounts:
+                counted = self._accounts[role].spending.get(server, Spending())
+                if settled.requests >= counted.requests:
+                    settled.add(in_flight)
+                    self._accounts[role].spending[server] = settled
 
     def write(self, iteration: int | None = None) -> None:
         """Write a row for each endpoint. An iteration of None stands for the end of the run."""

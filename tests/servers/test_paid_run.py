@@ -1,7 +1,7 @@
 """Whole runs with a teacher that bills (`paid_endpoint.py`): all processes are real, student and trainer too.
 
 The account agrees with the endpoint's own bill. A budget ends the run with everything saved and exit code 4. A replay
-makes no request and trains on the same numbers.
+makes no request and trains on the same numbers. A run that is killed pays twice at most for what was running.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from spot_async.run_directory.ledger import Ledger
+
 ROOT = Path(__file__).parents[2]
 LIMITS = ("--requests-per-minute", "3000", "--tokens-per-minute", "400000")
+DEAREST = 0.0002 + 3.0e-6 * (64 + 160)  # request: the longest prompt and response
 SMALL = [
     "policy=opd",
     "training.batch_size=16",
@@ -44,7 +49,11 @@ def bill_of(url):
         return json.load(reply)
 
 
-def train(run, url, *overrides):
+def command(*given):
+    return [sys.executable, "-m", "spot_async", "train", *given]
+
+
+def arguments(run, url, *overrides):
     backend = {
         "kind": "openai",
         "url": url,
@@ -52,9 +61,12 @@ def train(run, url, *overrides):
         "tokens_per_minute": 400000,
         "prices": {"prompt": 3.0, "cached_prompt": 0.75, "completion": 12.0, "request": 0.0002},
     }
-    command = ["train", "configs/quickstart.yaml", f"run.directory={run}", *SMALL, *overrides]
-    command.insert(3, f"teacher.backend={json.dumps(backend)}")
-    done = subprocess.run([sys.executable, "-m", "spot_async", *command], cwd=ROOT, capture_output=True, text=True)
+    teacher = f"teacher.backend={json.dumps(backend)}"
+    return command("configs/quickstart.yaml", teacher, f"run.directory={run}", *SMALL, *overrides)
+
+
+def train(run, url, *overrides):
+    done = subprocess.run(arguments(run, url, *overrides), cwd=ROOT, capture_output=True, text=True)
     read = SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, path=run)
     if (run / "summary.json").exists():
         read.summary = json.loads((run / "summary.json").read_text())
@@ -113,3 +125,42 @@ def test_a_budget_ends_the_run_with_everything_saved(paid, tmp_path):
     assert run.summary["prompts"]["trained"] == 16 * iterations
     assert run.summary["prompts"]["unpaid"] > 0
     assert (run.path / "student" / "model.safetensors").exists()
+
+
+def test_three_kills_cost_no_more_than_what_was_running(tmp_path):
+    run, every = tmp_path / "run", "training.checkpoint_every=1"
+    with paid_endpoint("--vocabulary", "48", *LIMITS, "--latency-s", "0.1") as url:
+        running = killed_amid_requests(arguments(run, url, every), url, run, after=1)
+        for iterations in (2, 3):
+            running += killed_amid_requests(command("--resume", str(run)), url, run, after=iterations)
+        done = subprocess.run(command("--resume", str(run)), cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        bill = bill_of(url)
+    spent = json.loads((run / "summary.json").read_text())["spending"]["teacher"]
+    start = rows(run / "spending.jsonl")[0]
+    assert running > 0
+    # opd asks once for each prompt
+    assert bill["answered"] - 4 * start["answered"] - 5 * 16 <= running
+    forgotten = bill["answered"] - spent["answered"]
+    assert 0 <= forgotten <= running
+    assert spent["unknown"] <= running
+    assert 0 <= float(bill["money"]) - spent["money"] <= forgotten * DEAREST
+
+
+def killed_amid_requests(given, url, run, after):
+    """Kill a run while prompts of the iteration after this one are asked about. Return how many are running."""
+    process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (run / "checkpoints" / f"step-{after:06d}" / "manifest.json").exists())
+    before = bill_of(url)["answered"]
+    wait_until(lambda: bill_of(url)["answered"] > before + 6)
+    process.kill()
+    process.wait()
+    with closing(Ledger.open(run)) as ledger:
+        return sum(row.state == "running" for row in ledger.prompts())
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from spot_async.errors import BudgetSpentError, DataError, PermanentError, ThrottledError, TransientError
 from spot_async.loop.events import ResponseJudged
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import Ledger
 from spot_async.spending.account import Account, Spending
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
 from spot_async.telemetry.spending_log import RESPONSES, SpendingLog
@@ -203,3 +205,34 @@ def test_spending_is_continued_from_whole_lines_and_a_damaged_or_foreign_file_is
         file.write(b'{"role":"\xff","server":"one"}\n')
     with pytest.raises(DataError, match=r"spending.jsonl:3: cannot go on with this file"):
         opened()[1].go_on()
+
+
+def test_a_kill_forgets_only_what_was_asked_since_a_prompt_last_ended(tmp_path):
+    """A request that was under way then may have been billed, so the budget has no room for it any more."""
+    size = Size(prompt_tokens=100, max_completion_tokens=10)
+    worst = PRICES.highest_cost(size.at_most)
+
+    def opened():
+        account = Account("teacher", prices=PRICES, budget=2.5 * worst)
+        return account, SpendingLog(RunDirectory(tmp_path), {"teacher": account})
+
+    async def ask_until_killed(account, ledger):
+        await ask(account, reply(100, 10))
+        async with account.request("there", size, account.rate_limit):
+            ledger.finish(0, [])
+            return ledger.spending()
+
+    account, log = opened()
+    log.write(0)
+    with closing(Ledger.open(tmp_path, {"teacher": account})) as ledger:
+        kept = run_on_virtual_time(ask_until_killed(account, ledger))
+    resumed, log = opened()
+    log.go_on(kept)
+    assert (resumed.total.requests, resumed.total.answered, resumed.total.unknown) == (2, 1, 1)
+    assert resumed.total.unknown_money == worst
+    with pytest.raises(BudgetSpentError):
+        run_on_virtual_time(ask(resumed, reply(100, 10)))
+    log.write()
+    once_more, log = opened()
+    log.go_on(kept)  # which the file's rows are newer than
+    assert once_more.spending == resumed.spending
