@@ -56,6 +56,7 @@ def train(
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
+    from spot_async.checks.room import check_room
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
     from spot_async.tools.estimate.machine import estimate_machine, show_machine
 
@@ -73,6 +74,7 @@ def train(
             path = RunDirectory.choose_path(settings, name_of(config))
             RunDirectory.check_usable(path)
             plan = plan_training(settings)
+        check_room(path, settings.training, plan.student.directory)
         estimates = estimate_run(settings, plan, earlier)
         machine = estimate_machine(settings, plan, earlier)
         if dry_run:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -35,6 +36,19 @@ def weight_files(directory: Path) -> list[Path]:
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise DataError(f"{index}: names files outside its directory")
     return [directory / name for name in names]
+
+
+def parameter_count(directory: Path) -> int:
+    """Return how many numbers the directory's weights have, from the headers of its files. Raises `DataError`."""
+    count = 0
+    for path in weight_files(directory):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            count += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+            raise DataError(f"{path}: is no safetensors file: {error}") from error
+    return count
 
 
 @contextlib.contextmanager

@@ -68,8 +68,8 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def commit(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest of a directory whose other files are on disk. Raises StorageError.
+def commit(directory: Path, manifest: Manifest) -> tuple[CheckpointFile, ...]:
+    """Write the manifest of a directory whose other files are on disk; return those. Raises StorageError.
 
     When this returns the checkpoint counts, also after a power cut.
     """
@@ -84,6 +84,7 @@ def commit(directory: Path, manifest: Manifest) -> None:
             flush_to_disk(each)
     except OSError as error:
         raise StorageError(f"cannot write {directory / FILE}: {error.strerror}") from None
+    return files
 
 
 def newest(run: Path) -> Checkpoint:

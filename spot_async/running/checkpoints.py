@@ -11,12 +11,14 @@ from pathlib import Path
 import msgspec
 
 from spot_async.config import TrainingConfig
+from spot_async.errors import StorageError
 from spot_async.loop.admission import PromptState
 from spot_async.loop.resuming import Resumption
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger, PromptRow
 from spot_async.run_directory.manifest import Manifest
+from spot_async.run_directory.room import bytes_of, shortage
 from spot_async.types import Sample, Supervision, WeightVersion
 
 ROLLED_BACK = "rolled-back"
@@ -26,27 +28,44 @@ class RunCheckpoints:
     """The `Checkpoints` of a run directory: every so many iterations, and after the last."""
 
     def __init__(
-        self, run: Path, training: TrainingConfig, *, iterations: int, beginning: Manifest, ledger: Ledger
+        self,
+        run: Path,
+        training: TrainingConfig,
+        *,
+        iterations: int,
+        beginning: Manifest,
+        ledger: Ledger,
+        expected_bytes: int,
     ) -> None:
-        """`beginning` says where this part of the run began: its step, lineages and digests."""
+        """`beginning` says where this part of the run began: its step, lineages and digests.
+
+        `expected_bytes`: what the first checkpoint takes.
+        """
         self._run = run
         self._every = training.checkpoint_every
         self._keep = training.keep_checkpoints
         self._iterations = iterations
         self._beginning = beginning
         self._ledger = ledger
+        self._expected_bytes = expected_bytes
 
     def is_due(self, iteration: int) -> bool:
         return iteration % self._every == 0 or iteration == self._iterations
 
     def directory(self, iteration: int) -> str:
+        if (words := shortage(self._run, self._expected_bytes)) is not None:
+            raise StorageError(
+                f"no room for the checkpoint of iteration {iteration}: {words}: make room, or keep fewer by "
+                "training.keep_checkpoints, and go on with --resume; the checkpoints before are whole"
+            )
         return str(manifest.checkpoint_directory(self._run, iteration))
 
     async def commit(self, iteration: int) -> None:
         directory = manifest.checkpoint_directory(self._run, iteration)
         written = msgspec.structs.replace(self._beginning, step=iteration)
         await asyncio.to_thread(RunDirectory(self._run).flush_rows)  # a resumed run does not write them again
-        await asyncio.to_thread(manifest.commit, directory, written)  # reads all of the tensors
+        files = await asyncio.to_thread(manifest.commit, directory, written)  # reads all of the tensors
+        self._expected_bytes = bytes_of(files)
         self._ledger.forget_samples(iteration)
         await asyncio.to_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
 

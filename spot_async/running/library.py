@@ -16,6 +16,7 @@ from rich.console import Console
 
 from spot_async.base.tasks import root_cause
 from spot_async.checks.plan import plan_training
+from spot_async.checks.room import check_room
 from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, SpotError
@@ -68,7 +69,9 @@ async def run_async(config: ConfigSource, overrides: Sequence[str] = (), *, prog
 async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -> TrainOutcome:
     settings, name = _resolve(config, overrides)
     plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
-    directory = RunDirectory.create(RunDirectory.choose_path(settings, name), settings)
+    path = RunDirectory.choose_path(settings, name)
+    check_room(path, settings.training, plan.student.directory)
+    directory = RunDirectory.create(path, settings)
     console = Console() if progress else Console(quiet=True, force_terminal=False)
     try:
         return await runtime.train(settings, plan, directory, console)

@@ -38,6 +38,7 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
+from spot_async.run_directory.room import bytes_of_first
 from spot_async.running.assembly import (
     make_live_bottleneck,
     make_orchestrator,
@@ -256,6 +257,7 @@ class TrainingRun:
             iterations=self._plan.schedule.iterations,
             beginning=self._beginning,
             ledger=self._ledger,
+            expected_bytes=bytes_of_first(self._plan.student.directory),
         )
         return make_orchestrator(
             self._config,

@@ -12,6 +12,7 @@ import pytest
 from command import arguments, assert_refused, invoke
 
 from spot_async.config.loading import load_config
+from spot_async.run_directory import room
 from spot_async.run_directory.layout import RunDirectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
@@ -56,6 +57,18 @@ def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
     assert_refused(invoke(monkeypatch, "verify-run", str(run.path)), "holds no ledger.sqlite")
     with run.locked():
         assert_refused(resume(str(run.path)), "is in use")
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_one_line(monkeypatch, tmp_path, refused):
+    left = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: left)
+    refused(
+        "run.seed=1",
+        f"run.directory: a checkpoint takes 1.2 MB, and the disk of {tmp_path / 'run'} has 1.0 MB left: make room",
+        "training.checkpoint_every=0",
+    )
+    without = invoke(monkeypatch, *arguments(tmp_path / "run", "training.checkpoint_every=0"), "--dry-run")
+    assert without.exit_code == 0
 
 
 def test_different_vocabularies_are_one_line(tmp_path, refused):
