@@ -175,6 +175,7 @@ class ResumedDrill(Drill):
             iterations=self.iterations,
             beginning=self._beginning,
             ledger=self._ledger,
+            expected_bytes=0,
         )
         checkpoints.witness = self._witness
         return {"ledger": self._ledger, "checkpoints": checkpoints, "resumption": self._resumption}
