@@ -359,7 +359,8 @@ class HeldLease(Generic[B]):
             raise error
         await self._timeout.__aenter__()
         self._is_entered = True
-        self._was_leased = LEASED.set(self.grant)
+        if self.grant is not None:
+            self._was_leased = LEASED.set(self.grant)
         return self.service
 
     async def __aexit__(
@@ -372,7 +373,8 @@ class HeldLease(Generic[B]):
             raise error from None
         finally:
             self._is_entered = False
-            LEASED.reset(self._was_leased)
+            if self.grant is not None:
+                LEASED.reset(self._was_leased)
             self._end(error)
 
     def _given_up(self) -> TransientError:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from spot_async.base.addresses import is_loopback
-from spot_async.base.processes.memory import tune_gc, tune_malloc, without_gc
+from spot_async.base.processes.memory import SERVER_COLLECTION_THRESHOLD, tune_gc, tune_malloc, without_gc
 from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.errors import ConfigError, DataError
 from spot_async.serving.http.credentials import API_KEY_VARIABLE, Credentials
@@ -49,7 +49,7 @@ def serve(settings: ServeSettings) -> None:
         raise_open_file_limit()
         with without_gc():
             worker, app = _load(directory, settings, credentials)
-        tune_gc()
+        tune_gc(SERVER_COLLECTION_THRESHOLD)
         _notify_ready()
         _say(f"serving {directory} on {_address(settings, listener)}")
         asyncio.run(_run(worker, app, listener))

@@ -217,28 +217,38 @@ class Stage(Generic[S]):
     async def _attempt(
         self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
     ) -> T:
-        """Send the request once, under a lease. The deadline counts from the first lease; later waiting extends it."""
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
+        """Send the request once, under a lease, until its deadline."""
+        asked_s = asyncio.get_running_loop().time()
         pending.replica = None
         lease = await self._inside(pending)
         try:
-            pending.attempts += 1
-            pending.replica = lease.replica
-            granted = loop.time()
-            if pending.started_s is None:
-                pending.started_s = granted
-                pending.deadline = granted + self._timeout_s
-                self.counters.waited_s += granted - pending.asked_s
-            else:
-                pending.deadline += granted - asked
+            self._note_lease(pending, lease.replica, asked_s)
             async with lease as service:
-                result = await self._send(request, service, pending)
+                due_s = pending.deadline if pending.stopped_s is None else None
+                try:
+                    async with asyncio.timeout_at(due_s) as pending.timer:
+                        result = await request(service, pending.deadline + self._longest_standstill_s)
+                except TimeoutError:
+                    raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
+                finally:
+                    pending.timer = None
                 if work is not None:
                     pending.work = work(result)
                 return result
         finally:
             self._gate.leave()
+
+    def _note_lease(self, pending: OpenRequest, replica: str, asked_s: float) -> None:
+        """Note the server of an attempt. The deadline counts from the first lease; later waiting extends it."""
+        granted_s = asyncio.get_running_loop().time()
+        pending.attempts += 1
+        pending.replica = replica
+        if pending.started_s is None:
+            pending.started_s = granted_s
+            pending.deadline = granted_s + self._timeout_s
+            self.counters.waited_s += granted_s - pending.asked_s
+        else:
+            pending.deadline += granted_s - asked_s
 
     def _note_failure(self, pending: OpenRequest, error: RequestError) -> float | None:
         """Return the seconds until the next attempt; None if there is none."""
@@ -275,16 +285,6 @@ class Stage(Generic[S]):
             # It was closed while this request waited for a lease. Whoever closed it must not wait for this one too.
             lease.give_back()
             self._gate.leave()
-
-    async def _send(self, request: Callable[[S, float], Awaitable[T]], service: S, pending: OpenRequest) -> T:
-        due_s = pending.deadline if pending.stopped_s is None else None
-        try:
-            async with asyncio.timeout_at(due_s) as pending.timer:
-                return await request(service, pending.deadline + self._longest_standstill_s)
-        except TimeoutError:
-            raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
-        finally:
-            pending.timer = None
 
     def _take_slot(self, pending: OpenRequest) -> Literal[True] | None:
         if self._slots_taken >= self.concurrency:

@@ -52,6 +52,8 @@ class _NumberedTask(asyncio.Task[T]):
     and a plain task's hash is its address, which differs between processes.
     """
 
+    __slots__ = ("_number",)
+
     def __init__(self, coroutine: Coroutine[Any, Any, T], numbers: Iterator[int], **settings: Any) -> None:
         self._number = next(numbers)  # must come first, since the base class puts the task into such a set
         super().__init__(coroutine, **settings)

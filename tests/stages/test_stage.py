@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
 
 import pytest
@@ -212,3 +214,33 @@ def test_virtual_time_names_a_deadlock_instead_of_hanging():
 
     with pytest.raises(DeadlockError, match="every task waits"):
         run_on_virtual_time(scenario())
+
+
+def test_requests_leave_nothing_to_the_garbage_collector_so_it_may_run_rarely():
+    probe = stage(concurrency=100, timeout_s=5.0)
+
+    async def answer(_, deadline):
+        await asyncio.sleep(1.0)
+
+    async def fail(_, deadline):
+        raise TransientError("again")
+
+    async def hang(_, deadline):
+        await asyncio.Event().wait()
+
+    async def ask(n):
+        with contextlib.suppress(TransientError, DeadlineExceededError):
+            await probe.ask((n,), (answer, fail, hang)[n % 3])
+
+    async def scenario():
+        async with asyncio.TaskGroup() as group:
+            for n in range(300):
+                group.create_task(ask(n))
+        return gc.collect()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_on_virtual_time(scenario()) < 100
+    finally:
+        gc.enable()
