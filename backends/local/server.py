@@ -88,6 +88,10 @@ class LocalSettings(EngineSettings, PluginSettings):
             return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port else None
         return Place(f"port={self.port}", f"127.0.0.1:{self.port}") if self.port is not None else None
 
+    @property
+    def runs_here(self) -> bool:
+        return super().runs_here and not (isinstance(self.where, LocalLaunch) and self.where.is_elsewhere)
+
     def check_machine(self, section: str) -> None:
         for key, each in self._launches():
             each.check_machine(f"{section}.{key}")

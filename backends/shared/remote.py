@@ -125,6 +125,10 @@ class RemoteSettings(AttachedSettings):
             return super().place
         return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port is not None else None
 
+    @property
+    def runs_here(self) -> bool:
+        return super().runs_here and not (isinstance(self.where, LaunchSettings) and self.where.is_elsewhere)
+
     def check_machine(self, section: str) -> None:
         super().check_machine(section)
         for key, each in self._launches():

@@ -80,6 +80,11 @@ class PluginSettings(Section):
         """Where the server listens; None where each start makes up an address of its own."""
         return None
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether the server is ours to start on this machine, and so may have cores of it."""
+        return self.place is None or not self.place.is_attached
+
     def check_machine(self, section: str) -> None:
         """Raise ConfigError unless this machine has what the settings name. Called before anything starts.
 

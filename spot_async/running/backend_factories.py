@@ -53,6 +53,6 @@ def core_shares(models: Mapping[str, ModelConfig]) -> CoreShares:
         each.server_name(role): model.serving.own_cores
         for role, model in models.items()
         for each in model.backend.servers()
-        if each.place is None or not each.place.is_attached
+        if each.runs_here
     }
     return share_cores(available_cores(), wanted)

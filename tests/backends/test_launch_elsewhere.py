@@ -21,7 +21,9 @@ from spot_async.backends.local import LocalBackend
 from spot_async.backends.shared.launch import LaunchSettings, check_together, free_port
 from spot_async.backends.shared.remote import RemoteServer, RemoteSettings
 from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.config import ModelConfig, ServingConfig
 from spot_async.errors import ConfigError, ProcessDiedError
+from spot_async.running.backend_factories import core_shares
 
 ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples/running_sum/student"
@@ -169,6 +171,19 @@ def test_a_plan_looks_through_each_prefix_before_anything_starts():
     local = LocalBackend.Settings(launch={"prefix": ["env"]}, device="cuda:7")
     local.check_machine("student.backend")  # whether the other machine has GPUs is not known here
     local.check_installed("student.backend")
+
+
+@pytest.mark.parametrize("prefix", [[], ["ssh", "node2"]])
+def test_a_server_elsewhere_takes_no_cores_of_this_machine(prefix):
+    models = {
+        kind: ModelConfig(model="m", backend=backend, serving=ServingConfig(own_cores=1))
+        for kind, backend in (
+            ("student", LocalBackend.Settings(launch={"prefix": prefix})),
+            ("teacher", VllmBackend.Settings(launch={"python": "p", "prefix": prefix})),
+        )
+    }
+    shares = core_shares(models)
+    assert not shares.own if prefix else shares.own or shares.warnings
 
 
 def test_servers_of_several_machines_may_have_the_same_devices():
