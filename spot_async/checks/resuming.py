@@ -11,7 +11,7 @@ import msgspec
 
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, DataError
 
 DIGEST_BYTES = 16
 # Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it goes on.
@@ -67,6 +67,20 @@ def check_same_numbers(before: Config, now: Config) -> None:
                 f"{key}={new.get(key)}: the run began with {old.get(key)}, and its numbers depend on it: leave it as "
                 "it was, or begin a new run"
             )
+
+
+def check_same_prompts(digest: str, plan: TrainPlan) -> None:
+    """Raise DataError if the prompts are not those of this digest, which the run began with."""
+    if digest == digest_of_prompts(plan):
+        return
+    if plan.reads_clock:
+        raise DataError(
+            "the prompts are not those that the run began with: the chat template writes today's date into them: begin "
+            "a new run, with a date of its own in prompt.template_arguments"
+        )
+    raise DataError(
+        "data.train has other problems, answers or prompts than when the run began: restore it, or begin a new run"
+    )
 
 
 def _deciding(config: Config) -> Mapping[str, Any]:

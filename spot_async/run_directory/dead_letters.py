@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from spot_async.base.text import counted
-from spot_async.errors import RequestError
+from spot_async.errors import RequestError, StorageError
+from spot_async.run_directory.layout import row_bytes
 from spot_async.types import Prompt
 
 FILE_NAME = "dead_letters.jsonl"
@@ -58,6 +61,30 @@ def dead_letter(prompt: Prompt, error: RequestError) -> DeadLetter:
         },
         reply=None if exchange.status is None else {"status": exchange.status, "head": exchange.received},
     )
+
+
+def settle_letters(run: Path, dead: Iterable[DeadLetter]) -> None:
+    """Let the file have one letter of each dead prompt. Raises StorageError.
+
+    `dead` has what a ledger knows of them, where a kill came before the letter was written. Letters of prompts that are
+    asked once more go, and so does a line that a kill tore.
+    """
+    path, wanted = run / FILE_NAME, {each.ordinal: each for each in dead}
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    found: dict[int, bytes] = {}
+    for line in lines:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            ordinal = msgspec.json.decode(line, type=DeadLetter).ordinal
+            if ordinal in wanted and line.endswith(b"\n"):
+                found.setdefault(ordinal, line)
+    settled = [*found.values(), *(row_bytes(each) + b"\n" for number, each in wanted.items() if number not in found)]
+    if settled != lines:
+        new = run / f".{FILE_NAME}.new"
+        try:
+            new.write_bytes(b"".join(settled))
+            new.replace(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def described(letters: Sequence[DeadLetter]) -> str:

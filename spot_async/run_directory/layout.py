@@ -57,8 +57,8 @@ OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weigh
 OF_ITERATIONS = ("metrics.jsonl", "samples.jsonl")
 APPENDED = (*OF_ITERATIONS, "dead_letters.jsonl", "spending.jsonl")
 
-# Events in the run's log whose `reason` says why the run did not come to its end.
-ENDS_EARLY, STALLED = "ends early", "stalled"
+# Events in the run's log whose `reason` says why the run did not come to its end, and the one after which it goes on.
+ENDS_EARLY, STALLED, RESUMED = "ends early", "stalled", "resumed"
 
 CONFIGS = "configs"
 SUMMARY = "summary.json"

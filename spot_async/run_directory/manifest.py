@@ -135,12 +135,17 @@ def check(directory: Path) -> Checkpoint:
 def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
     """Delete checkpoints but the newest `keep`, and those whose step is a multiple of `keep_every`.
 
-    The newest one is checked first. Until it is known to be whole, the older ones stay.
+    The newest one is checked first. If it is damaged the older ones stay, and the log says so: the run can go on, and
+    its next checkpoint may be whole.
     """
     found = committed(run)
     if len(found) <= keep:
         return
-    check(found[0])
+    try:
+        check(found[0])
+    except DataError as fault:
+        structlog.get_logger().warning("checkpoint damaged", reason=str(fault), kept=[each.name for each in found[1:]])
+        return
     for directory in found[keep:]:
         step = step_of(directory)
         if keep_every is None or step % keep_every:

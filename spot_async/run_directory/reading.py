@@ -16,7 +16,7 @@ import yaml
 
 from spot_async.errors import DataError
 from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
-from spot_async.run_directory.layout import ENDS_EARLY, STALLED, RunDirectory
+from spot_async.run_directory.layout import ENDS_EARLY, RESUMED, STALLED, RunDirectory
 
 T = TypeVar("T")
 
@@ -154,8 +154,12 @@ class RunFiles:
             return f"The run ended early: {reason}" if (reason := summary.get("ended_early")) else None
         if self._directory.is_in_use():
             return None
-        if reasons := [each.reason for each in self._events() if each.event in (ENDS_EARLY, STALLED)]:
-            return f"The run ended early: {reasons[-1]}"
+        reason = ""
+        for each in self._events():
+            if each.event in (ENDS_EARLY, STALLED, RESUMED):
+                reason = each.reason  # of a resumed part there is none so far
+        if reason:
+            return f"The run ended early: {reason}"
         return (
             "The run ended early, or goes on on another machine. Its log does not say why it ended: perhaps it was "
             "killed, its disk was full, or its machine went down"

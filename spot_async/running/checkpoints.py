@@ -15,6 +15,7 @@ from spot_async.errors import StorageError
 from spot_async.loop.admission import PromptState
 from spot_async.loop.resuming import Resumption
 from spot_async.run_directory import manifest
+from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger, PromptRow
 from spot_async.run_directory.manifest import Manifest
@@ -85,6 +86,10 @@ def go_back(
     _move_aside(directory.path, step)
     manifest.remove_unfinished(directory.path)
     rows = list(ledger.prompts())
+    dead = [row for row in rows if row.state == "dead"]
+    settle_letters(
+        directory.path, [DeadLetter(ordinal=r.ordinal, problem_id=r.problem_id, reason=r.reason or "") for r in dead]
+    )
     settled = {row.ordinal: state for row in rows if (state := _settled(row)) is not None}
     kept = _reusable(rows, ledger, beginning, max_staleness, batch_size)
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)

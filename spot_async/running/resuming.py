@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spot_async.checks.plan import TrainPlan, plan_training
-from spot_async.checks.resuming import check_same_numbers, digest_of_keys, digest_of_prompts
+from spot_async.checks.resuming import check_same_numbers, check_same_prompts, digest_of_keys, digest_of_prompts
 from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
@@ -40,11 +40,7 @@ def open_run(path: Path, overrides: Sequence[str] = ()) -> ResumedRun:
     if checkpoint.manifest.keys != digest_of_keys(config):
         raise ConfigError(f"{path / 'config.yaml'}: was changed since the run began, in a key that decides numbers")
     plan = plan_training(config)
-    if checkpoint.manifest.data != digest_of_prompts(plan):
-        raise DataError(
-            f"{path}: data.train has other problems, answers or prompts than when the run began: restore it, or begin "
-            "a new run"
-        )
+    check_same_prompts(checkpoint.manifest.data, plan)
     step, iterations = checkpoint.manifest.step, plan.schedule.iterations
     # One that was stopped during its last evaluations has no summary yet.
     if step > iterations or (step == iterations and directory.has_summary):

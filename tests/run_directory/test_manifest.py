@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import structlog
 
 from spot_async.errors import DataError
 from spot_async.run_directory import manifest
@@ -54,13 +55,14 @@ def test_a_torn_manifest_a_newer_one_and_none_at_all_are_one_line_each(tmp_path)
         manifest.newest(tmp_path)
 
 
-def test_pruning_keeps_the_last_and_every_nth_and_never_the_only_whole_one(tmp_path):
+def test_pruning_keeps_the_last_and_every_nth_and_all_where_the_newest_is_damaged(tmp_path):
     for step in (10, 20, 30, 40):
         written(tmp_path, step)
     manifest.prune(tmp_path, keep=2, keep_every=20)
     assert steps(tmp_path) == ["step-000040", "step-000030", "step-000020"]
     newest = written(tmp_path, 50)
     (newest / "shard-00001.safetensors").write_bytes(b"")
-    with pytest.raises(DataError, match="damaged"):
+    with structlog.testing.capture_logs() as said:
         manifest.prune(tmp_path, keep=1, keep_every=None)
+    assert "step-000050/shard-00001.safetensors: is not what the manifest says" in said[0]["reason"]
     assert steps(tmp_path) == ["step-000050", "step-000040", "step-000030", "step-000020"]

@@ -203,6 +203,9 @@ def test_what_ends_a_run_is_in_its_log_and_readers_are_told(directory, error, re
     with pytest.raises(ExceptionGroup), log_events_to(directory.path / "logs" / "run.jsonl"):
         raise error
     assert RunFiles(directory.path).early_end() == f"The run ended early: {reason}"
+    with log_events_to(directory.path / "logs" / "run.jsonl"):
+        structlog.get_logger().info("resumed", step=2)
+    assert "Its log does not say why" in RunFiles(directory.path).early_end()  # of its last part
 
 
 def test_of_a_run_that_goes_on_no_early_end_is_told_and_of_a_killed_one_that_nothing_says_why(directory):

@@ -1,0 +1,30 @@
+"""A run goes on only with the prompts that it began with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spot_async.checks.resuming import check_same_prompts, digest_of_prompts
+from spot_async.errors import DataError
+from spot_async.types import Problem, Prompt
+
+
+class Schedule(list):
+    per_epoch = 1
+
+
+def plan(*token_ids, reads_clock=False):
+    prompt = Prompt(ordinal=0, problem=Problem(id="p", text="1+1", answer="2"), token_ids=np.array(token_ids))
+    return SimpleNamespace(schedule=Schedule([prompt]), reads_clock=reads_clock)
+
+
+def test_changed_prompts_are_refused_and_a_date_in_them_is_named():
+    begun_with = digest_of_prompts(plan(1, 2))
+    check_same_prompts(begun_with, plan(1, 2, reads_clock=True))
+    with pytest.raises(DataError, match=r"data\.train has other problems, answers or prompts"):
+        check_same_prompts(begun_with, plan(1, 3))
+    with pytest.raises(DataError, match="the chat template writes today's date into them"):
+        check_same_prompts(begun_with, plan(1, 3, reads_clock=True))
