@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from spot_async.errors import TrainerError as TrainerError
     from spot_async.models.files import read_model as read_model
     from spot_async.models.vocabulary import Vocabulary as Vocabulary
+    from spot_async.running.library import resume as resume
+    from spot_async.running.library import resume_async as resume_async
     from spot_async.running.library import run as run
     from spot_async.running.library import run_async as run_async
     from spot_async.running.library import stages_for as stages_for
@@ -61,7 +63,7 @@ _NAMES_OF_MODULE = {
         "StorageError",
         "TrainerError",
     ),
-    "running.library": ("run", "run_async", "stages_for"),
+    "running.library": ("resume", "resume_async", "run", "run_async", "stages_for"),
     "models.files": ("read_model",),
     "data.prompts": ("PromptRenderer",),
     "running.summary": ("TrainOutcome",),

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 
 from spot_async.base.tasks import root_cause
-from spot_async.checks.plan import plan_training
+from spot_async.checks.plan import TrainPlan, plan_training
 from spot_async.checks.room import check_room
 from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
@@ -25,7 +26,9 @@ from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory, name_of
+from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running import training as runtime
+from spot_async.running.resuming import open_run
 from spot_async.running.summary import TrainOutcome
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.stages import Services, Stages
@@ -46,11 +49,15 @@ def run(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool =
     Raise a `SpotError`: `ConfigError` and `DataError` before anything was started, others from the run.
     Ctrl-C stops the run in order and raises KeyboardInterrupt. Inside a running event loop use `run_async`.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(run_async(config, overrides, progress=progress))
-    raise SpotError("an event loop is running here (a notebook?): use `await spot_async.run_async(...)`")
+    return _in_new_loop("run_async", lambda: run_async(config, overrides, progress=progress))
+
+
+def resume(directory: str | os.PathLike[str], overrides: Sequence[str] = (), *, progress: bool = False) -> TrainOutcome:
+    """Go on with a run that ended early, as `spot-async train --resume` does, and return what it came to.
+
+    `directory` is the run's. `overrides` may change what decides no number. Otherwise it is as `run`.
+    """
+    return _in_new_loop("resume_async", lambda: resume_async(directory, overrides, progress=progress))
 
 
 async def run_async(config: ConfigSource, overrides: Sequence[str] = (), *, progress: bool = False) -> TrainOutcome:
@@ -58,10 +65,36 @@ async def run_async(config: ConfigSource, overrides: Sequence[str] = (), *, prog
 
     One run at a time: a second one in the same process is refused (`SpotError`), since log files belong to the process.
     """
+    with _alone():
+        return await _run(config, overrides, progress)
+
+
+async def resume_async(
+    directory: str | os.PathLike[str], overrides: Sequence[str] = (), *, progress: bool = False
+) -> TrainOutcome:
+    """Go on as `resume` does, in a program that has an event loop. Cancelling it stops the run and all processes."""
+    with _alone():
+        _check_overrides(overrides)
+        found = await asyncio.to_thread(open_run, Path(directory), overrides)
+        check_room(found.directory.path, found.config.training, found.plan.student.directory)
+        return await _train(found.config, found.plan, found.directory, found.checkpoint, progress=progress)
+
+
+def _in_new_loop(otherwise: str, start: Callable[[], Coroutine[Any, Any, TrainOutcome]]) -> TrainOutcome:
+    """Return the outcome of a run in an event loop of its own. Inside one, `otherwise` is what to await."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(start())
+    raise SpotError(f"an event loop is running here (a notebook?): use `await spot_async.{otherwise}(...)`")
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
     if not _one_run.acquire(blocking=False):
         raise SpotError("a run is going on in this process: start another after it, or in a process of its own")
     try:
-        return await _run(config, overrides, progress)
+        yield
     finally:
         _one_run.release()
 
@@ -71,10 +104,15 @@ async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -
     plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
     path = RunDirectory.choose_path(settings, name)
     check_room(path, settings.training, plan.student.directory)
-    directory = RunDirectory.create(path, settings)
+    return await _train(settings, plan, RunDirectory.create(path, settings), progress=progress)
+
+
+async def _train(
+    config: Config, plan: TrainPlan, directory: RunDirectory, checkpoint: Checkpoint | None = None, *, progress: bool
+) -> TrainOutcome:
     console = Console() if progress else Console(quiet=True, force_terminal=False)
     try:
-        return await runtime.train(settings, plan, directory, console)
+        return await runtime.train(config, plan, directory, console, checkpoint=checkpoint)
     except ExceptionGroup as failures:
         raise root_cause(failures) from failures
 
@@ -144,8 +182,7 @@ def stages_for(
 
 def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the configuration, and a name for its run directory."""
-    if isinstance(overrides, str):  # its letters would be taken for overrides
-        raise ConfigError(f"overrides is a list of strings: give [{overrides!r}] in place of {overrides!r}")
+    _check_overrides(overrides)
     match source:
         case Config():
             config = config_from(source.model_dump(mode="json"), overrides) if overrides else source
@@ -154,3 +191,8 @@ def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, st
         case _:
             return load_config(Path(source), overrides), name_of(Path(source))
     return config, config.policy.kind.rpartition(":")[2]
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    if isinstance(overrides, str):  # its letters would be taken for overrides
+        raise ConfigError(f"overrides is a list of strings: give [{overrides!r}] in place of {overrides!r}")

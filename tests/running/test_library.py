@@ -70,6 +70,15 @@ def test_a_whole_run_from_a_program_says_only_what_the_program_says(folder):
     assert second == "training.batchsize: unknown key; did you mean `batch_size`?"
 
 
+def test_a_program_goes_on_with_a_run(folder, monkeypatch, capsys, servers_on_threads, trainer_on_thread):
+    monkeypatch.chdir(folder)
+    made = runpy.run_path("resumed_run.py")
+    assert capsys.readouterr().out == "3 iterations\n"
+    assert [row["iteration"] for row in rows(made["outcome"].directory / "metrics.jsonl")] == [1, 2, 3]
+    with pytest.raises(spot_async.DataError, match=r"all 3 iterations are trained"):
+        spot_async.resume(made["outcome"].directory, ["training.iterations=3"])
+
+
 def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch, capsys, servers_on_threads):
     monkeypatch.chdir(folder)
     runpy.run_path("one_prompt.py", run_name="__main__")
