@@ -2,6 +2,7 @@
 
     SpotError                      raised on purpose; one without a class of its own stops the run
     ├── ConfigError                correct the configuration (exit code 2)
+    │   └── FarSideError           at the start as that; later try again, since nothing was started
     ├── DataError                  correct the file (exit code 2)
     ├── StorageError               the run stops: make room, or the directory writable
     ├── RequestError               a request to a server failed
@@ -44,6 +45,10 @@ class SpotError(Exception):
 
 class ConfigError(SpotError):
     """The configuration cannot run: a wrong key, value or combination. Found before anything starts."""
+
+
+class FarSideError(ConfigError):
+    """The command that leads to another machine did not get there, so nothing was started."""
 
 
 class DataError(SpotError):

@@ -35,7 +35,7 @@ PACKAGE = "spot_async"
 
 
 class LocalLaunch(ProcessSettings):
-    """The settings of a server of ours to start in another environment, or on the far side of a prefix."""
+    """The settings of a server of ours to start on the far side of a prefix."""
 
     python: str = Field(
         "", description="interpreter of an environment with spot-async, where the server runs; default: as the run's"
@@ -44,6 +44,12 @@ class LocalLaunch(ProcessSettings):
     @property
     def interpreter(self) -> str | None:
         return super().interpreter if self.python else sys.executable
+
+    @pydantic.model_validator(mode="after")
+    def _check_prefix(self) -> Self:
+        if not self.is_elsewhere:
+            raise ValueError("prefix: required here: without launch the server starts on this machine")
+        return self
 
 
 class LocalSettings(EngineSettings, PluginSettings):
@@ -63,13 +69,13 @@ class LocalSettings(EngineSettings, PluginSettings):
         "its key is $SPOT_ASYNC_API_KEY",
     )
     launch: OneOrMore[LocalLaunch] | None = Field(
-        None, description="where servers are started, if not as children in our own environment; a list for several"
+        None, description="where a server is started if not on this machine; a list for several"
     )
     start_timeout_s: PositiveFloat = Field(600.0, description="longest time that loading the model may take")
 
     @property
     def where(self) -> str | LocalLaunch | None:
-        """Where the only server is: its address, or how to start it if not as usual."""
+        """Where the only server is, or is started; None: on this machine."""
         places: list[str | LocalLaunch] = [*as_list(self.url), *as_list(self.launch)]
         return places[0] if places else None
 
@@ -90,7 +96,7 @@ class LocalSettings(EngineSettings, PluginSettings):
 
     @property
     def runs_here(self) -> bool:
-        return super().runs_here and not (isinstance(self.where, LocalLaunch) and self.where.is_elsewhere)
+        return self.where is None
 
     def check_machine(self, section: str) -> None:
         for key, each in self._launches():
@@ -128,16 +134,13 @@ class LocalSettings(EngineSettings, PluginSettings):
             )
         if self.launch is not None and self.port is not None:
             raise ValueError(f"port={self.port}: with launch it is launch.port")
-        if len(as_list(self.launch)) > 1 < self.replicas or (self.replicas > 1 and any(self._ports())):
+        if self.replicas > 1 and (len(as_list(self.launch)) > 1 or any(each.port for each in as_list(self.launch))):
             raise ValueError(f"replicas={self.replicas}: with several launches, or a launch.port, each is one server")
         if self.url is not None:
             for name in ("replicas", "port", "launch", *EngineSettings.model_fields):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: says how a server is started, but that at url runs already: remove one")
         return self
-
-    def _ports(self) -> list[int | None]:
-        return [each.port for each in as_list(self.launch)]
 
 
 class Address(NamedTuple):
@@ -198,13 +201,11 @@ class LocalServer:
         credentials = Credentials.of_new_server()
 
         def make_command(launch: LocalLaunch, model: Path, doorway: Doorway) -> Command:
-            uds = doorway.uds if launch.port is None and not launch.is_elsewhere else None
-            listen = ["--uds", uds] if uds else ["--host", doorway.host, "--port", str(doorway.port)]
+            listen = ["--host", doorway.host, "--port", str(doorway.port)]
             return Command(
                 [launch.python, "-m", "spot_async.serving", str(model), *listen, *self._arguments()],
                 {"OMP_NUM_THREADS": str(self._settings.threads), **credentials.environment},
                 PACKAGE,
-                uds,
             )
 
         self._child = launched = await stack.enter_async_context(
@@ -216,11 +217,10 @@ class LocalServer:
                 log_path=self._log_path,
                 make_command=make_command,
                 key=credentials.api_key,
-                cores=self._settings.cores,
                 reads=self._reads,
             )
         )
-        return Address(launched.url, credentials, launched.uds)
+        return Address(launched.url, credentials)
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> Address:
         directory = stack.enter_context(private_directory("spot-async-"))

@@ -1,7 +1,8 @@
 """Asks the far side of `launch.prefix` what a start needs to know, before anything is started there.
 
 Each question is a short Python program that the far interpreter runs (`spot_async/base/processes/far_side.py`). All
-errors are `ConfigError` in one line, and begin with the key at fault, `launch.prefix` or another one of `launch`.
+errors are `ConfigError` in one line, and begin with the key at fault, `launch.prefix` or another one of `launch`. Where
+the prefix did not get there, they are `FarSideError`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from spot_async.base.processes.child import foreign_environment
 from spot_async.base.processes.far_side import HAS_TERMINAL, NO_INTERPRETER, REACHED, near_command, question
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, FarSideError
 
 ANSWER_TIMEOUT_S = 120.0  # a scheduler may have to start a container first
 BEAT_S = 10.0
@@ -82,10 +83,10 @@ class FarSide:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"launch.prefix: no answer from {self.shown} within {ANSWER_TIMEOUT_S:g} s") from None
+            raise FarSideError(f"launch.prefix: no answer from {self.shown} within {ANSWER_TIMEOUT_S:g} s") from None
         _, was_reached, answer = done.stdout.partition(REACHED)
         if not was_reached:
-            raise ConfigError(f"launch.prefix: {self.shown} reached no shell: {_end(done)}")
+            raise FarSideError(f"launch.prefix: {self.shown} reached no shell: {_end(done)}")
         if done.returncode == HAS_TERMINAL:
             raise ConfigError(f"launch.prefix: {self.shown} gives a terminal, which would print keys: remove that (-t)")
         if done.returncode == NO_INTERPRETER:

@@ -202,7 +202,7 @@ class LaunchedServer:
             try:
                 command, port = await start(stack)
             except ConfigError as error:
-                raise ConfigError(str(error).replace("launch", section, 1)) from None
+                raise type(error)(str(error).replace("launch", section, 1)) from None
             self.uds = command.uds
             self.url = f"http://{self._settings.address}:{port}" if command.uds is None else "http://localhost"
             stack.push_async_callback(self._child.stop)

@@ -39,7 +39,7 @@ class ProcessSettings(Section):
         None,
         ge=1,
         le=65535,
-        description="port to listen on; default: a private socket (vLLM and local, without prefix), else a free one",
+        description="port to listen on; default: a private socket (vLLM without prefix), else a free one",
     )
     environment: dict[str, str] = Field(
         {},

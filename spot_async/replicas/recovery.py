@@ -20,6 +20,7 @@ from spot_async.config import ServingConfig
 from spot_async.errors import (
     BudgetSpentError,
     DeadlineExceededError,
+    FarSideError,
     ProcessDiedError,
     RequestError,
     ServerRestartedError,
@@ -205,6 +206,8 @@ class Recovery(Generic[B]):
                 raise
             except SpotError as again:
                 self._log.warning("replica cannot be entered", error=str(again), attempt=attempt)
+                if isinstance(again, FarSideError) and self._restarts_s:
+                    self._restarts_s.pop()  # nothing was started: its machine is out of reach
                 error = self._replica.last_error = again
                 await asyncio.sleep(pause_s)
                 pause_s = min(MOST_BETWEEN_STARTS_S, 2.0 * pause_s)

@@ -22,7 +22,7 @@ from spot_async.backends.shared.launch import LaunchSettings, check_together, fr
 from spot_async.backends.shared.remote import RemoteServer, RemoteSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config import ModelConfig, ServingConfig
-from spot_async.errors import ConfigError, ProcessDiedError
+from spot_async.errors import ConfigError, FarSideError, ProcessDiedError
 from spot_async.running.backend_factories import core_shares
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +111,7 @@ async def test_what_keeps_a_prefix_from_working_is_one_line_before_anything_star
     with pytest.raises(ConfigError, match=r"^student\.backend\.launch\." + expected) as raised:
         await server(tmp_path, **launch).__aenter__()
     assert "\n" not in str(raised.value)
+    assert isinstance(raised.value, FarSideError) == ("reached no shell" in str(raised.value))
     assert not (tmp_path / "logs").exists()
 
 
@@ -178,7 +179,7 @@ def test_a_server_elsewhere_takes_no_cores_of_this_machine(prefix):
     models = {
         kind: ModelConfig(model="m", backend=backend, serving=ServingConfig(own_cores=1))
         for kind, backend in (
-            ("student", LocalBackend.Settings(launch={"prefix": prefix})),
+            ("student", LocalBackend.Settings(launch={"prefix": prefix} if prefix else None)),
             ("teacher", VllmBackend.Settings(launch={"python": "p", "prefix": prefix})),
         )
     }
@@ -198,6 +199,26 @@ def test_weights_by_broadcast_need_an_address_that_the_far_side_reaches():
     with pytest.raises(pydantic.ValidationError, match=r"weights\.address=127\.0\.0\.1 means the server's own machine"):
         VllmBackend.Settings(**settings, weights={"transport": "distributed"})
     VllmBackend.Settings(**settings, weights={"transport": "distributed", "address": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"launch": {"python": "p"}}, "prefix: required here"),
+        ({"launch": {"prefix": ["env"]}, "port": 8000}, "port=8000: with launch it is launch.port"),
+        ({"launch": [{"prefix": ["ssh", "a"]}, {"prefix": ["ssh", "b"]}], "replicas": 2}, "replicas=2: with several"),
+    ],
+)
+def test_settings_of_our_own_server_elsewhere_that_cannot_work_are_refused(settings, expected):
+    with pytest.raises(pydantic.ValidationError, match=expected):
+        LocalBackend.Settings(**settings)
+
+
+def test_each_launch_of_a_list_is_a_server_of_its_own():
+    launches = [{"prefix": ["ssh", "a"], "port": 8000}, {"prefix": ["ssh", "b"], "host": "10.0.0.3", "port": 8000}]
+    servers = LocalBackend.Settings(launch=launches).servers()
+    assert [each.server_name("teacher") for each in servers] == ["teacher-1", "teacher-2"]
+    assert [each.place.address for each in servers] == ["127.0.0.1:8000", "10.0.0.3:8000"]
 
 
 def test_a_launch_of_a_server_found_by_url_is_refused():

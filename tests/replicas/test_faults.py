@@ -13,7 +13,7 @@ from simulated_replicas import BATCH, ITERATIONS, at_random, pool_of_servers, se
 
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.tasks import gather, leaves, watched
-from spot_async.errors import ProcessDiedError, SpotError, TransientError
+from spot_async.errors import FarSideError, ProcessDiedError, SpotError, TransientError
 from spot_async.models.weight_files import delete_weights
 from spot_async.replicas.life_cycle import State
 from spot_async.stages.stage import Stage
@@ -102,6 +102,28 @@ def test_a_server_that_is_started_too_often_is_left_out_where_others_serve():
     both = servers(2)
     assert_trained_once_with_the_right_weights(train(both, kill, restarts=1))
     assert [server.starts for server in both] == [2, 1]
+
+
+def test_a_machine_that_is_out_of_reach_for_a_while_costs_its_server_no_restarts():
+    class Away(SimulatedReplica):
+        async def __aenter__(self):
+            if 6.0 < asyncio.get_running_loop().time() < 200.0:
+                raise FarSideError(f"{self.server.name}: no route to node2")
+            return await super().__aenter__()
+
+    async def kill(servers):
+        await asyncio.sleep(6.0)
+        servers[0].kill()
+        await asyncio.Event().wait()
+
+    (server,) = servers(1)
+    settings = {"make": Away, "restarts": 1}
+    assert_trained_once_with_the_right_weights(train([server], kill, recovery_timeout_s=300.0, **settings))
+    assert server.starts == 2
+    with pytest.raises(BaseExceptionGroup) as stopped:
+        train(servers(1), kill, recovery_timeout_s=100.0, **settings)
+    (error,) = {str(each) for each in leaves(stopped.value) if type(each) is SpotError}
+    assert "no server for 100 s (student-1: recovering, student-1: no route to node2)" in error
 
 
 def test_endpoints_that_stay_away_end_the_run_with_their_name_and_last_error():
