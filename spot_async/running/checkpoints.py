@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,6 +95,11 @@ def go_back(
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)
 
 
+def put_last_evaluation_aside(run: Path) -> None:
+    """Make room for the last evaluation of a run that goes on behind its earlier end."""
+    _put_aside(run, run.glob("evaluation-after*"))
+
+
 def _settled(row: PromptRow) -> PromptState | None:
     """Return the end that a prompt has come to; None if it is supervised once more, or its samples are used again."""
     match row.state:
@@ -171,14 +176,18 @@ def _move_aside(run: Path, step: int) -> None:
         *run.glob(f"{manifest.DIRECTORY}/step-*"),
         *run.glob("evaluation-0*"),
     ]
-    for each in sorted(found):
-        (number,) = re.findall(r"\d{6}", each.name)[:1]
-        if int(number) > step:
-            target = run / ROLLED_BACK / each.relative_to(run)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.is_dir():
-                shutil.rmtree(target)
-            each.replace(target)
+    _put_aside(run, [each for each in found if int(re.findall(r"\d{6}", each.name)[0]) > step])
+    for half in run.glob("weights/.best-*"):  # a kill cut its copying short
+        shutil.rmtree(half, ignore_errors=True)
     best = run / "best"
     if best.is_symlink() and not best.exists():
         best.unlink()
+
+
+def _put_aside(run: Path, paths: Iterable[Path]) -> None:
+    for each in sorted(paths):
+        target = run / ROLLED_BACK / each.relative_to(run)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            shutil.rmtree(target)
+        each.replace(target)

@@ -47,7 +47,7 @@ from spot_async.running.assembly import (
     trainer_settings,
 )
 from spot_async.running.backend_factories import core_shares
-from spot_async.running.checkpoints import RunCheckpoints, go_back
+from spot_async.running.checkpoints import RunCheckpoints, go_back, put_last_evaluation_aside
 from spot_async.running.initial_weights import SENDING_WEIGHTS
 from spot_async.running.measuring import finished_evaluation, measure, write_evaluation
 from spot_async.running.resuming import beginning_of
@@ -175,6 +175,8 @@ class TrainingRun:
         self._ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
         if self._checkpoint is not None:
             self._resumption = self._go_back()
+            if self._beginning.step < self._plan.schedule.iterations:
+                put_last_evaluation_aside(directory.path)
         stack.callback(self._ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(self._config, directory.path, lambda: self._results.stages))
         if self._checkpoint is not None:
@@ -282,11 +284,9 @@ class TrainingRun:
             batch_size=self._config.training.batch_size,
         )
         self._ledger_file.go_on(self._ledger.spending())
-        for path in sorted(self._directory.path.glob("evaluation-[0-9]*.json")):
-            when = path.stem.removeprefix("evaluation-")
-            found = self._finished(when)
-            if found is not None:
-                self._history.restore(int(when), found)
+        whens = [path.stem[-6:] for path in self._directory.path.glob("evaluation-??????.json")]
+        found = {int(when): self._finished(when) for when in whens if when.isdigit()}
+        self._history.go_back({iteration: each for iteration, each in found.items() if each is not None})
         structlog.get_logger().info("resumed", step=step, lineage=self._beginning.lineage)
         return resumption
 

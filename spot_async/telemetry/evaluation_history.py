@@ -7,7 +7,9 @@ it is measured on, so its figure is optimistic, and whoever shows it says so. No
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -47,11 +49,20 @@ class EvaluationHistory:
         """Return the newest evaluation if it was made after `iteration`, else None."""
         return self._last[1] if self._last is not None and self._last[0] == iteration else None
 
-    def restore(self, iteration: int, evaluation: EvaluationResult) -> None:
-        """Take note of an evaluation of an earlier part of the run. Its weights count where they were kept."""
-        self._last = (iteration, evaluation)
-        if self._directory.best_after(iteration).exists():
-            self._note(iteration, evaluation)
+    def go_back(self, evaluations: Mapping[int, EvaluationResult]) -> None:
+        """Begin anew with the evaluations that still count, by iteration. Keep the best of the weights that are there.
+
+        A kill may have come after an evaluation and before its weights were kept.
+        """
+        self.best, self._last = None, max(evaluations.items(), key=itemgetter(0), default=None)
+        weights: dict[int, Path] = {}
+        for iteration, evaluation in sorted(evaluations.items()):
+            places = self._directory.best_after(iteration), self._directory.weights_after(iteration)
+            if found := [each for each in places if each.exists()]:
+                weights[iteration] = found[0]
+                self._note(iteration, evaluation)
+        if self.best is not None:
+            self._directory.keep_best(weights[self.best.iteration])
 
     def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
         """Take note of an evaluation of `weights`, and keep them if they are the best so far."""

@@ -90,6 +90,21 @@ def test_the_best_weights_outlive_the_trainers_pruning_and_the_earlier_of_equals
     assert history.result_after(6) is None
 
 
+def test_a_history_that_goes_back_keeps_the_best_of_the_weights_that_are_there(run):
+    history = EvaluationHistory(run, "avg")
+    results = {1: evaluation([0, 0], [1, 0]), 2: evaluation([1, 1], [1, 0]), 3: evaluation([1, 1], [1, 1])}
+    history.on(evaluated(run, 1, results[1]))
+    publish(run, 2)  # evaluated, and a kill came before these were kept
+    history.go_back(results)  # the third ones are gone
+    assert (history.best.iteration, history.result_after(3)) == (2, results[3])
+    assert (run.path / "best" / "model.safetensors").read_text() == "weights of 2"
+    history.go_back({1: results[1]})
+    assert (history.best.iteration, history.result_after(3)) == (1, None)
+    assert (run.path / "best" / "model.safetensors").read_text() == "weights of 1"
+    history.go_back({})
+    assert history.best is None
+
+
 def test_earlier_best_weights_that_cannot_be_deleted_end_nothing(run, monkeypatch):
     def refuse(path):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
