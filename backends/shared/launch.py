@@ -77,6 +77,11 @@ class LaunchSettings(ProcessSettings):
     dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
     arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
 
+    @property
+    def variables(self) -> dict[str, str]:
+        devices = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
+        return {**devices, **super().variables}
+
     @pydantic.model_validator(mode="after")
     def _check_devices(self) -> Self:
         given = None if self.devices is None else len(self.devices.split(","))
@@ -159,7 +164,7 @@ class Doorway:
         return str(self.directory / "http")
 
 
-MakeCommand = Callable[[Any, Path, Doorway], Command]  # the Path is the model's directory
+MakeCommand = Callable[[Any, Path, Doorway], Command]  # given the kind's own settings, and the model's directory
 Ask = Callable[[float], Awaitable[object]]  # given a deadline; raises a `RequestError` while the server is not ready
 
 
@@ -258,9 +263,7 @@ class LaunchedServer:
         if command.package is not None:
             version = installed_version(settings, command.package)
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
-        devices = getattr(settings, "devices", None)
-        named = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-        return replace(command, environment={**command.environment, **named, **settings.environment})
+        return replace(command, environment={**command.environment, **settings.variables})
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -86,6 +86,11 @@ class ProcessSettings(Section):
         return shutil.which(os.path.expanduser(self.python))  # noqa: PTH111 - no Path: it may be a name in PATH
 
     @property
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that the settings give the server."""
+        return self.environment
+
+    @property
     def far_side(self) -> FarSide | None:
         """Return whom to ask about the far side; None without a prefix."""
         return FarSide(tuple(self.prefix), self.interpreter or "", self.environment) if self.prefix else None

@@ -35,7 +35,7 @@ class FarProgram:
     """A command to run on the far side, and all that it gets there."""
 
     prefix: Sequence[str]
-    python: str  # for the far guard: 3.9 or later
+    python: str  # for the far guard
     argv: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)
     silence_s: float  # the far guard stops the program when it hears nothing of us for so long

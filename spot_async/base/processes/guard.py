@@ -44,6 +44,7 @@ BEAT_VARIABLE = "SPOT_ASYNC_BEAT_S"
 # Of the far guard: the longest silence on its own input, and a directory to remove at the end.
 SILENCE_VARIABLE = "SPOT_ASYNC_SILENCE_S"
 DIRECTORY_VARIABLE = "SPOT_ASYNC_DIRECTORY"
+SAY_TIMEOUT_S = 1.0
 KILL_INTERVAL_S = 0.05  # pause between two searches for processes that were started while others were killed
 
 _PR_SET_PDEATHSIG = 1
@@ -179,15 +180,16 @@ def _stop_after_silence(longest_s: float) -> None:
     """Stop this process when its input ends, or when nothing comes for so long."""
     while (came := select.select([0], [], [], longest_s)[0]) and os.read(0, 4096):
         pass
+    os.kill(os.getpid(), signal.SIGTERM)
     if not came:
         _say(f"stopping: nothing heard from the run for {longest_s:g} s")
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # the log is on the other machine, and may be out of reach
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+    """Write a line to the log, unless that is full or gone: it is on the other machine, which may be out of reach."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], SAY_TIMEOUT_S)[1]:
+            os.write(2, f"{line}\n".encode())
 
 
 def _copy_without(secret: bytes, source: int) -> None:
