@@ -17,6 +17,7 @@
     │   └── PoisonedReplyError     send again once
     ├── ProcessDiedError           the run stops: read the log it names
     ├── TrainerError               the run stops: read the message
+    │   └── TrainerLostError       the run goes back to its newest checkpoint with another trainer
     ├── PluginError                the run stops: correct the policy or verifier
     ├── ReplayMissError            the run stops: fill the cache with a teacher
     ├── StalledError               the run stops: read the watchdog's report (exit code 3)
@@ -176,7 +177,11 @@ class ProcessDiedError(SpotError):
 
 
 class TrainerError(SpotError):
-    """The trainer stopped: non-finite loss or gradient, full disk, or a bug in a rank."""
+    """The trainer stopped: non-finite loss or gradient, or a full disk. It would again."""
+
+
+class TrainerLostError(TrainerError):
+    """A process of the trainer ended by itself: killed, out of memory, or a bug in a rank."""
 
 
 class PluginError(SpotError):

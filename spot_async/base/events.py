@@ -34,3 +34,7 @@ class Channel:
     def publish(self, event: Event) -> None:
         for listener in self._listeners:
             listener.on(event)
+
+    def on(self, event: Event) -> None:
+        """Pass on what happens on another channel, as a listener of that one."""
+        self.publish(event)

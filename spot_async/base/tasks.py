@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -40,6 +41,17 @@ async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) ->
     """Do as `gather`, for two results of different types."""
     results: list[Any] = await gather([first, second])
     return results[0], results[1]
+
+
+async def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
+    """Do as `asyncio.to_thread`. If cancelled, wait for the function's end first, since nothing can cut it short."""
+    working = asyncio.ensure_future(asyncio.to_thread(function, *given, **named))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):  # whoever cancels does not want to know
+            await working
+        raise
 
 
 async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

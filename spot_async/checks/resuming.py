@@ -36,6 +36,7 @@ FREE = (
     "training.keep_weights",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.restarts",
     "training.step_timeout_s",
     *(
         f"{role}.{key}"

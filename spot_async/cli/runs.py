@@ -144,6 +144,8 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
         screen.print(Text(note, style="yellow"))
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states or 'none'}", highlight=False)
+    if outcome.trainer_restarts:
+        screen.print(f"trainer restarts: {outcome.trainer_restarts}", highlight=False)
     for role, spent in outcome.spending.get("spending", {}).items():
         screen.print(Text(f"{role} spent: {spending_words(spent)}"), soft_wrap=True)
     screen.print(Text(f"run directory: {path}"))

@@ -188,6 +188,12 @@ class TrainingConfig(Section):
         "one too; 0: none at all",
     )
     keep_checkpoints: KeptCheckpoints = Field(KeptCheckpoints(), description="the checkpoints that are kept")
+    restarts: int = Field(
+        2,
+        ge=0,
+        description="how often in a run a trainer whose processes were lost (killed, out of memory) is started again, "
+        "from the newest checkpoint; without checkpoints it is not",
+    )
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
     @pydantic.model_validator(mode="after")

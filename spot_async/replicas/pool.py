@@ -159,6 +159,10 @@ class ReplicaPool(Generic[B]):
         """
         await self._weights.update(snapshot, deadline=deadline)
 
+    def withdraw_weights(self) -> None:
+        """Send the newest weights to no server any more, since they are void: others come by `update_weights` soon."""
+        self._weights.withdraw()
+
     async def watch(self) -> None:
         """Bring replicas back until this is cancelled.
 

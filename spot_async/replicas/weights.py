@@ -64,7 +64,14 @@ class Weights(Generic[B]):
         serving = [each for each in self._replicas if each.life.state in UPDATED]
         for replica in serving:  # now, since one may be lost before the tasks below begin
             replica.life.move(State.UPDATING, _now_s())
-        errors = await gather(self._update(each, snapshot, deadline) for each in serving)
+        try:
+            errors = await gather(self._update(each, snapshot, deadline) for each in serving)
+        except asyncio.CancelledError:
+            for replica in serving:
+                if replica.life.state is State.UPDATING:
+                    replica.life.version = None  # nobody knows which ones it holds, but it can be sent others
+                    replica.life.move(State.SERVING, _now_s())
+            raise
         refused = [
             (each, error)
             for each, error in zip(serving, errors, strict=True)
@@ -78,6 +85,13 @@ class Weights(Generic[B]):
         for replica, error in refused:
             replica.report(Trouble.BEHIND, error)
         await self._until_one_serves(deadline)
+
+    def withdraw(self) -> None:
+        """Send the newest weights to no replica any more, since they are void. `update` gives others soon.
+
+        Nothing may be asked of the replicas until then.
+        """
+        self._newest = None
 
     async def catch_up(self, replica: Replica[B]) -> None:
         """Send the newest weights to a replica that is out of rotation, until it holds those that are newest then."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from spot_async.base.tasks import in_thread
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
 from spot_async.loop.admission import PromptState
@@ -64,11 +64,11 @@ class RunCheckpoints:
     async def commit(self, iteration: int) -> None:
         directory = manifest.checkpoint_directory(self._run, iteration)
         written = msgspec.structs.replace(self._beginning, step=iteration)
-        await asyncio.to_thread(RunDirectory(self._run).flush_rows)  # a resumed run does not write them again
-        files = await asyncio.to_thread(manifest.commit, directory, written)  # reads all of the tensors
+        await in_thread(RunDirectory(self._run).flush_rows)  # a resumed run does not write them again
+        files = await in_thread(manifest.commit, directory, written)  # reads all of the tensors
         self._expected_bytes = bytes_of(files)
         self._ledger.forget_samples(iteration)
-        await asyncio.to_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
+        await in_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
 
 
 def go_back(
@@ -179,9 +179,9 @@ def _move_aside(run: Path, step: int) -> None:
     _put_aside(run, [each for each in found if int(re.findall(r"\d{6}", each.name)[0]) > step])
     for half in run.glob("weights/.best-*"):  # a kill cut its copying short
         shutil.rmtree(half, ignore_errors=True)
-    best = run / "best"
-    if best.is_symlink() and not best.exists():
-        best.unlink()
+    for link in (run / "best", run / "student"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
 
 
 def _put_aside(run: Path, paths: Iterable[Path]) -> None:

@@ -28,6 +28,6 @@ async def send_initial_weights(
     await student.update_weights(initial_weights(model), deadline=deadline)
 
 
-def initial_weights(model: ModelConfig) -> WeightSnapshot:
-    """Return the model's directory as version 0. Its path is absolute, since servers may run in another directory."""
-    return WeightSnapshot(directory=str(Path(model.model).absolute()), version=WeightVersion(0, 0))
+def initial_weights(model: ModelConfig, lineage: int = 0) -> WeightSnapshot:
+    """Return the model's directory as step 0. Its path is absolute, since servers may run in another directory."""
+    return WeightSnapshot(directory=str(Path(model.model).absolute()), version=WeightVersion(lineage, 0))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from spot_async.base.tasks import budget_error
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.figures import finite
 from spot_async.evaluation.results import EvaluationResult, paired_change
+from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
+from spot_async.stages.stage import Stage
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 
 
@@ -29,9 +34,45 @@ class TrainOutcome:
     spent: BudgetSpentError | None = None  # why it ended early, with everything saved
     stopped: bool = False  # somebody asked for its end: what it has trained is saved, and it can go on
     spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
+    trainer_restarts: int = 0  # since the command began
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "student", self.directory / "student")
+
+
+@dataclass
+class RunResults:
+    """Holds what a run has come to so far, for its outcome."""
+
+    before: EvaluationResult | None = None
+    after: EvaluationResult | None = None
+    stages: Sequence[Stage[Any]] = ()  # once the servers have answered
+    orchestrator: Orchestrator | None = None
+    # Set when the money runs out outside of a prompt: in an evaluation, or as a server comes back.
+    spent: BudgetSpentError | None = None
+
+    def is_out_of_money(self, error: BaseException) -> None:
+        self.spent = self.spent or budget_error(error)
+        structlog.get_logger().warning("budget spent", error=str(self.spent))
+
+    def outcome(
+        self, directory: Path, best: BestCheckpoint | None, spending: Mapping[str, Any], trainer_restarts: int
+    ) -> TrainOutcome:
+        state = OrchestratorState() if self.orchestrator is None else self.orchestrator.state
+        counts = {} if self.orchestrator is None else self.orchestrator.book.counts
+        prompts = {each.value: count for each, count in counts.items() if count}
+        return TrainOutcome(
+            directory,
+            state.iteration,
+            self.before,
+            self.after,
+            best,
+            prompts,
+            spent=state.spent or self.spent,
+            stopped=state.stopped,
+            spending=spending,
+            trainer_restarts=trainer_restarts,
+        )
 
 
 def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[str, Any]:
@@ -50,6 +91,7 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "change": change_summary(outcome.before, outcome.after),
         "best": best_summary(outcome.best),
         **outcome.spending,
+        **({"trainer_restarts": outcome.trainer_restarts} if outcome.trainer_restarts else {}),
         **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),
     }
 

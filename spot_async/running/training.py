@@ -10,33 +10,32 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
 
+import msgspec
 import structlog
 from rich.console import Console
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
-from spot_async.base.tasks import alongside, budget_error
+from spot_async.base.tasks import alongside, in_thread, watching
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
-from spot_async.errors import BudgetSpentError, StorageError
+from spot_async.errors import BudgetSpentError, DataError, StorageError, TrainerLostError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, ServersStarting, StepBegan
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
+from spot_async.loop.orchestrator import Orchestrator
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Resumption
 from spot_async.loop.stopping import StopRequest
-from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Backend, Generator, Verifier
-from spot_async.replicas.leasing import ServicePool
+from spot_async.protocols import Backend, Verifier
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
-from spot_async.run_directory.manifest import Checkpoint
+from spot_async.run_directory.manifest import Checkpoint, Manifest
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.room import bytes_of_first
 from spot_async.running.assembly import (
@@ -48,58 +47,31 @@ from spot_async.running.assembly import (
 )
 from spot_async.running.backend_factories import core_shares
 from spot_async.running.checkpoints import RunCheckpoints, go_back, put_last_evaluation_aside
-from spot_async.running.initial_weights import SENDING_WEIGHTS
-from spot_async.running.measuring import finished_evaluation, measure, write_evaluation
+from spot_async.running.initial_weights import SENDING_WEIGHTS, initial_weights
 from spot_async.running.resuming import beginning_of
+from spot_async.running.run_evaluations import RunEvaluations, Student
+from spot_async.running.run_trainer import Restarts, RunTrainer, loss_of_trainer
 from spot_async.running.services import OpenServices, StartListener, open_services
-from spot_async.running.summary import TrainOutcome, summarize
-from spot_async.stages.stage import Stage
-from spot_async.stages.stages import Stages
+from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import MetricSink, open_sinks
 from spot_async.telemetry.spending_log import SpendingLog
-from spot_async.telemetry.trace import trace_to
+from spot_async.telemetry.trace import Trace, trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import WeightSnapshot, WeightVersion
 from spot_async.watchdog.monitor import Watchdog
 
-Student: TypeAlias = Generator | ServicePool[Generator]
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a run. The first begins where the command does, each other one where a trainer was lost."""
 
-@dataclass
-class RunResults:
-    """Holds what a run has come to so far, for its outcome."""
-
-    before: EvaluationResult | None = None
-    after: EvaluationResult | None = None
-    stages: Sequence[Stage[Any]] = ()  # once the servers have answered
-    orchestrator: Orchestrator | None = None
-    # Set when the money runs out outside of a prompt: in an evaluation, or as a server comes back.
-    spent: BudgetSpentError | None = None
-
-    def is_out_of_money(self, error: BaseException) -> None:
-        self.spent = self.spent or budget_error(error)
-        structlog.get_logger().warning("budget spent", error=str(self.spent))
-
-    def outcome(self, directory: Path, best: BestCheckpoint | None, spending: Mapping[str, Any]) -> TrainOutcome:
-        state = OrchestratorState() if self.orchestrator is None else self.orchestrator.state
-        counts = {} if self.orchestrator is None else self.orchestrator.book.counts
-        prompts = {each.value: count for each, count in counts.items() if count}
-        return TrainOutcome(
-            directory,
-            state.iteration,
-            self.before,
-            self.after,
-            best,
-            prompts,
-            spent=state.spent or self.spent,
-            stopped=state.stopped,
-            spending=spending,
-        )
+    beginning: Manifest
+    checkpoint: Checkpoint | None = None  # None: it begins with the initial weights
+    resumption: Resumption = field(default_factory=Resumption)
 
 
 async def train(
@@ -149,22 +121,17 @@ class TrainingRun:
         self._ledger_file = SpendingLog(directory, self._spending.accounts)
         self._cores = core_shares(plan.served)
         self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
-        self._history = EvaluationHistory(directory, config.evaluation.best_by if config.evaluation else "avg")
         self._events = Channel()
-        self._events.subscribe(self._ledger_file, self._history, self._screen, self._watchdog)
-        self._lag = LoopLag()
-        self._checkpoint = checkpoint
-        self._stop = stop
-        self._beginning = beginning_of(config, plan, checkpoint)
-        self._ledger: Ledger  # open while the run's files are
-        self._trainer = TrainerProcess(
-            trainer_settings(config, plan, directory, checkpoint, self._beginning.lineage),
-            cores=self._cores.available if self._cores.own else None,
-        )
-        self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
-        self._vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)  # of evaluations
         self._results = RunResults()
-        self._resumption = Resumption()
+        self._evaluations = RunEvaluations(config, plan, directory, self._events, self._results)
+        self._events.subscribe(self._ledger_file, self._evaluations.history, self._screen, self._watchdog)
+        self._lag = LoopLag()
+        self._stop = stop
+        self._part = Part(beginning_of(config, plan, checkpoint), checkpoint)
+        self._ledger: Ledger  # open while the run's files are
+        self._trainer = RunTrainer(self._make_trainer)
+        self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)
+        self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
 
     def open_files(self, stack: ExitStack) -> Sequence[MetricSink]:
         """Lock the run directory, and enter what must outlive the servers: logs, screen and watchdog."""
@@ -173,16 +140,16 @@ class TrainingRun:
             stack.enter_context(directory.locked())
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         self._ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
-        if self._checkpoint is not None:
-            self._resumption = self._go_back()
-            if self._beginning.step < self._plan.schedule.iterations:
+        if self._part.checkpoint is not None:
+            self._part = self._go_back(self._part.beginning, self._part.checkpoint)
+            if self._part.beginning.step < self._plan.schedule.iterations:
                 put_last_evaluation_aside(directory.path)
+            self._ledger_file.go_on(self._ledger.spending())
+            structlog.get_logger().info("resumed", step=self._part.beginning.step, lineage=self._part.beginning.lineage)
         stack.callback(self._ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(self._config, directory.path, lambda: self._results.stages))
-        if self._checkpoint is not None:
-            rows = RunFiles(directory.path).metrics()
-            for sink in sinks:
-                sink.go_back(rows)
+        if self._part.checkpoint is not None:
+            self._tell(sinks)
         stack.enter_context(self._screen.live())
         stack.enter_context(self._watchdog)
         stack.enter_context(self._lag.measuring())
@@ -197,7 +164,9 @@ class TrainingRun:
                 self._watchdog.on(StepBegan("stopping"))
         except* BudgetSpentError as spent:
             self._results.is_out_of_money(spent)
-        return self._results.outcome(self._directory.path, self._history.best, self._spending.summary())
+        return self._results.outcome(
+            self._directory.path, self._evaluations.best, self._spending.summary(), self._restarts.count
+        )
 
     def _open_services(self) -> AbstractAsyncContextManager[OpenServices]:
         """Open what the plan serves, with the trainer and the verifier beside it."""
@@ -208,7 +177,6 @@ class TrainingRun:
             spending=self._spending,
             cores=self._cores,
             beside=[self._trainer, self._verifier],
-            watches=[self._trainer.watch],
             listener=StartListener(self._servers_starting, self._begin, self._screen.warn, self._screen.say),
         )
 
@@ -218,28 +186,88 @@ class TrainingRun:
 
     async def _work(self, services: OpenServices, sinks: Sequence[MetricSink]) -> None:
         """Evaluate, train, and evaluate again, while the servers live."""
-        config, plan, directory = self._config, self._plan, self._directory
-        stages = make_stages(config, plan, services, self._verifier, events=self._events)
-        self._results.stages = stages.all
-        self._results.before = await self._evaluate(services.student, "before", plan.student.directory)
-        orchestrator = self._results.orchestrator = self._make_orchestrator(services, stages, sinks)
-        if self._checkpoint is not None:
-            await self._catch_up(services)
-        self._begin(f"training with {config.policy.kind}", orchestrator)
-        bottlenecks = make_live_bottleneck(config, orchestrator, services.backends, self._screen.say, directory.cores)
-        trace = trace_to(directory.path / "trace.json", orchestrator) if config.run.trace else nullcontext()
-        listening = self._stop.heard_by(orchestrator.stop) if config.training.checkpoint_every else nullcontext()
-        with trace, listening:
-            async with alongside(bottlenecks.speak):
-                await orchestrator.run()
-        if not orchestrator.state.stopped:
-            self._results.after = await self._evaluate_after(services.student, orchestrator.state.iteration)
+        self._results.before = await self._evaluations.before(services.student)
+        with trace_to(self._directory.path / "trace.json") if self._config.run.trace else nullcontext() as trace:
+            while (loss := await self._train(services, sinks, trace)) is not None:
+                await self._begin_again(services, loss)
+                self._tell(sinks)
+        assert self._results.orchestrator is not None
+        state = self._results.orchestrator.state
+        if not state.stopped:
+            self._results.after = await self._evaluations.after(services.student, state.iteration)
+
+    async def _train(
+        self, services: OpenServices, sinks: Sequence[MetricSink], trace: Trace | None
+    ) -> TrainerLostError | None:
+        """Train one part of the run. Return the loss of its trainer, if that is what ended it early."""
+        config = self._config
+        orchestrator = self._results.orchestrator = self._make_orchestrator(services, sinks)
+        self._results.stages = orchestrator.stages.all
+        if trace is not None:
+            trace(orchestrator)
+        try:
+            if self._restarts.count:  # the first one was started beside the servers
+                await self._trainer.start()
+            if self._part.beginning.lineage:
+                await self._catch_up(services, orchestrator)
+            self._begin(f"training with {config.policy.kind}", orchestrator)
+            bottlenecks = make_live_bottleneck(
+                config, orchestrator, services.backends, self._screen.say, self._directory.cores
+            )
+            with self._stop.heard_by(orchestrator.stop) if config.training.checkpoint_every else nullcontext():
+                async with watching(self._trainer.watch), alongside(bottlenecks.speak):
+                    await orchestrator.run()
+        except (TrainerLostError, BaseExceptionGroup) as failures:
+            loss = loss_of_trainer(failures)
+            task = asyncio.current_task()
+            if loss is None or (task is not None and task.cancelling()):
+                raise
+            if not orchestrator.state.stopped:
+                return loss
+            self._screen.warn(f"{loss}: what it did since the newest checkpoint is not saved")
+        return None
+
+    async def _begin_again(self, services: OpenServices, loss: TrainerLostError) -> None:
+        """Go back to where a run would be resumed, for another part with another trainer. The servers stay.
+
+        Raises the loss if there is no restart left.
+        """
+        assert self._results.orchestrator is not None
+        self._restarts.after(loss, self._results.orchestrator.trained.step)
+        self._begin("restarting the trainer")
+        await self._trainer.stop()
+        if isinstance(services.student, ReplicaPool):
+            services.student.withdraw_weights()
+        run, before = self._directory.path, self._part.beginning
+        try:
+            checkpoint = await in_thread(manifest.newest, run) if manifest.committed(run) else None
+        except DataError as damaged:
+            raise TrainerLostError(f"{loss}; {damaged}") from None
+        step = 0 if checkpoint is None else checkpoint.manifest.step
+        beginning = msgspec.structs.replace(before, step=step, lineages=(*before.lineages, step))
+        self._part = self._go_back(beginning, checkpoint)
+        most = self._config.training.restarts
+        self._screen.warn(f"{loss}: going on after iteration {step} (restart {self._restarts.count} of {most})")
+        structlog.get_logger().warning("trainer restarted", reason=str(loss), step=step, lineage=beginning.lineage)
+
+    def _make_trainer(self) -> TrainerProcess:
+        part = self._part
+        return TrainerProcess(
+            trainer_settings(self._config, self._plan, self._directory, part.checkpoint, part.beginning.lineage),
+            cores=self._cores.available if self._cores.own else None,
+        )
 
     def _begin(self, step: str, orchestrator: Orchestrator | None = None) -> None:
         self._events.publish(StepBegan(step, orchestrator))
 
-    def _make_orchestrator(self, services: OpenServices, stages: Stages, sinks: Sequence[MetricSink]) -> Orchestrator:
-        """Make the orchestrator, with the log that follows its run."""
+    def _make_orchestrator(self, services: OpenServices, sinks: Sequence[MetricSink]) -> Orchestrator:
+        """Make the orchestrator of a part of the run, with its stages and the log that follows it.
+
+        They have a channel of their own, since what listens to one part must not hear the next.
+        """
+        events = Channel()
+        events.subscribe(self._events)
+        stages = make_stages(self._config, self._plan, services, self._verifier, events=events)
         log = RunLog(
             self._directory,
             stages,
@@ -250,14 +278,14 @@ class TrainingRun:
             loop_lag=self._lag,
             spending=self._spending.metrics(),
         )
-        self._events.subscribe(log)
+        events.subscribe(log)
         student = services.student
-        evaluate = LiveEvaluation(partial(evaluation_is_due, self._config), partial(self._evaluate_live, student))
+        evaluate = LiveEvaluation(self._evaluations.is_due, partial(self._evaluate_live, student))
         checkpoints = RunCheckpoints(
             self._directory.path,
             self._config.training,
             iterations=self._plan.schedule.iterations,
-            beginning=self._beginning,
+            beginning=self._part.beginning,
             ledger=self._ledger,
             expected_bytes=bytes_of_first(self._plan.student.directory),
         )
@@ -270,97 +298,58 @@ class TrainingRun:
             evaluate,
             ledger=self._ledger,
             checkpoints=checkpoints if self._config.training.checkpoint_every else None,
-            resumption=self._resumption,
+            resumption=self._part.resumption,
         )
 
-    def _go_back(self) -> Resumption:
-        """Make the run directory what it was at the checkpoint."""
-        step = self._beginning.step
+    def _go_back(self, beginning: Manifest, checkpoint: Checkpoint | None) -> Part:
+        """Make the run directory what it was where the next part of the run begins."""
         resumption = go_back(
             self._directory,
-            self._beginning,
+            beginning,
             self._ledger,
             max_staleness=self._config.max_staleness,
             batch_size=self._config.training.batch_size,
         )
-        self._ledger_file.go_on(self._ledger.spending())
-        whens = [path.stem[-6:] for path in self._directory.path.glob("evaluation-??????.json")]
-        found = {int(when): self._finished(when) for when in whens if when.isdigit()}
-        self._history.go_back({iteration: each for iteration, each in found.items() if each is not None})
-        structlog.get_logger().info("resumed", step=step, lineage=self._beginning.lineage)
-        return resumption
+        self._evaluations.go_back()
+        return Part(beginning, checkpoint, resumption)
 
-    def _finished(self, when: str) -> EvaluationResult | None:
-        return finished_evaluation(self._config, self._plan.evaluation, self._directory, when)
+    def _tell(self, sinks: Sequence[MetricSink]) -> None:
+        """Tell the sinks which iterations are still true."""
+        rows = RunFiles(self._directory.path).metrics()
+        for sink in sinks:
+            sink.go_back(rows)
 
-    async def _catch_up(self, services: OpenServices) -> None:
-        """Bring the student's servers, which started with the initial weights, to those of the checkpoint.
+    async def _catch_up(self, services: OpenServices, orchestrator: Orchestrator) -> None:
+        """Bring the student's servers, which have other weights, to those that the part of the run begins with.
 
-        Evaluations that were due before the run ended, and are not complete, are made on the way.
+        Evaluations that were due before, and are not complete, are made on the way.
         """
-        step, loop = self._beginning.step, asyncio.get_running_loop()
+        step, lineage = self._part.beginning.step, self._part.beginning.lineage
+        loop = asyncio.get_running_loop()
+        if step == 0:
+            self._begin(SENDING_WEIGHTS)
+            snapshot = initial_weights(self._config.student, lineage)
+            await services.student.update_weights(snapshot, deadline=loop.time() + WEIGHT_UPDATE_TIMEOUT_S)
+            return
         self._directory.point_student_to(self._directory.weights_after(step))
         for iteration in range(1, step + 1):
-            weights = self._directory.weights_after(iteration)
-            is_missing = (
-                evaluation_is_due(self._config, iteration)
-                and weights.is_dir()
-                and self._finished(f"{iteration:06d}") is None
-            )
+            is_missing = self._evaluations.is_missing(iteration)
             if not is_missing and iteration < step:
                 continue
             self._begin(SENDING_WEIGHTS)
-            snapshot = WeightSnapshot(directory=str(weights), version=WeightVersion(self._beginning.lineage, iteration))
+            weights = str(self._directory.weights_after(iteration))
+            snapshot = WeightSnapshot(directory=weights, version=WeightVersion(lineage, iteration))
             await services.student.update_weights(snapshot, deadline=loop.time() + WEIGHT_UPDATE_TIMEOUT_S)
             if is_missing:
                 began_s = loop.time()
-                result = await self._evaluate(services.student, f"{iteration:06d}", weights)
+                result = await self._evaluations.of(services.student, iteration)
                 if result is not None:
-                    self._events.publish(Evaluated(iteration, result, snapshot, loop.time() - began_s))
-
-    async def _evaluate(
-        self, student: Student, when: str, weights: Path, beside: Orchestrator | None = None
-    ) -> EvaluationResult | None:
-        """Return the result of `measure`; None also if the budget ran out meanwhile."""
-        result = None
-        try:
-            result = await measure(
-                self._config,
-                self._plan.evaluation,
-                self._vocabulary,
-                student,
-                self._directory,
-                self._events,
-                when,
-                weights,
-                beside,
-            )
-        except* BudgetSpentError as spent:
-            self._results.is_out_of_money(spent)
-        return result
+                    orchestrator.stages.events.publish(Evaluated(iteration, result, snapshot, loop.time() - began_s))
 
     async def _evaluate_live(self, student: Student, iteration: int) -> EvaluationResult | None:
         """Return the evaluation of the weights that are served: what a `LiveEvaluation` measures."""
         goes_on = self._results.orchestrator if self._config.max_staleness > 0 else None
-        result = await self._evaluate(student, f"{iteration:06d}", self._directory.weights_after(iteration), goes_on)
+        result = await self._evaluations.of(student, iteration, goes_on)
         if iteration < self._plan.schedule.iterations:  # otherwise training is over
             self._begin(f"training with {self._config.policy.kind}", self._results.orchestrator)
         return result
-
-    async def _evaluate_after(self, student: Student, iterations: int) -> EvaluationResult | None:
-        """Return the evaluation after training, of the weights that so many iterations made; None if there is none."""
-        directory, history = self._directory, self._history
-        after, last = history.result_after(iterations), directory.weights_after(iterations)
-        if after is not None:  # the last mid-run evaluation had the same weights, problems and seeds
-            write_evaluation(self._config, self._plan.evaluation, directory, "after", last, after)
-        elif self._results.spent is None:
-            after = await self._evaluate(student, "after", last if iterations else self._plan.student.directory)
-            if after is not None and history.best is not None:
-                history.add(iterations, after, (directory.path / "student").resolve())
-        return after
-
-
-def evaluation_is_due(config: Config, iteration: int) -> bool:
-    """Return whether the weights of this iteration (the first one is 1) are evaluated during training."""
-    every = config.evaluation.eval_every if config.evaluation is not None else 0
-    return every > 0 and iteration % every == 0

@@ -60,8 +60,9 @@ class RunConsole:
         self._judged = ""  # how far an evaluation beside training is
         self._lag = ""  # of the newest iteration
         self._progress: tuple[int, int] | None = None
-        self._training_pace: Pace | None = None  # of training, including evaluations in between
         self._pace = Pace(time.monotonic())  # of the present step
+        self._training_pace = self._pace  # of training, including evaluations in between
+        self._paced: Orchestrator | None = None  # the one whose training that is
         self._left = ""
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
@@ -104,7 +105,9 @@ class RunConsole:
         self._progress = None if orchestrator is None else (orchestrator.state.iteration, self._iterations)
         self._left, self._judged, self._pace = "", "", Pace(time.monotonic())
         if orchestrator is not None:
-            self._pace = self._training_pace = self._training_pace or self._pace
+            if orchestrator is not self._paced:
+                self._paced, self._training_pace = orchestrator, self._pace
+            self._pace = self._training_pace
         if not self.console.is_terminal:
             self.say(name)
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import structlog
@@ -35,6 +35,8 @@ from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import append_whole
 from spot_async.stages.events import RequestAsked, RequestEnded
 from spot_async.stages.stages import STAGE_SERVERS, Stages
+
+Trace: TypeAlias = Callable[[Orchestrator], None]  # makes it follow an orchestrator
 
 SHARE_BYTES = 16 << 20
 BUFFER_BYTES = 1 << 18
@@ -48,16 +50,19 @@ ITERATIONS, PHASES, PUBLISHING = 1, 2, 3  # thread ids of the trainer's tracks
 
 
 @contextmanager
-def trace_to(path: Path, orchestrator: Orchestrator) -> Iterator[None]:
-    """Write a trace of the run while inside."""
+def trace_to(path: Path) -> Iterator[Trace]:
+    """Write a trace while inside. Call what is given for each orchestrator that the run has, before it runs."""
     file = TraceFile(path)
-    try:
+
+    def follow(orchestrator: Orchestrator) -> None:
         recorder = TraceRecorder(
             file, orchestrator.stages, orchestrator.book, shows_publishing=not orchestrator.is_strict
         )
         orchestrator.stages.events.subscribe(recorder)
         file.flush()  # viewers do not open an empty file
-        yield
+
+    try:
+        yield follow
     finally:
         file.close()
 

@@ -17,7 +17,7 @@ import zmq.asyncio
 from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.errors import ProcessDiedError, TrainerError
+from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.messages import (
     Accepted,
     Answer,
@@ -116,7 +116,7 @@ class TrainerProcess:
                 f"{otherwise} within training.step_timeout_s={timeout_s:g} (log: {self._child.log_path})"
             ) from None
         if talking.cancelled():
-            raise TrainerError(ending.result())
+            raise TrainerLostError(ending.result())
         outcome = talking.result()
         if isinstance(outcome, Failure):
             raise TrainerError(outcome.message)

@@ -286,3 +286,54 @@ def test_a_lone_endpoint_that_is_restarted_before_or_in_its_sleep_ends_nothing(e
         assert len(made[0]) == 2
 
     incident(scenario, make=Sleeping, are_ours=False)
+
+
+def test_an_update_that_is_cut_short_is_made_up_for_by_the_next_and_no_server_is_started_again():
+    """As where the trainer is lost meanwhile. The weights that were being sent may be gone by then."""
+
+    class Slow(Server):
+        async def update_weights(self, snapshot, *, deadline):
+            sent.append(snapshot.directory)
+            await asyncio.sleep(0.0 if self is servers[0] else 5.0)
+
+    sent, servers = [], []
+
+    async def scenario(pool, made):
+        servers.extend(made[0])
+        loop = asyncio.get_running_loop()
+        void = WeightSnapshot(directory="void", version=WeightVersion(0, 3))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await pool.update_weights(void, deadline=loop.time() + 60.0)
+        pool.withdraw_weights()
+        await asyncio.sleep(60.0)
+        assert sent == ["void"] * 2
+        again = WeightSnapshot(directory="again", version=WeightVersion(1, 2))
+        await pool.update_weights(again, deadline=loop.time() + 60.0)
+        assert [(each.state, each.version) for each in pool.replicas] == [(State.SERVING, again.version)] * 2
+        assert [each.restarts for each in pool.replicas] == [0, 0]
+
+    incident(scenario, make=Slow, number=2)
+
+
+def test_weights_that_are_void_are_not_sent_to_a_server_that_comes_back():
+    class Ending(Server):
+        async def update_weights(self, snapshot, *, deadline):
+            sent.append(snapshot.directory)
+
+    sent = []
+
+    async def scenario(pool, made):
+        loop = asyncio.get_running_loop()
+        await pool.update_weights(
+            WeightSnapshot(directory="void", version=WeightVersion(0, 3)), deadline=loop.time() + 60.0
+        )
+        pool.withdraw_weights()
+        made[0][0].kill()
+        await asyncio.sleep(60.0)
+        again = WeightSnapshot(directory="again", version=WeightVersion(1, 2))
+        await pool.update_weights(again, deadline=loop.time() + 60.0)
+        assert sent == ["void", "again"]
+        assert [(each.state, each.restarts) for each in pool.replicas] == [(State.SERVING, 1)]
+
+    incident(scenario, make=Ending)

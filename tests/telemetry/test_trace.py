@@ -69,7 +69,8 @@ def record(path, run):
 
 
 def traced(path, run):
-    with trace_to(path, run.orchestrator):
+    with trace_to(path) as follow:
+        follow(run.orchestrator)
         run.finish()
 
 
@@ -232,7 +233,8 @@ def test_events_reach_the_disk_with_every_phase(tmp_path):
 
 def test_a_run_killed_before_its_first_phase_ends_leaves_a_file_that_opens(tmp_path):
     path = tmp_path / "trace.json"
-    with trace_to(path, spot_run(iterations=1, batch_size=4).orchestrator):
+    with trace_to(path) as follow:
+        follow(spot_run(iterations=1, batch_size=4).orchestrator)
         assert json.loads(path.read_bytes() + b"]")
 
 

@@ -130,7 +130,8 @@ def recorded_run(path: Path, config: Config) -> float:
                 iterations=4,
             )
             run.stages.events.subscribe(Listener())
-            with trace_to(path / "trace.json", run.orchestrator):
+            with trace_to(path / "trace.json") as follow:
+                follow(run.orchestrator)
                 await run.orchestrator.run()
 
     run_on_virtual_time(run())

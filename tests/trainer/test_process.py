@@ -28,7 +28,7 @@ import spot_async.trainer.handle as handle
 from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.exits import exit_at_once
-from spot_async.errors import ProcessDiedError, TrainerError
+from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group
@@ -258,14 +258,17 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
     async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2, **SHORT)) as trainer:
         pids = list(trainer_pids(os.getpid()))
         for _ in range(2):  # and it stays stopped
-            with pytest.raises(TrainerError, match=r"^iteration 1, .*policy loss in sample 'problem-4' \(ordinal 4\)"):
+            with pytest.raises(
+                TrainerError, match=r"^iteration 1, .*policy loss in sample 'problem-4' \(ordinal 4\)"
+            ) as not_finite:
                 await trainer.train(0, batch)
+            assert not isinstance(not_finite.value, TrainerLostError)
         victim = pid_of_rank(1)
         os.kill(victim, signal.SIGKILL)
         async with asyncio.timeout(60):
             with pytest.raises(ProcessDiedError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
                 await trainer.watch()
-            with pytest.raises(TrainerError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
+            with pytest.raises(TrainerLostError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):
                 await trainer.train(0, batch)
         wait_until_gone(pids)
     assert list((tmp_path / "weights").iterdir()) == []

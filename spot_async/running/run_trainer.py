@@ -1,0 +1,88 @@
+"""Keeps the trainer of a run, which is started again where it is lost, and decides how often that is done.
+
+Nothing here goes back to a checkpoint: `training.py` does, and then begins another part of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+from spot_async.base.tasks import leaves
+from spot_async.base.text import counted
+from spot_async.errors import ProcessDiedError, TrainerLostError
+from spot_async.trainer.handle import TrainerProcess
+from spot_async.types import Supervision, TrainReport
+
+
+class Restarts:
+    """Counts the restarts of a run's trainer. Pure."""
+
+    def __init__(self, most: int) -> None:
+        self.count = 0
+        self._most = most
+        self._lost_at: int | None = None  # the step that the trainer was at when it was lost last
+
+    def after(self, loss: TrainerLostError, step: int) -> None:
+        """Count a restart after a trainer at `step` was lost. Raises the loss, with the reason, if there is none."""
+        is_the_same, self._lost_at = step == self._lost_at, step
+        if self.count < self._most and not is_the_same:
+            self.count += 1
+        elif self.count == 0:
+            raise loss
+        elif is_the_same:
+            raise TrainerLostError(f"{loss}; so it was before its last restart, also after iteration {step}")
+        else:
+            raise TrainerLostError(f"{loss}; it was restarted {counted(self.count, 'time')} (training.restarts)")
+
+
+def loss_of_trainer(failures: BaseException) -> TrainerLostError | None:
+    """Return the loss of a trainer that is all that failed; None if anything else did."""
+    found = leaves(failures)
+    losses = [each for each in found if isinstance(each, TrainerLostError)]
+    return losses[0] if len(losses) == len(found) else None
+
+
+class RunTrainer:
+    """The trainer of a run: one `TrainerProcess` after the other. It is entered with the first.
+
+    Implements `protocols.Trainer`.
+    """
+
+    def __init__(self, make: Callable[[], TrainerProcess]) -> None:
+        """`make` returns one that begins where the run stands."""
+        self._make = make
+        self._resources = AsyncExitStack()
+        self._process: TrainerProcess  # since it was entered
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start a trainer. Raises `TrainerError` as entering a `TrainerProcess` does."""
+        self._process = await self._resources.enter_async_context(self._make())
+
+    async def stop(self) -> None:
+        """End what is left of the trainer."""
+        await self._resources.aclose()
+
+    async def watch(self) -> None:
+        """Run for as long as the trainer lives. Raises `TrainerLostError` when it ends by itself."""
+        try:
+            await self._process.watch()
+        except ProcessDiedError as died:
+            raise TrainerLostError(str(died)) from None
+
+    async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
+        return await self._process.train(iteration, batch)
+
+    async def save(self, step: int, directory: str) -> None:
+        await self._process.save(step, directory)
+
+    async def saved(self, step: int) -> float:
+        return await self._process.saved(step)
