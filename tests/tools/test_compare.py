@@ -327,7 +327,8 @@ def test_compute_is_summed_from_what_the_training_run_recorded(tmp_path):
     (training / "best").symlink_to("weights/best-000001")
     (training / "run.json").write_text('{"format": 1, "command": "train"}')
     (training / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i, **row}) + "\n" for i in (1, 2)))
-    paid = [(0, 0.01), (1, 0.12), (2, 0.25), (None, 0.31)]  # running totals, the last one after an evaluation
+    # Running totals. A kill, and the start of the resumed run, come after the first 2; an evaluation before the end.
+    paid = [(0, 0.01), (1, 0.12), (2, 0.2), (0, 0.21), (2, 0.25), (None, 0.31)]
     (training / "spending.jsonl").write_text(
         "".join(
             json.dumps({"iteration": i, "role": "teacher", "server": "teacher", "currency": "USD", "money": money})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,14 @@ def _response_tokens(row: Mapping[str, float]) -> float:
 
 
 def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict[str, float]:
-    """Return money by currency from lines of spending.jsonl, which are running totals of each endpoint."""
-    last = {
-        (row["role"], row["server"]): row
-        for row in spending
-        if iteration is None or (row["iteration"] is not None and row["iteration"] <= iteration)
-    }
+    """Return money by currency from lines of spending.jsonl, which are running totals of each endpoint.
+
+    In a run that was resumed, an iteration may have several lines, and a start comes after other lines.
+    """
+    if iteration is not None:
+        until = [row for row in spending if row["iteration"] is not None and row["iteration"] <= iteration]
+        spending = sorted(until, key=itemgetter("iteration"))
+    last = {(row["role"], row["server"]): row for row in spending}
     found: dict[str, float] = {}
     for row in last.values():
         found[row["currency"]] = found.get(row["currency"], 0.0) + row["money"]
