@@ -165,10 +165,13 @@ class Orchestrator:
                 group.create_task(self._publisher.run(), name="publishing"),
             ]
             await self._train_batches(group)
-            if self._saver.is_busy or self.state.stopped:
+            ends_early = self.state.stopped or self.state.spent is not None
+            saves = ends_early and self._saver.lacks(self._trained.step)
+            if self._saver.is_busy or saves:
                 self._events.publish(StepBegan("saving a checkpoint"))
-            if self.state.stopped:
+            if saves:
                 await self._saver.bring_up_to(self._trained.step)
+            if self.state.stopped:
                 for task in beside:
                     task.cancel()
             self._is_over = True

@@ -47,9 +47,13 @@ class StateSaver:
         self._saved_step = step
         self._idle.set()
 
+    def lacks(self, step: int) -> bool:
+        """Return whether the state after `step` steps would have to be saved. It may be on its way."""
+        return self._checkpoints is not None and step > self._saved_step
+
     async def bring_up_to(self, step: int) -> None:
         """Save what the trainer stands at, unless that is saved."""
         await self._idle.wait()
-        if self._checkpoints is not None and step > self._saved_step:
+        if self.lacks(step):
             await self.begin(step)
             await self.finish(step)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from spot_async.base import wire
-from spot_async.errors import PermanentError
+from spot_async.errors import BudgetSpentError, PermanentError
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Resumption
 from spot_async.policies.grpo import GrpoPolicy
@@ -215,6 +215,27 @@ def test_a_run_that_was_asked_to_stop_loses_no_step(max_staleness, tmp_path):
         check_once(path)
         if max_staleness == 0:
             assert trainer.weights == expected.weights, stopped_s
+
+
+class PoorTeacher(Teacher):
+    """There is money for three batches and some prompts of the fourth."""
+
+    async def score(self, *asked, **rest):
+        if self.asked > 3 * BATCH + 2:
+            raise BudgetSpentError("teacher.backend.budget=1 is spent")
+        return await super().score(*asked, **rest)
+
+
+def test_a_run_that_ran_out_of_money_goes_on_when_there_is_more(tmp_path):
+    policy = make_policy(SpotPolicy)
+    expected, _ = whole_run(tmp_path / "whole", policy, 0, (), Teacher())
+    path = tmp_path / "poor"
+    path.mkdir()
+    poor = part_of_a_run(path, policy, 0, None, PoorTeacher())
+    assert 0 < len(poor.trained) < len(expected.trained)
+    assert (manifest.newest(path).directory / "weights").read_text() == poor.weights
+    assert part_of_a_run(path, policy, 0, None, Teacher()).weights == expected.weights
+    check_once(path)
 
 
 def test_a_run_that_was_asked_to_stop_waits_only_for_the_step_that_is_under_way(tmp_path):
