@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spot_async.base.addresses import is_loopback
 from spot_async.base.processes.child import foreign_environment
 from spot_async.base.processes.far_side import HAS_TERMINAL, NO_INTERPRETER, REACHED, near_command, question
 from spot_async.errors import ConfigError, FarSideError
@@ -51,8 +52,14 @@ def look(host, ports, is_given, paths):
         return {"problem": problem % ports[0]}
     return {"problem": "launch.host=%s: no free port on the far side" % host}
 
-print(json.dumps(look(*json.loads(sys.argv[1]))))
+found = look(*json.loads(sys.argv[1]))
+try:
+    found["boot"] = open("/proc/sys/kernel/random/boot_id").read().strip()
+except OSError:
+    pass
+print(json.dumps(found))
 """
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines, not between containers of one
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,12 @@ class FarSide:
         found = json.loads(line)
         if "port" not in found:
             raise ConfigError(str(found["problem"]))
+        ours = BOOT_ID.read_text().strip() if BOOT_ID.exists() else None
+        if is_loopback(host) and not is_given and found.get("boot", ours) != ours:
+            raise ConfigError(
+                f"launch.host={host} means the other machine itself to {self.shown}: give its address as this machine "
+                "reaches it, or a launch.port that the prefix forwards (ssh -L)"
+            )
         return int(found["port"])
 
 

@@ -147,6 +147,20 @@ async def test_a_far_side_that_cannot_see_the_weights_or_the_model_is_refused_wi
         await server(tmp_path, prefix=prefix, model=model).__aenter__()
 
 
+async def test_a_server_on_loopback_of_another_machine_is_refused_unless_its_port_may_be_forwarded(tmp_path):
+    if os.geteuid():
+        pytest.skip("looking like another machine needs root")
+    other = tmp_path / "boot_id"
+    other.write_text("another\n")
+    prefix = ["unshare", "--mount", "sh", "-c", f"mount --bind {other} /proc/sys/kernel/random/boot_id && exec sh"]
+    with pytest.raises(
+        ConfigError, match=r"launch\.host=127\.0\.0\.1 means the other machine itself to unshare .*: give"
+    ):
+        await server(tmp_path, prefix=prefix).__aenter__()
+    async with server(tmp_path, prefix=prefix, port=free_port()) as running:
+        assert await running.get("/told", dict, deadline=soon())
+
+
 @pytest.mark.parametrize(
     ("launch", "expected"),
     [
