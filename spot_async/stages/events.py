@@ -21,3 +21,4 @@ class RequestEnded(Event, frozen=True):
     ended_s: float
     outcome: str  # "done", "cancelled", or the class of the failure
     replica: str = ""  # the server that had it last; empty where no pool gave it to one
+    tokens: int = 0  # that it generated, or of prompt and response that it scored; 0 where they cannot be compared

@@ -205,7 +205,14 @@ class Stage(Generic[S]):
             started = ended if pending.started_s is None else pending.started_s
             self._events.publish(
                 RequestEnded(
-                    self.name, pending.priority, pending.asked_s, started, ended, outcome, pending.replica or ""
+                    self.name,
+                    pending.priority,
+                    pending.asked_s,
+                    started,
+                    ended,
+                    outcome,
+                    pending.replica or "",
+                    pending.work if pending.kind == self.name else 0,
                 )
             )
             self._free_slot()

@@ -180,6 +180,8 @@ class TraceRecorder:
             args["part"] = rest
         if span.outcome != "done":
             args["outcome"] = span.outcome
+        elif span.tokens:
+            args["tokens"] = span.tokens
         if span.replica:
             args["server"] = span.replica
         # Requests are named by stage, since viewers sum up by name. The arguments say which request it is.
