@@ -123,19 +123,19 @@ class NotedStages:
         answer = await ask(self._stages)
         # A probe with nothing left to sample is answered without a request.
         if not (isinstance(answer, Generation) and not answer.version_spans):
-            self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer)))
+            self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer, self._prompt)))
         return answer
 
 
-def tokens_of(answer: Any) -> int:
-    """Return the tokens that an answer generated or scored; candidates and verdicts count none."""
+def tokens_of(answer: Any, prompt: Prompt) -> int:
+    """Return the tokens that an answer generated, or scored with its prompt; candidates and verdicts count none."""
     match answer:
         case Generation():
             return len(answer.token_ids)
         case TokenScores():
-            return len(answer.logprobs)
+            return len(prompt.token_ids) + len(answer.logprobs)
         case np.ndarray(ndim=1):  # the reference's log-probabilities
-            return len(answer)
+            return len(prompt.token_ids) + len(answer)
         case _:
             return 0
 
@@ -176,7 +176,7 @@ def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
     prompt = drawn if about_a_prompt else msgspec.structs.replace(template.prompt, ordinal=drawn.ordinal)
 
     async def send() -> int:
-        return tokens_of(await template.ask(stages.for_prompt(prompt)))
+        return tokens_of(await template.ask(stages.for_prompt(prompt)), prompt)
 
     return Request(template.stage, send)
 
