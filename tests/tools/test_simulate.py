@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -16,22 +17,25 @@ from spot_async.config import Config
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.loop.events import IterationFinished
+from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.telemetry.run_log import iteration_metrics, sample_line
 from spot_async.telemetry.trace import trace_to
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer
-from spot_async.testing.services import Latency, SimulatedTeacher, SimulatedTrainer
+from spot_async.testing.services import Latency, SimulatedTeacher
 from spot_async.testing.simulation import make_policy as make_simulated_policy
 from spot_async.testing.simulation import make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.command import SimulateOptions, gathered
-from spot_async.tools.simulate.fit import Timed, speed
-from spot_async.tools.simulate.lengths import Workload
+from spot_async.tools.simulate.lengths import Asked, LogNormalLengths, Workload
+from spot_async.tools.simulate.rates import ClusterRates, TrainerRates
+from spot_async.tools.simulate.reading import read_run
+from spot_async.tools.simulate.services import RatedStudent, RatedTrainer
 from spot_async.tools.simulate.simulation import Outcome, simulate
 from spot_async.tools.tune.measurement import Level, Ramp, StageLoad
 from spot_async.tools.tune.results import Tuning, as_yaml
 from spot_async.tools.tune.staleness import check_run, with_staleness
-from spot_async.types import PolicyNeeds
+from spot_async.types import IntArray, PolicyNeeds, TokenScores
 
 BATCH = 8
 RATES: dict[str, Any] = {
@@ -59,14 +63,20 @@ def configuration(policy: Any = "opd", **changes: Any) -> Config:
 
 
 def outcomes(
-    config: Config, tmp_path: Path, *stated: str, max_staleness: int = 2, run: Path | None = None, rates: Any = RATES
+    config: Config,
+    tmp_path: Path,
+    *stated: str,
+    max_staleness: int = 2,
+    run: Path | None = None,
+    rates: Any = RATES,
+    iterations: int = 3,
 ) -> list[Outcome]:
     file = tmp_path / "rates.yaml"
     file.write_text(yaml.safe_dump(rates))
     options = SimulateOptions(run, rates=None if run else file, stated=stated)
     found, lengths, _ = gathered(tmp_path / "run.yaml", config, options)
     workload = Workload.of(lengths, config.sampling.max_response_tokens)
-    return simulate(config, found, workload, most_staleness=max_staleness, iterations=3)
+    return simulate(config, found, workload, most_staleness=max_staleness, iterations=iterations)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +115,13 @@ def test_a_student_that_must_be_drained_gains_less(tmp_path):
     assert in_flight.iteration_s < 0.97 * drained.iteration_s
 
 
-def recorded_run(path: Path, config: Config) -> float:
-    """Leave the files of a strict run over simulated servers at `path`; return its seconds of an iteration."""
+def recorded_run(
+    path: Path, config: Config, *, policy: Any = SpotPolicy, student: Any = None, teacher: Any = None, **settings: Any
+) -> float:
+    """Leave the files of a run over simulated servers at `path`; return its seconds of an iteration.
+
+    By default it is strict, and over servers that share their speed among requests.
+    """
     path.mkdir()
     (path / "run.json").write_text('{"format": 1, "command": "train"}')
     (path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -119,15 +134,15 @@ def recorded_run(path: Path, config: Config) -> float:
 
     async def run() -> None:
         server = SimulatedServer("student", Rates(tokens_per_s=2000.0, tokens_per_s_each=100.0, update_s=0.5))
-        async with SimulatedReplica(server) as student:
+        async with student() if student else SimulatedReplica(server) as replica:
             run = make_run(
-                make_simulated_policy(SpotPolicy),
-                student=student,
-                teacher=SimulatedTeacher(Latency(0.5, 0.002, 0.1)),
-                trainer=SimulatedTrainer(step_s=1.5),
+                make_simulated_policy(policy),
+                student=replica,
+                teacher=teacher() if teacher else SimulatedTeacher(Latency(0.5, 0.002, 0.1)),
+                trainer=RatedTrainer(TrainerRates(tokens_per_s=200.0, fixed_s=0.1), grain=1),
                 config=same_limits(concurrency=512),
                 batch_size=BATCH,
-                iterations=4,
+                **{"iterations": 4, **settings},
             )
             run.stages.events.subscribe(Listener())
             with trace_to(path / "trace.json") as follow:
@@ -139,7 +154,10 @@ def recorded_run(path: Path, config: Config) -> float:
     for each in finished:
         times = each.times_s
         elapsed_s = times.wait_for_batch + times.train + times.update_weights
-        trained = {"train/tokens": sum(len(s.supervision.response_ids) for s in each.samples), "train/train_s": 1.4}
+        trained = {
+            "train/tokens": sum(len(s.supervision.response_ids) for s in each.samples),
+            "train/train_s": times.train - 0.1,
+        }
         rows.append({"iteration": each.iteration, **iteration_metrics(each, elapsed_s), **trained})
         lines += [sample_line(each.iteration, sample) for sample in each.samples]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -159,15 +177,56 @@ def test_a_run_s_own_rates_and_lengths_give_its_own_time(tmp_path):
     assert strict.iteration_s == pytest.approx(recorded_s, rel=0.15)
 
 
-def test_rates_come_out_of_requests_as_they_went_in():
-    def request(server: str, at_s: float, tokens: float, beside: int) -> Timed:
-        return Timed(server, at_s, at_s + 0.5 + tokens / 100 * max(1.0, beside / 20), tokens)
+class SerialTeacher(SimulatedTeacher):
+    """An endpoint that scores one request after the other, prompts too, and answers some time later."""
 
-    alone = [request("a", 100.0 * i, 50 + 10 * i, 1) for i in range(10)]
-    crowd = [request("a", 5000.0, 80.0, 60) for _ in range(60)]
-    found = speed([*alone, *crowd], None)
-    assert found is not None
-    assert found == pytest.approx((2000.0, 100.0, 0.5), rel=0.05)
+    def __init__(self, tokens_per_s: float, latency_s: float) -> None:
+        super().__init__(Latency(0.0, 0.0, 0.0))
+        self._tokens_per_s = tokens_per_s
+        self._latency_s = latency_s
+        self._free_s = 0.0
+
+    async def score(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
+        now_s = asyncio.get_running_loop().time()
+        self._free_s = max(self._free_s, now_s) + (len(prompt_ids) + len(response_ids)) / self._tokens_per_s
+        await asyncio.sleep(self._free_s + self._latency_s - now_s)
+        return await super().score(prompt_ids, response_ids, **request)
+
+
+@pytest.mark.parametrize(
+    ("policy", "student", "teacher", "iterations"),
+    [
+        (SpotPolicy, {"tokens_per_s": 600.0, "slots": 64, "request_s": 0.05}, 150.0, 12),
+        # On virtual time, requests that have been on their way for equally long arrive in any order.
+        (OpdPolicy, {"tokens_per_s": 250.0, "slots": 4, "request_s": 0.0}, 400.0, 48),
+    ],
+)
+def test_a_strict_run_s_files_give_back_its_servers_and_foretell_an_asynchronous_one(
+    policy, student, teacher, iterations, tmp_path
+):
+    truth = {**student, "tokens_per_s_each": 100.0}
+    cluster = ClusterRates.model_validate({"student": truth, "update_s": 0.3})
+    workload = Workload(LogNormalLengths(30.0, 0.6), grain=1, most=200)
+    config = configuration(
+        policy.__name__.removesuffix("Policy").lower(),
+        student={"model": "a/student", "backend": {"kind": "local", "slots": student["slots"]}},
+        sampling={"max_response_tokens": 200},
+        stages={name: {"concurrency": 512} for name in ("rollout", "score", "candidates", "probe", "verify")},
+    )
+    parts: dict[str, Any] = {
+        "policy": policy,
+        "student": lambda: RatedStudent(cluster, workload, Asked()),
+        "teacher": lambda: SerialTeacher(teacher, 0.5),
+        "sampling": config.sampling,
+    }
+    recorded_run(tmp_path / "strict", config, **parts, iterations=iterations)
+    found = read_run(tmp_path / "strict", config).rates
+    assert found["student"] == pytest.approx(truth, rel=0.03, abs=0.01)
+    serial = {"tokens_per_s": teacher, "tokens_per_s_each": teacher, "request_s": 0.5, "slots": 1}
+    assert found["teacher"] == pytest.approx(serial, rel=0.03)
+    then_s = recorded_run(tmp_path / "asynchronous", config, **parts, max_staleness=1, iterations=iterations)
+    one = outcomes(config, tmp_path, run=tmp_path / "strict", max_staleness=1, iterations=iterations)[1]
+    assert one.iteration_s == pytest.approx(then_s, rel=0.1)
 
 
 def test_rates_that_nobody_knows_are_one_line(tmp_path):

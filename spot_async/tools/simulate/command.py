@@ -19,6 +19,7 @@ from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates
 from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
 from spot_async.tools.simulate.view import outcome_table, rate_lines, simulation_page
+from spot_async.types import PolicyNeeds
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
 
 def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[ClusterRates, Lengths, list[str]]:
     """Return rates and lengths from all sources, and lines that name these. What is stated wins, then the run's own."""
-    sources = [configured_slots(config)]
+    needs = make_policy(config).needs
+    sources = [configured_slots(config, needs)]
     told = []
     tuning = options.tuning or tune_beside(source)
     if tuning is not None:
@@ -94,22 +96,18 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
     sources.append(stated)
     is_stated = "lengths" in stated
     knows_lengths = recorded.lengths is not None and not is_stated
-    rates = cluster_rates(sources, config, make_policy(config).needs, knows_lengths=knows_lengths)
+    rates = cluster_rates(sources, config, needs, knows_lengths=knows_lengths)
     if recorded.lengths is not None and knows_lengths:
         return rates, recorded.lengths, told
     assert rates.lengths.median is not None
-    return rates, LogNormalLengths(rates.lengths.median, rates.lengths.sigma), told
+    return rates, LogNormalLengths(rates.lengths.median, rates.lengths.sigma, rates.lengths.prompts), told
 
 
-def configured_slots(config: Config) -> Tree:
-    """Return the slots of servers, where the configuration names them."""
-    found: Tree = {}
-    for role in ("student", "teacher", "reference"):
-        model = getattr(config, role)
-        slots = None if model is None else getattr(model.backend, "slots", None)
-        if slots is not None:
-            found[role] = {"slots": slots}
-    return found
+def configured_slots(config: Config, needs: PolicyNeeds) -> Tree:
+    """Return the slots of servers that generate, where the configuration names them. Scores need none."""
+    role = "teacher" if needs.teacher_responses else "student"
+    slots = getattr(getattr(config, role).backend, "slots", None)
+    return {role: {"slots": slots}} if slots else {}
 
 
 def advice(outcomes: Sequence[Outcome]) -> list[str]:

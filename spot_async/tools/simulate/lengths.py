@@ -1,14 +1,16 @@
 """Decides how long responses and probes are: drawn from a log-normal, or as a run recorded them.
 
-A length depends on the prompt, on the request's seed and on nothing else. So all simulations of a workload have the
-same responses, and their times can be compared.
+A length depends on the prompt, and on the request's seed or on how many like it the prompt had before. So all
+simulations of a workload have the same responses, and their times can be compared.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +18,9 @@ import numpy as np
 from spot_async.base.seeds import derive_seed
 
 GRAINS = 64  # an average response has about so many grains
+
+
+Asked = Counter[tuple[int, bool]]  # what was asked for each prompt so far: responses, and probes (True)
 
 
 class Lengths(Protocol):
@@ -26,9 +31,11 @@ class Lengths(Protocol):
         """About the mean length of a response."""
         ...
 
-    def response(self, ordinal: int, seed: int) -> float: ...
+    def response(self, ordinal: int, seed: int, nth: int) -> float: ...
 
-    def probe(self, ordinal: int, seed: int) -> float: ...
+    def probe(self, ordinal: int, seed: int, nth: int) -> float: ...
+
+    def prompt(self, ordinal: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -37,29 +44,37 @@ class LogNormalLengths:
 
     median: float
     sigma: float
+    prompts: float = 0.0  # of which all are alike
 
     @property
     def mean(self) -> float:
         return self.median * math.exp(self.sigma**2 / 2)
 
-    def response(self, ordinal: int, seed: int) -> float:
+    def response(self, ordinal: int, seed: int, nth: int) -> float:
         return float(self.median * math.exp(self.sigma * np.random.default_rng(seed).standard_normal()))
 
-    def probe(self, ordinal: int, seed: int) -> float:
-        return self.response(ordinal, seed)
+    def probe(self, ordinal: int, seed: int, nth: int) -> float:
+        return self.response(ordinal, seed, nth)
+
+    def prompt(self, ordinal: int) -> float:
+        return self.prompts
 
 
 @dataclass(frozen=True)
 class RecordedPrompt:
-    """The tokens that a run generated for one prompt."""
+    """The tokens of one prompt, and those that a run generated for it."""
 
     responses: Sequence[int]
     probes: Sequence[float] = ()  # of all of its responses
+    tokens: float = 0.0
 
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Each simulated prompt is one of a run's, drawn at random: long responses keep their long probes."""
+    """Each simulated prompt is one of a run's: long responses keep their long probes.
+
+    None comes again before all others have come.
+    """
 
     prompts: Sequence[RecordedPrompt]
 
@@ -68,17 +83,27 @@ class RecordedLengths:
         every = [tokens for prompt in self.prompts for tokens in prompt.responses]
         return sum(every) / len(every)
 
-    def response(self, ordinal: int, seed: int) -> float:
+    def response(self, ordinal: int, seed: int, nth: int) -> float:
         responses = self._drawn(ordinal).responses
-        return float(responses[seed % len(responses)])
+        return float(responses[nth % len(responses)])
 
-    def probe(self, ordinal: int, seed: int) -> float:
+    def probe(self, ordinal: int, seed: int, nth: int) -> float:
         """Return a probe of the same prompt. Where the run has none, probes are as long as responses."""
         probes = self._drawn(ordinal).probes
-        return probes[seed % len(probes)] if probes else self.response(seed, seed)
+        return probes[nth % len(probes)] if probes else self.response(seed, seed, 0)
+
+    def prompt(self, ordinal: int) -> float:
+        return self._drawn(ordinal).tokens
 
     def _drawn(self, ordinal: int) -> RecordedPrompt:
-        return self.prompts[derive_seed(0, "recorded prompt", ordinal) % len(self.prompts)]
+        time, place = divmod(ordinal, len(self.prompts))
+        return self.prompts[_shuffled(len(self.prompts), time)[place]]
+
+
+@lru_cache(maxsize=4)
+def _shuffled(number: int, time: int) -> list[int]:
+    order: list[int] = np.random.default_rng(derive_seed(0, "recorded prompts", time)).permutation(number).tolist()
+    return order
 
 
 @dataclass(frozen=True)
@@ -94,7 +119,14 @@ class Workload:
         grain = max(1, round(min(lengths.mean, max_response_tokens) / GRAINS))
         return cls(lengths, grain, max(1, round(max_response_tokens / grain)))
 
-    def grains(self, ordinal: int, seed: int, most: int) -> int:
+    def grains(self, ordinal: int, seed: int, most: int, asked: Asked) -> int:
         """Return the length of a response that may have `most` grains. One that may have fewer than all is a probe."""
-        tokens = (self.lengths.probe if most < self.most else self.lengths.response)(ordinal, seed)
+        is_probe = most < self.most
+        nth = asked[ordinal, is_probe]
+        asked[ordinal, is_probe] += 1
+        tokens = (self.lengths.probe if is_probe else self.lengths.response)(ordinal, seed, nth)
         return max(1, min(most, round(tokens / self.grain)))
+
+    def scored(self, ordinal: int, grains: int) -> float:
+        """Return the grains that are scored with a response: those of the prompt as well."""
+        return grains + self.lengths.prompt(ordinal) / self.grain

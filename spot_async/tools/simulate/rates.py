@@ -1,7 +1,8 @@
 """Holds what a simulation must know of a cluster: the rates of its servers, the trainer's, and lengths of responses.
 
 A rate is stated, or measured by a run or by `tune`. All have the same keys, so sources are laid over each other. Rates
-count response tokens. What a server does for the prompt of a request is part of the rate.
+of servers that generate and of the trainer count response tokens, and what prompts cost is part of the rate. Servers
+that score have a request's prompt to score as well.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ServerRates(Section):
     replicas: PositiveInt | None = Field(None, description="servers of the role; default: as configured")
     tokens_per_s: PositiveFloat | None = Field(None, description="tokens a second of one server at most")
     tokens_per_s_each: PositiveFloat | None = Field(None, description="tokens a second of one request at most")
-    request_s: NonNegativeFloat = Field(0.0, description="seconds of a request besides its tokens")
+    request_s: NonNegativeFloat = Field(0.0, description="seconds of a request besides its time at the server")
     slots: PositiveInt | None = Field(None, description="requests that one server works on at a time; default: all")
 
 
@@ -42,6 +43,7 @@ class LogNormal(Section):
 
     median: PositiveFloat | None = Field(None, description="tokens that half of the responses have at most")
     sigma: NonNegativeFloat = Field(0.7, description="standard deviation of the logarithm of a length")
+    prompts: NonNegativeFloat = Field(0.0, description="tokens of a prompt, which servers score with each response")
 
 
 class ClusterRates(Section):

@@ -1,13 +1,13 @@
-"""Reads rates and lengths from what a run left: metrics, samples and trace. `tune`'s file has rates as well.
+"""Reads rates and lengths from what a run left: metrics and trace. `tune`'s file has rates as well.
 
-The trace says how long each request took, and the samples how many tokens it had. Without one of them, means over
-iterations must do.
+The trace says how long each request took and how many tokens it had. Without it, means over iterations must do, and
+the lengths of samples.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,12 +27,8 @@ from spot_async.tools.tune.measurement import Ramp
 from spot_async.tools.tune.results import read_tuning
 
 RESPONSES = ("rollout", "teacher_response")  # stages whose answers are the responses of samples
-LOADING = (
-    *RESPONSES,
-    "probe",
-    "score",
-    "reference",
-)  # stages whose requests take the longer, the more tokens they have
+SCORES = ("score", "reference")  # stages whose requests have a response's tokens and those of its prompt
+LOADING = (*RESPONSES, "probe", *SCORES)  # stages whose requests take the longer, the more tokens they have
 
 
 class RecordedCandidate(msgspec.Struct):
@@ -87,9 +83,9 @@ def read_run(path: Path, config: Config) -> Recorded:
     if not rows:
         raise DataError(f"--from {path}: no iteration has finished, so nothing was measured")
     rows = rows[1:] if len(rows) > 2 else rows  # in the first one, servers and trainer warm up
-    samples = list(files.samples_as(RecordedSample))
-    prompts = _prompts(samples, rows)
-    requests = _requests(files, trained, samples, _tokens_per_character(samples, rows))
+    slices = _slices(files.path / "trace.json")
+    prompts = _traced_prompts(slices) or _sampled_prompts(list(files.samples_as(RecordedSample)), rows)
+    requests = _requests(slices)
     rates = _trainer(rows) | _stage_seconds(requests)
     for role in ("student", "teacher", "reference"):
         if role != "student" and not _same_role(trained, config, role):
@@ -97,7 +93,7 @@ def read_run(path: Path, config: Config) -> Recorded:
         backend = (trained.get(role) or {}).get("backend") or {}
         found = _of_requests(requests, role, backend.get("slots")) or _of_means(rows, role, _replicas(backend))
         if found is not None:
-            rates[role] = found._asdict()
+            rates[role] = {key: value for key, value in found._asdict().items() if value is not None}
     return Recorded(rates, RecordedLengths(prompts) if prompts else None)
 
 
@@ -126,8 +122,10 @@ def tune_beside(config: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def _prompts(samples: Sequence[RecordedSample], rows: Rows) -> list[RecordedPrompt]:
-    """Return what was generated for each prompt. The samples of one prompt follow each other."""
+def _sampled_prompts(samples: Sequence[RecordedSample], rows: Rows) -> list[RecordedPrompt]:
+    """Return what was generated for each prompt, of whose own tokens samples say nothing. The samples of one prompt
+    follow each other.
+    """
     each_character = _tokens_per_character(samples, rows)
     return [
         RecordedPrompt(
@@ -170,62 +168,63 @@ def _trainer(rows: Rows) -> Tree:
     }
 
 
-def _requests(
-    files: RunFiles, trained: Mapping[str, Any], samples: Sequence[RecordedSample], each_character: float
-) -> dict[str, list[Timed]]:
-    """Return the requests of each stage, as far as their tokens are known; none without a trace or without samples."""
-    if (trained.get("run") or {}).get("samples_every", 1) != 1:
-        return {}
-    found: dict[tuple[str, int, Any], list[Slice]] = defaultdict(list)  # by stage, prompt and part of it
-    ended: set[int] = set()
-    for each in _slices(files.path / "trace.json"):
-        prompt = each.args.get("prompt")
-        if each.name.startswith("iteration ") and "requests" in each.args:
-            break  # from here on, the trace has not every request
-        if prompt is None or ("outcome" in each.args and each.name != "prompt"):
-            continue
-        if each.name == "prompt" and each.args.get("outcome") == "queued":
-            ended.add(prompt)
-        elif each.name in STAGE_SERVERS:
-            found[each.name, prompt, tuple(each.args.get("part", ()))].append(each)
+def _requests(slices: Iterable[Slice]) -> dict[str, list[Timed]]:
+    """Return the requests of each stage. Of those that were sent at the same time, the oldest prompt's is first.
+
+    Where a trace does not name their tokens, they have none.
+    """
     requests: dict[str, list[Timed]] = defaultdict(list)
-    left = iter(samples)
-    for prompt in sorted(ended):
-        count = max(1, *(len(found.get((stage, prompt, ()), ())) for stage in RESPONSES))
-        own = [sample for _, sample in zip(range(count), left, strict=False)]
-        lengths: dict[tuple[str, Any], list[float]] = {
-            (stage, ()): [float(len(sample.response_ids)) for sample in own] for stage in LOADING if stage != "probe"
-        }
-        for sample in own:
-            for branch in sample.branches:
-                texts = _texts(RecordedSample(0, branches=[branch]))
-                lengths["probe", (branch.position,)] = [each_character * len(text) for text in texts]
-        for (stage, part), tokens in lengths.items():
-            # Which of a part's requests had which answer is not recorded. The longer one took longer.
-            slices = sorted(found.get((stage, prompt, part), ()), key=lambda each: each.dur)
-            if len(slices) == len(tokens):
-                requests[stage] += map(_timed, slices, sorted(tokens))
-    for stage in ("candidates", "verify"):
-        requests[stage] = [_timed(each, 0.0) for key, slices in found.items() if key[0] == stage for each in slices]
+    done = [each for each in slices if each.name in STAGE_SERVERS and "outcome" not in each.args]
+    for each in sorted(done, key=lambda each: (each.ts, each.args["prompt"], each.args.get("part", []))):
+        start_s, tokens = each.ts / 1e6, float(each.args.get("tokens", 0))
+        timed = Timed(str(each.args.get("server", "")), start_s, start_s + each.dur / 1e6, tokens)
+        requests[each.name].append(timed)
     return requests
 
 
-def _timed(each: Slice, tokens: float) -> Timed:
-    return Timed(str(each.args.get("server", "")), each.ts / 1e6, (each.ts + each.dur) / 1e6, tokens)
+def _traced_prompts(slices: Iterable[Slice]) -> list[RecordedPrompt]:
+    """Return the prompts that were finished, with the tokens of their requests."""
+    tokens: dict[tuple[int, str], list[tuple[list[int], int]]] = defaultdict(list)  # and parts, by prompt and stage
+    finished: list[int] = []
+    for each in slices:
+        prompt = each.args.get("prompt")
+        if prompt is None:
+            continue
+        if each.name == "prompt" and each.args.get("outcome") == "queued":
+            finished.append(prompt)
+        elif "outcome" not in each.args and "tokens" in each.args:
+            tokens[prompt, each.name].append((each.args.get("part", []), each.args["tokens"]))
+
+    def in_order(prompt: int, *stages: str) -> list[int]:
+        return [count for stage in stages for _, count in sorted(tokens[prompt, stage])]
+
+    prompts = []
+    for prompt in finished:
+        responses = in_order(prompt, *RESPONSES)
+        scored = next((own for stage in SCORES if len(own := in_order(prompt, stage)) == len(responses)), responses)
+        if responses:
+            own_tokens = (sum(scored) - sum(responses)) / len(responses)
+            prompts.append(RecordedPrompt(responses, in_order(prompt, "probe"), own_tokens))
+    return prompts
 
 
-def _slices(path: Path) -> Iterator[Slice]:
-    """Yield the spans of a trace, of one that was cut short too."""
+def _slices(path: Path) -> list[Slice]:
+    """Return the spans of a trace, of one that was cut short too, as long as it has those of every request."""
+    found: list[Slice] = []
     if not path.exists():
-        return
+        return found
     decoder = msgspec.json.Decoder(Slice)
     with path.open("rb") as file:
         for line in file:
             if line.startswith(b'{"ph":"X"'):
                 try:
-                    yield decoder.decode(line.rstrip(b",\n"))
+                    each = decoder.decode(line.rstrip(b",\n"))
                 except msgspec.MsgspecError:
-                    return
+                    break
+                if each.name.startswith("iteration ") and "requests" in each.args:
+                    break
+                found.append(each)
+    return found
 
 
 def _stage_seconds(requests: Mapping[str, Sequence[Timed]]) -> Tree:
@@ -239,8 +238,10 @@ def _stage_seconds(requests: Mapping[str, Sequence[Timed]]) -> Tree:
 
 
 def _of_requests(requests: Mapping[str, Sequence[Timed]], role: str, slots: int | None) -> Speed | None:
-    own = [each for stage in LOADING if STAGE_SERVERS[stage] == role for each in requests.get(stage, ())]
-    return speed(own, slots if role == "student" else None) if own else None
+    """Return the speed that a role's requests show. Only those that generate need one of the configured `slots`."""
+    stages = [stage for stage in LOADING if STAGE_SERVERS[stage] == role and requests.get(stage)]
+    generates = not set(stages) <= set(SCORES)
+    return speed([each for stage in stages for each in requests[stage]], slots if generates else None)
 
 
 def _of_means(rows: Rows, role: str, replicas: int) -> Speed | None:
@@ -257,7 +258,7 @@ def _of_means(rows: Rows, role: str, replicas: int) -> Speed | None:
     if busy_s <= 0 or wait_s <= 0 or tokens <= 0:
         return None
     each = tokens / busy_s
-    return Speed(max(each, tokens / wait_s / replicas), each, 0.0)
+    return Speed(max(each, tokens / wait_s / replicas), each, 0.0, None)
 
 
 def _replicas(backend: Mapping[str, Any]) -> int:

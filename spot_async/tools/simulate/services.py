@@ -26,7 +26,7 @@ from spot_async.testing.services import (
     SimulatedTrainer,
 )
 from spot_async.testing.shared_processor import SharedProcessor
-from spot_async.tools.simulate.lengths import Workload
+from spot_async.tools.simulate.lengths import Asked, Workload
 from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates
 from spot_async.types import (
     Capabilities,
@@ -45,7 +45,7 @@ from spot_async.types import (
 
 AT_ONCE = Latency(0.0, 0.0, 0.0)
 UNLIMITED = 1 << 30
-PROMPT_TOKENS = 8  # of a simulated prompt; what real ones cost is part of the rates
+PROMPT_TOKENS = 8  # of a simulated prompt; how long real ones are, the workload says
 FIRST_TOKEN, BASE = 2, VOCAB_SIZE - 2  # the two before it are special
 
 
@@ -72,15 +72,18 @@ class _Begun:
 
 
 class RatedServer:
-    """A simulated server: its requests share its processor. Those that generate wait for a slot."""
+    """A simulated server: requests wait for a slot, and those that have one share its processor."""
 
-    def __init__(self, rates: ServerRates, workload: Workload, *, update_s: float, in_flight_updates: bool) -> None:
-        """Make a server. One without rates may be asked for nothing."""
+    def __init__(
+        self, rates: ServerRates, workload: Workload, asked: Asked, *, update_s: float, in_flight_updates: bool
+    ) -> None:
+        """Make a server. One without rates may be asked for nothing. All of a role have the same `asked`."""
         most, each = (rates.tokens_per_s or 0.0) / workload.grain, (rates.tokens_per_s_each or 0.0) / workload.grain
         self._finished = 0.0  # grains of requests that are done
         self._begun: Counter[float] = Counter()  # requests under way, by what the processor had done when they began
         self._rates = rates
         self._workload = workload
+        self._asked = asked
         self._update_s = update_s
         self._in_flight_updates = in_flight_updates
         self._processor = SharedProcessor(lambda requests: min(each, most / requests))
@@ -121,9 +124,8 @@ class RatedServer:
         deadline: float,
     ) -> Generation:
         most, ordinal = sampling.max_tokens, ordinal_of(prompt_ids)
-        length = self._workload.grains(ordinal, sampling.seed, most)
-        async with self._slots:
-            begun = await self.work(length)
+        length = self._workload.grains(ordinal, sampling.seed, most, self._asked)
+        begun = await self.work(length)
         rng = np.random.default_rng(derive_seed(sampling.seed, "tokens"))
         token_ids = rng.integers(2, VOCAB_SIZE, length, dtype=np.int32)
         if length < most:
@@ -139,19 +141,20 @@ class RatedServer:
         done = self._processor.each_got
         return self._finished + sum(number * (done - begun) for begun, number in self._begun.items())
 
-    async def work(self, grains: int) -> _Begun:
+    async def work(self, grains: float) -> _Begun:
         """Work off a request; return where that began."""
         if self._rates.request_s:
             await asyncio.sleep(self._rates.request_s)
-        begun = _Begun(self._processor.each_got, len(self._updates))
-        self._begun[begun.done] += 1
-        try:
-            await self._processor.do(grains)
-            self._finished += grains
-        finally:
-            self._begun[begun.done] -= 1
-            if not self._begun[begun.done]:
-                del self._begun[begun.done]
+        async with self._slots:
+            begun = _Begun(self._processor.each_got, len(self._updates))
+            self._begun[begun.done] += 1
+            try:
+                await self._processor.do(grains)
+                self._finished += grains
+            finally:
+                self._begun[begun.done] -= 1
+                if not self._begun[begun.done]:
+                    del self._begun[begun.done]
         return begun
 
     def _spans(self, begun: _Begun, length: int) -> tuple[VersionSpan, ...]:
@@ -167,9 +170,9 @@ class RatedServer:
 class RatedStudent(RatedServer, SimulatedStudent):
     """A server of the student."""
 
-    def __init__(self, cluster: ClusterRates, workload: Workload) -> None:
+    def __init__(self, cluster: ClusterRates, workload: Workload, asked: Asked) -> None:
         super().__init__(
-            cluster.student, workload, update_s=cluster.update_s, in_flight_updates=cluster.in_flight_updates
+            cluster.student, workload, asked, update_s=cluster.update_s, in_flight_updates=cluster.in_flight_updates
         )
         self.requests = 0
         self._candidates_s = cluster.candidates_s
@@ -186,12 +189,12 @@ class RatedStudent(RatedServer, SimulatedStudent):
 class RatedTeacher(RatedServer, SimulatedTeacher):
     """A server of the teacher or of the reference."""
 
-    def __init__(self, rates: ServerRates, workload: Workload) -> None:
-        super().__init__(rates, workload, update_s=0.0, in_flight_updates=False)
+    def __init__(self, rates: ServerRates, workload: Workload, asked: Asked) -> None:
+        super().__init__(rates, workload, asked, update_s=0.0, in_flight_updates=False)
         self.latency = AT_ONCE
 
     async def score(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
-        await self.work(len(response_ids))
+        await self.work(self._workload.scored(ordinal_of(prompt_ids), len(response_ids)))
         return await super().score(prompt_ids, response_ids, **request)
 
 

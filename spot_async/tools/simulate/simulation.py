@@ -26,7 +26,7 @@ from spot_async.testing.services import VOCAB_SIZE, SimulatedVerifier
 from spot_async.testing.simulation import make_run, policy_context
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.bound import Bound, bound
-from spot_async.tools.simulate.lengths import Workload
+from spot_async.tools.simulate.lengths import Asked, Workload
 from spot_async.tools.simulate.observer import Observed, Observer
 from spot_async.tools.simulate.rates import ClusterRates, served_roles
 from spot_async.tools.simulate.services import RatedServer, RatedStudent, RatedTeacher, RatedTrainer, prompts
@@ -115,7 +115,7 @@ async def _finished(
 ) -> list[Observed]:
     policy, batch_size = make_policy(config), config.training.batch_size
     servers = {
-        role: [_server(role, rates, workload) for _ in range(rates.of(role).replicas or 1)]
+        role: _servers(role, rates, workload)
         for role in {"student": 0, **served_roles(config, policy.needs)}  # all students take weights
     }
     async with AsyncExitStack() as stack:
@@ -155,8 +155,11 @@ async def _finished(
         return observer.iterations
 
 
-def _server(role: str, rates: ClusterRates, workload: Workload) -> RatedServer:
-    return RatedStudent(rates, workload) if role == "student" else RatedTeacher(rates.of(role), workload)
+def _servers(role: str, rates: ClusterRates, workload: Workload) -> list[RatedServer]:
+    own, asked = rates.of(role), Asked()
+    if role == "student":
+        return [RatedStudent(rates, workload, asked) for _ in range(own.replicas or 1)]
+    return [RatedTeacher(own, workload, asked) for _ in range(own.replicas or 1)]
 
 
 def _pool(role: str, config: Config, servers: Sequence[RatedServer]) -> ReplicaPool[RatedServer]:

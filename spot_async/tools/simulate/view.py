@@ -61,7 +61,7 @@ def rate_lines(rates: ClusterRates, mean_tokens: float) -> list[str]:
         if own.tokens_per_s is None or own.tokens_per_s_each is None:
             continue
         parts = [f"{own.replicas or 1} x {own.tokens_per_s:,.0f} tokens/s", f"{own.tokens_per_s_each:,.0f} each"]
-        parts += [f"{own.slots} slots"] if own.slots else []
+        parts += [f"{own.slots} at a time"] if own.slots else []
         parts += [f"{own.request_s:.2g} s a request"] if own.request_s else []
         lines.append(f"{role}: {', '.join(parts)}")
     trainer = f"trainer: {rates.trainer.tokens_per_s:,.0f} tokens/s and {rates.trainer.fixed_s:.2g} s"

@@ -39,7 +39,7 @@ def with_staleness(tuning: Tuning, config: Config, needs: PolicyNeeds, run: Path
     lagging = config.model_copy(update={"max_staleness": max(1, config.max_staleness)})
     shared = conclude(lagging, needs, tuning.ramps, tuning.requests_per_prompt)
     recorded = read_run(run, config)
-    sources = [configured_slots(config), recorded.rates, rates_of_ramps(tuning.ramps)]
+    sources = [configured_slots(config, needs), recorded.rates, rates_of_ramps(tuning.ramps)]
     rates = cluster_rates(sources, config, needs, knows_lengths=recorded.lengths is not None)
     assert recorded.lengths is not None  # as `check_run` saw
     outcomes = simulate(
