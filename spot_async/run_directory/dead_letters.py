@@ -81,8 +81,11 @@ def settle_letters(run: Path, dead: Iterable[DeadLetter]) -> None:
     if settled != lines:
         new = run / f".{FILE_NAME}.new"
         try:
-            new.write_bytes(b"".join(settled))
-            new.replace(path)
+            if settled:
+                new.write_bytes(b"".join(settled))
+                new.replace(path)
+            else:
+                path.unlink()
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
 

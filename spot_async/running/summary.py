@@ -44,6 +44,7 @@ class TrainOutcome:
 class RunResults:
     """Holds what a run has come to so far, for its outcome."""
 
+    resumed_after: int = 0  # iterations that earlier parts of the run trained
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
     stages: Sequence[Stage[Any]] = ()  # once the servers have answered
@@ -58,7 +59,9 @@ class RunResults:
     def outcome(
         self, directory: Path, best: BestCheckpoint | None, spending: Mapping[str, Any], trainer_restarts: int
     ) -> TrainOutcome:
-        state = OrchestratorState() if self.orchestrator is None else self.orchestrator.state
+        state = (
+            OrchestratorState(iteration=self.resumed_after) if self.orchestrator is None else self.orchestrator.state
+        )
         counts = {} if self.orchestrator is None else self.orchestrator.book.counts
         prompts = {each.value: count for each, count in counts.items() if count}
         return TrainOutcome(

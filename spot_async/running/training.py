@@ -122,7 +122,7 @@ class TrainingRun:
         self._cores = core_shares(plan.served)
         self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
         self._events = Channel()
-        self._results = RunResults()
+        self._results = RunResults(0 if checkpoint is None else checkpoint.manifest.step)
         self._evaluations = RunEvaluations(config, plan, directory, self._events, self._results)
         self._events.subscribe(self._ledger_file, self._evaluations.history, self._screen, self._watchdog)
         self._lag = LoopLag()

@@ -22,6 +22,9 @@ def test_a_letter_too_few_too_many_or_torn_is_mended(tmp_path):
         assert RunFiles(tmp_path).dead_letters() == [dead, letter(7)]
 
 
-def test_a_run_without_deaths_gets_no_file(tmp_path):
+def test_a_run_without_deaths_has_no_file(tmp_path):
+    RunDirectory(tmp_path).append(FILE_NAME, [letter(3)])
+    settle_letters(tmp_path, [])
+    assert not (tmp_path / FILE_NAME).exists()
     settle_letters(tmp_path, [])
     assert not (tmp_path / FILE_NAME).exists()
