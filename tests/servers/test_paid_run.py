@@ -66,7 +66,15 @@ def arguments(run, url, *overrides):
 
 
 def train(run, url, *overrides):
-    done = subprocess.run(arguments(run, url, *overrides), cwd=ROOT, capture_output=True, text=True)
+    return finished(run, arguments(run, url, *overrides))
+
+
+def resumed(run, *overrides):
+    return finished(run, command("--resume", str(run), *overrides))
+
+
+def finished(run, given):
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True)
     read = SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, path=run)
     if (run / "summary.json").exists():
         read.summary = json.loads((run / "summary.json").read_text())
@@ -109,11 +117,16 @@ def test_a_replay_makes_no_request_and_gives_the_same_losses(paid, tmp_path):
     assert "spending" not in again.summary
 
 
-def test_a_budget_ends_the_run_with_everything_saved(paid, tmp_path):
+def test_a_budget_ends_the_run_with_everything_saved_and_a_higher_one_goes_on(paid, tmp_path):
     budget = 0.6 * float(paid.bill["money"])
     with paid_endpoint("--vocabulary", "48", *LIMITS) as url:
         run = train(tmp_path / "run", url, f"teacher.backend.budget={budget}")
         bill = float(bill_of(url)["money"])
+        check_saved(run, bill, budget)
+        go_on_with_more_money(run.path, run.summary["iterations"], budget)
+
+
+def check_saved(run, bill, budget):
     assert run.code == 4, run.err
     assert 0.9 * budget < bill <= budget
     assert run.summary["spending"]["teacher"]["money"] == pytest.approx(bill, rel=0.01)
@@ -127,16 +140,28 @@ def test_a_budget_ends_the_run_with_everything_saved(paid, tmp_path):
     assert (run.path / "student" / "model.safetensors").exists()
 
 
+def go_on_with_more_money(run, iterations, budget):
+    """A resumed run has the budget of all of its parts. With more it comes to its end."""
+    spent = json.loads((run / "summary.json").read_text())["spending"]["teacher"]["money"]
+    done = {each: resumed(run, f"teacher.backend.budget={each}") for each in (budget, 10 * budget)}
+    assert done[budget].code == 4
+    assert done[budget].summary["iterations"] == iterations
+    assert spent <= done[budget].summary["spending"]["teacher"]["money"] <= budget
+    assert done[10 * budget].code == 0, done[10 * budget].err
+    assert done[10 * budget].summary["prompts"]["trained"] == 5 * 16
+    assert [row["iteration"] for row in done[10 * budget].metrics] == [1, 2, 3, 4, 5]
+
+
 def test_three_kills_cost_no_more_than_what_was_running(tmp_path):
     run, every = tmp_path / "run", "training.checkpoint_every=1"
     with paid_endpoint("--vocabulary", "48", *LIMITS, "--latency-s", "0.1") as url:
         running = killed_amid_requests(arguments(run, url, every), url, run, after=1)
         for iterations in (2, 3):
             running += killed_amid_requests(command("--resume", str(run)), url, run, after=iterations)
-        done = subprocess.run(command("--resume", str(run)), cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = resumed(run)
+        assert done.code == 0, done.err
         bill = bill_of(url)
-    spent = json.loads((run / "summary.json").read_text())["spending"]["teacher"]
+    spent = done.summary["spending"]["teacher"]
     start = rows(run / "spending.jsonl")[0]
     assert running > 0
     # opd asks once for each prompt
