@@ -97,7 +97,11 @@ def delete_weights(directory: Path) -> None:
                 return
             except OSError:  # a file system without locks
                 pass
-            shutil.rmtree(directory)
+            # A kill or a power cut leaves a whole directory of this name, or none: whoever resumes takes it as it is.
+            hidden = directory.with_name(f".{directory.name}")
+            directory.rename(hidden)
+            flush_to_disk(hidden.parent)
+            shutil.rmtree(hidden)
     except OSError as error:
         structlog.get_logger().warning("old weights cannot be deleted", directory=str(directory), error=str(error))
 
