@@ -16,7 +16,7 @@ do not have.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -168,6 +168,13 @@ class Ledger:
                 "update prompts set state = 'queued', batch = null, lineage = null where batch >= ?", (step,)
             )
             self._connection.execute("update prompts set state = 'lost' where state = 'running'")
+
+    def drop_samples(self, ordinals: Iterable[int]) -> None:
+        """Delete the samples of prompts that a run that goes on supervises once more."""
+        with self._transaction():
+            self._connection.executemany(
+                "update prompts set state = 'lost', samples = null where ordinal = ?", [(each,) for each in ordinals]
+            )
 
     # What it says
 

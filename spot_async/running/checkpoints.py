@@ -92,6 +92,8 @@ def go_back(
     )
     settled = {row.ordinal: state for row in rows if (state := _settled(row)) is not None}
     kept = _reusable(rows, ledger, beginning, max_staleness, batch_size)
+    # Otherwise a later part of the run might take their weights for its own, whose lineage may have the same number.
+    ledger.drop_samples(row.ordinal for row in rows if row.state == "queued" and row.ordinal not in kept)
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)
 
 
@@ -152,8 +154,12 @@ def _renamed(sample: Sample, lineages: Sequence[int], oldest: int) -> Sample | N
 
 
 def _is_ancestor(version: WeightVersion, lineages: Sequence[int]) -> bool:
-    """Return whether these weights are some that the newest lineage came from."""
-    return all(version.step <= began for began in lineages[version.lineage + 1 :])
+    """Return whether these weights are some that the newest lineage came from.
+
+    A part of the run that was cut off may have had the same number as the one that begins now, which has no weights of
+    its own yet.
+    """
+    return all(version.step <= began for began in (*lineages[version.lineage + 1 :], lineages[-1]))
 
 
 def _in_lineage(supervision: Supervision, lineage: int) -> Supervision:
