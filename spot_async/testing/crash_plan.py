@@ -7,7 +7,6 @@ or at a change of its disk. The disk may be full, and a checkpoint may turn out 
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from typing import Literal, TypeAlias
 from spot_async.base.seeds import derive_seed
 from spot_async.testing.fault_plan import Fault
 
-MOST_LIVES_WITH_FAULTS = 3
+MOST_LIVES_WITH_FAULTS = 4
 MOST_FAULTS_OF_SERVERS = 2  # in a life
 NUMBERS_OF_A_LIFE = 100  # the numbers of its faults begin at this times its number
-MOST_STEPS, MOST_CHANGES = 3000, 400  # of a life that crashes
+MOST_STEPS, MOST_CHANGES = 150, 60  # of an iteration
 
 # The process is killed; the power is lost; nothing fits on the disk any more. Or a checkpoint is damaged: as soon as it
 # is committed, or the newest one after the life.
@@ -33,13 +32,15 @@ class DiskFault:
 
     number: int
     kind: DiskFaultKind
-    step: int | None  # of the event loop; otherwise it is a change of the disk
-    change: int | None
+    after: int  # so many iterations of this life; from there on steps and changes are counted
+    step: int | None  # of the event loop
+    change: int | None  # of the disk
 
     def __str__(self) -> str:
-        where = f" at step {self.step}" if self.step is not None else ""
-        where = f" at change {self.change}" if self.change is not None else where
-        return f"{self.kind}{where} (fault {self.number})"
+        step = "" if self.step is None else f" at step {self.step}"
+        change = "" if self.change is None else f" at change {self.change}"
+        after = f" after iteration {self.after} of its life" if self.after else ""
+        return f"{self.kind}{step}{change}{after} (fault {self.number})"
 
 
 PlannedFault: TypeAlias = Fault | DiskFault
@@ -64,13 +65,16 @@ def planned_crashes(seed: int) -> Sequence[PlannedFault]:
 
 
 def _disk_fault(number: int, kind: DiskFaultKind, rng: random.Random) -> DiskFault:
-    at_step, at_change = _log_uniform(rng, MOST_STEPS), _log_uniform(rng, MOST_CHANGES)
+    after = rng.choice([0, 0, 1, 2, 3, 4])
+    scale = 1 if after else 4  # before the first iteration comes the start
+    at_step, at_change = _moment(rng, MOST_STEPS * scale), _moment(rng, MOST_CHANGES * scale)
     if kind in ("bad commit", "bad newest"):
-        return DiskFault(number, kind, None, None)
+        return DiskFault(number, kind, 0, None, None)
     if kind != "full" and rng.random() < 0.4:
-        return DiskFault(number, kind, at_step, None)
-    return DiskFault(number, kind, None, at_change)
+        return DiskFault(number, kind, after, at_step, None)
+    return DiskFault(number, kind, after, None, at_change)
 
 
-def _log_uniform(rng: random.Random, most: int) -> int:
-    return round(math.exp(rng.uniform(0.0, math.log(most))))
+def _moment(rng: random.Random, most: int) -> int:
+    """Return a number up to `most`. Half of them are small: most is written as an iteration ends."""
+    return rng.randint(1, most) if rng.random() < 0.5 else round(most ** rng.random())

@@ -6,6 +6,7 @@ Nothing that waits goes on then: no `finally` of it does more than the frozen di
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -20,11 +21,11 @@ MOST_AWAITS = 20  # of a task that is torn down
 class CrashingLoop(VirtualTimeLoop):
     """Calls `crash` before the step `crash_at`, if that is not None. `crash` raises a KeyboardInterrupt."""
 
-    def __init__(self, ready_order: int, crash_at: int | None, crash: Callable[[], None]) -> None:
+    def __init__(self, ready_order: int, crash: Callable[[], None]) -> None:
         super().__init__(ready_order)
-        self._crash_at = crash_at
-        self._crash = crash
+        self.crash_at: int | None = None  # of `steps`
         self.steps = 0
+        self._crash = crash
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, or to a crash, which is raised. The loop is closed then."""
@@ -32,17 +33,18 @@ class CrashingLoop(VirtualTimeLoop):
             return self.run_until_complete(main)
         finally:
             self.set_exception_handler(lambda loop, context: None)
-            for task in asyncio.all_tasks(self):
-                _abandon(task)
+            with warnings.catch_warnings(action="ignore"):  # that something was never awaited
+                for task in asyncio.all_tasks(self):
+                    _abandon(task)
             self.close()
 
     def _run_once(self) -> None:
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
-        left = None if self._crash_at is None else self._crash_at - self.steps
+        left = None if self.crash_at is None else self.crash_at - self.steps
         self.steps += len(ready)
         if left is not None and 0 <= left <= len(ready):
             ready.insert(left, asyncio.Handle(self._crash, (), self))
-            self._crash_at = None
+            self.crash_at = None
         super()._run_once()
 
 

@@ -107,6 +107,7 @@ class _Life:
         self._witness = witness
         self._path = disk.path / "run"
         self._drill: ResumedDrill | None = None
+        self._loop: CrashingLoop | None = None
 
     @property
     def struck(self) -> str:
@@ -118,7 +119,9 @@ class _Life:
         """Return what the life came to."""
         checkpoint = self._newest()
         crash = self._crash
-        self._arm()
+        self._arm_disk(iterations=0)
+        if "bad commit" in self._strikes:
+            self._disk.renamed = self._damage_commit
         error: SpotError | None = None
         is_crash = False
         try:
@@ -130,6 +133,8 @@ class _Life:
             words = [str(each) for each in self._strikes.values()]
             require(explained(failure, words, MAY_END), "I8", f"no fault explains the end: {failure!r}")
             error = failure
+        if "verdicts" in self.struck:
+            self._witness.is_disturbed = True
         loses_power = is_crash and crash is not None and crash.kind == "power cut"
         self._disk.begin_life(loses_power=loses_power)
         if loses_power:
@@ -144,13 +149,13 @@ class _Life:
     def _run(self, checkpoint: Checkpoint | None, stack: ExitStack) -> SpotError | None:
         """Return what ended the run early, if anything did."""
         drill = self._drill = ResumedDrill(
-            self._seed, self._policy(), self._max_staleness, self._faults, self._witness, self._disk, self._strikes
+            self._seed, self._policy(), self._max_staleness, self._faults, self._witness, self._strikes, self._arm
         )
         drill.begin(self._path, checkpoint, stack)
         if drill.trainer.step >= drill.iterations:  # it crashed behind its last checkpoint
             return None
-        step = None if self._crash is None else self._crash.step
-        loop = CrashingLoop(derive_seed(self._seed, "order", self._number), step, self._end_process)
+        loop = self._loop = CrashingLoop(derive_seed(self._seed, "order", self._number), self._end_process)
+        self._arm_loop(iterations=0)
         return loop.run(drill.run((), ())).error
 
     def _newest(self) -> Checkpoint | None:
@@ -170,12 +175,22 @@ class _Life:
         self._witness.begin_anew()
         return None
 
-    def _arm(self) -> None:
-        self._disk.crash_at = None if self._crash is None else self._crash.change
-        if "full" in self._strikes:
-            self._disk.full_from = self._strikes["full"].change
-        if "bad commit" in self._strikes:
-            self._disk.renamed = self._damage_commit
+    def _arm_disk(self, *, iterations: int) -> None:
+        """Let the disk strike as planned from so many iterations of this life on."""
+        full, crash, disk = self._strikes.get("full"), self._crash, self._disk
+        if full is not None and full.after == iterations and full.change is not None:
+            disk.full_from = disk.changes + full.change
+        if crash is not None and crash.after == iterations and crash.change is not None:
+            disk.crash_at = disk.changes + crash.change
+
+    def _arm_loop(self, *, iterations: int) -> None:
+        crash, loop = self._crash, self._loop
+        if crash is not None and crash.after == iterations and crash.step is not None and loop is not None:
+            loop.crash_at = loop.steps + crash.step
+
+    def _arm(self, iterations: int) -> None:
+        self._arm_disk(iterations=iterations)
+        self._arm_loop(iterations=iterations)
 
     def _end_process(self) -> None:
         self._disk.freeze()

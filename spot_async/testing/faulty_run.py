@@ -107,6 +107,7 @@ class Drill:
     """One run, or a part of it: its servers, its faults, and the checks of it."""
 
     may_end: ClassVar[Mapping[str, str]] = MAY_END  # see `fault_plan.py`
+    problems = 8  # in an epoch
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class Drill:
         self.policy = policy
         self.max_staleness = max_staleness
         self.faults = faults
-        self.batch_size, self.iterations = _sizes(rng)
+        self.batch_size, self.iterations = self.sizes(rng)
         enough = self.batch_size * self.iterations
         self.prompts = rng.choice([None, None, None, rng.randint(0, enough), enough])  # None: without end
         self._evaluate_every = rng.choice([0, 0, 1, 2])
@@ -257,6 +258,10 @@ class Drill:
     def student(self, server: SimulatedServer, *, attaches: bool) -> SimulatedReplica:
         return _WitnessedReplica(server, self.invariants.witnessed, attaches=attaches)
 
+    def sizes(self, rng: random.Random) -> tuple[int, int]:
+        """Return the batch size and the number of iterations."""
+        return rng.randint(2, 4), rng.randint(2, 5)
+
     def teacher(self, server: SimulatedServer, *, attaches: bool) -> SimulatedTeacherReplica:
         return SimulatedTeacherReplica(server, attaches=attaches)
 
@@ -282,7 +287,7 @@ class Drill:
             trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
             evaluate=LiveEvaluation(self.evaluation_is_due, partial(self.measured, self.evaluations(student))),
-            prompts=simulated_prompts(self.prompts, problems=8),
+            prompts=simulated_prompts(self.prompts, problems=self.problems),
             sleepers=[student] if self._sleeps else [],
             capabilities={"student": offers, "teacher": capabilities(VOCAB_SIZE)},
             config=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
@@ -332,15 +337,6 @@ class Drill:
             require(steps == [iteration], "I2", f"an evaluation of weights {iteration} has tokens of {steps}")
         require(self.trainer.path(iteration).is_dir(), "I7", f"weights {iteration} are gone in their evaluation")
         return EvaluationResult(())
-
-
-def sizes(seed: int) -> tuple[int, int]:
-    """Return the batch size and the number of iterations of a seed's run."""
-    return _sizes(random.Random(derive_seed(seed, "run")))
-
-
-def _sizes(rng: random.Random) -> tuple[int, int]:
-    return rng.randint(2, 4), rng.randint(2, 5)
 
 
 class _WitnessedReplica(SimulatedReplica):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,9 +46,8 @@ from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.testing import fault_plan
 from spot_async.testing.crash_plan import DiskFault
-from spot_async.testing.crashing_disk import CrashingDisk
 from spot_async.testing.fault_plan import Fault
-from spot_async.testing.faulty_run import Drill, sizes
+from spot_async.testing.faulty_run import Drill
 from spot_async.testing.invariants import TrueSpans, require, weights_after
 from spot_async.testing.servers import SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from spot_async.testing.simulation import SimulatedRun
@@ -105,6 +104,9 @@ class ResumedDrill(Drill):
     """One life of a run, from the moment at which its process begins."""
 
     may_end: ClassVar[Mapping[str, str]] = {**fault_plan.MAY_END, **MAY_END}
+    # Each comes once. A policy may remember what an earlier epoch gave it, which a new process does not: KD without
+    # `policy.save` has another response for a problem then.
+    problems = 1000
 
     def __init__(
         self,
@@ -113,21 +115,23 @@ class ResumedDrill(Drill):
         max_staleness: int,
         faults: Sequence[Fault],
         witness: Witness,
-        disk: CrashingDisk,
         strikes: Mapping[Any, DiskFault],
+        after: Callable[[int], None],
     ) -> None:
+        """Make a life that has not begun. `after` is told of each iteration of it, which counts from 1."""
         self._witness = witness
-        self._disk = disk
         self._strikes = strikes
+        self._after = after
+        self._finished = 0  # iterations of this life
         self._arguments = seed, policy, max_staleness, faults
         self._run: SimulatedRun | None = None
         self._account = Account("teacher", token_budget=sys.maxsize)
         rng = random.Random(derive_seed(seed, "checkpoints"))
-        self.batch_size, self.iterations = sizes(seed)
+        self.batch_size, self.iterations = rng.randint(2, 3), rng.randint(3, 6)
         self.max_staleness = max_staleness
         self._training = TrainingConfig(
             iterations=self.iterations,
-            checkpoint_every=rng.choice([1, 1, 2, 3]),
+            checkpoint_every=rng.choice([1, 1, 2, 3, 4]),
             keep_checkpoints=KeptCheckpoints(last=rng.choice([1, 2]), every=rng.choice([None, 2])),
         )
 
@@ -166,6 +170,9 @@ class ResumedDrill(Drill):
         witness.has_lost_power = False
         super().__init__(*self._arguments, path / "weights", line=witness.line, witnessed=witness.spans)
 
+    def sizes(self, rng: random.Random) -> tuple[int, int]:
+        return self.batch_size, self.iterations
+
     # What it keeps
 
     def kept(self) -> Mapping[str, Any]:
@@ -200,6 +207,8 @@ class ResumedDrill(Drill):
         match event:
             case IterationFinished():  # after the others have written their files
                 self._witness.billed = self._witness.spent
+                self._finished += 1
+                self._after(self._finished)
             case PromptEnded(error=error) if error is not None:
                 self._witness.is_disturbed = True
 
@@ -283,8 +292,6 @@ class ResumedDrill(Drill):
     def check_end_of_run(self) -> None:
         """Check what a run left that came to its end."""
         witness, step = self._witness, self.trainer.step
-        if self._run is not None and any(verdict for verdict in self.struck() if "verdicts" in verdict):
-            witness.is_disturbed = True
         with closing(Ledger.open(self._directory.path)) as ledger:
             rows = list(ledger.prompts())
         require([row.ordinal for row in rows] == list(range(len(rows))), "I10", "prompts are missing in the ledger")

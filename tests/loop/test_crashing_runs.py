@@ -1,9 +1,25 @@
-"""Whenever a run crashes, and whatever its disk loses, it goes on and trains every prompt once."""
+"""Whenever a run crashes, and whatever its disk loses, it goes on and trains every prompt once.
+
+What breaks that is noticed: mutations show it.
+"""
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from simulated_crashes import explained
+from simulated_crashes import explained, failure
+
+from spot_async.base.seeds import derive_seed
+from spot_async.loop.saving import StateSaver
+from spot_async.run_directory import layout, manifest
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import Ledger
+from spot_async.running import checkpoints
+from spot_async.running.checkpoints import RunCheckpoints
+from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.testing.crash_plan import DiskFault
+from spot_async.testing.fault_plan import Fault
 
 SEEDS = range(300)
 
@@ -12,3 +28,191 @@ SEEDS = range(300)
 def test_nothing_is_lost_or_done_twice_however_often_a_run_crashes(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
     assert [how for seed in SEEDS[shard::5] if (how := explained(seed))] == []
+
+
+def kill(life, after, step):
+    return DiskFault(100 * life, "kill", after, step, None)
+
+
+# Samples of a part of the run that was cut off were taken for those of the next part, whose lineage had its number.
+CUT_OFF = (7, [kill(0, 1, 42), kill(1, 1, 121), DiskFault(101, "bad newest", 0, None, None)])
+
+
+@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF])
+def test_what_once_went_wrong_does_not_any_more(seed, faults):
+    assert failure(seed, faults) is None
+
+
+# Each of these breaks the code on purpose.
+
+
+def commit_before_tensors_are_written(monkeypatch):
+    finish = StateSaver.finish
+
+    async def hasty(saver, step):
+        await saver._checkpoints.commit(step)
+        await finish(saver, step)
+
+    monkeypatch.setattr(StateSaver, "finish", hasty)
+
+
+def commit_before_rows_are_written(monkeypatch):
+    begin, finish = StateSaver.begin, StateSaver.finish
+
+    async def at_once(saver, step):
+        await begin(saver, step)
+        await finish(saver, step)
+
+    async def nothing(saver, step):
+        pass
+
+    monkeypatch.setattr(StateSaver, "begin", at_once)
+    monkeypatch.setattr(StateSaver, "finish", nothing)
+
+
+def rename_without_flushing_the_directory(monkeypatch):
+    flush = manifest.flush_to_disk
+    monkeypatch.setattr(manifest, "flush_to_disk", lambda path: None if path.is_dir() else flush(path))
+
+
+def rename_what_is_not_flushed(monkeypatch):
+    flush = manifest.flush_to_disk
+    monkeypatch.setattr(manifest, "flush_to_disk", lambda path: flush(path) if path.is_dir() else None)
+
+
+def prune_before_verifying(monkeypatch):
+    prune = manifest.prune
+
+    def unverified(*arguments, **more):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manifest, "check", lambda directory: None)
+            prune(*arguments, **more)
+
+    monkeypatch.setattr(manifest, "prune", unverified)
+
+
+def take_a_damaged_checkpoint(monkeypatch):
+    check = manifest.check
+
+    def trusting(directory):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manifest, "_described", lambda path: _Equal())
+            return check(directory)
+
+    class _Equal:
+        def __eq__(self, other):
+            return True
+
+    monkeypatch.setattr(manifest, "check", trusting)
+
+
+def cut_a_batch_without_flushing(monkeypatch):
+    transaction = Ledger._transaction
+    monkeypatch.setattr(Ledger, "_transaction", lambda ledger, pragma="": transaction(ledger))
+
+
+def cut_a_batch_after_it_is_trained_on(monkeypatch):
+    cut = Ledger.cut
+
+    def late(ledger, *arguments):
+        waiting, ledger.__dict__["waiting"] = ledger.__dict__.get("waiting"), arguments
+        if waiting is not None:
+            cut(ledger, *waiting)
+
+    monkeypatch.setattr(Ledger, "cut", late)
+
+
+def forget_samples_before_the_commit(monkeypatch):
+    commit = RunCheckpoints.commit
+
+    async def hasty(saved, iteration):
+        saved._ledger.forget_samples(iteration)
+        await commit(saved, iteration)
+
+    monkeypatch.setattr(RunCheckpoints, "commit", hasty)
+
+
+def keep_no_samples(monkeypatch):
+    monkeypatch.setattr(Ledger, "samples", lambda ledger, ordinal: None)
+
+
+def use_samples_of_weights_that_were_cut_off(monkeypatch):
+    monkeypatch.setattr(checkpoints, "_is_ancestor", lambda version, lineages: True)
+
+
+def leave_samples_their_lineage(monkeypatch):
+    monkeypatch.setattr(checkpoints, "_in_lineage", lambda supervision, lineage: supervision)
+
+
+def forget_who_died(monkeypatch):
+    settled = checkpoints._settled
+    monkeypatch.setattr(checkpoints, "_settled", lambda row: None if row.state == "dead" else settled(row))
+
+
+def leave_prompts_in_batches_that_were_cut_off(monkeypatch):
+    monkeypatch.setattr(Ledger, "roll_back", lambda ledger, step: None)
+
+
+def leave_rows_that_are_written_again(monkeypatch):
+    monkeypatch.setattr(RunDirectory, "cut_after", lambda directory, iteration: None)
+
+
+def leave_evaluations_that_are_made_again(monkeypatch):
+    monkeypatch.setattr(checkpoints, "_move_aside", lambda run, step: None)
+
+
+def make_evaluations_again_that_count(monkeypatch):
+    move = checkpoints._move_aside
+
+    def too_much(run, step):
+        move(run, step)
+        for path in run.glob(f"evaluation-{step:06d}.json"):
+            path.unlink()
+
+    monkeypatch.setattr(checkpoints, "_move_aside", too_much)
+
+
+def leave_rows_unflushed(monkeypatch):
+    monkeypatch.setattr(RunDirectory, "flush_rows", lambda directory: None)
+
+
+def leave_the_directory_unflushed(monkeypatch):
+    monkeypatch.setattr(layout, "flush_to_disk", lambda path: None)
+
+
+def forget_the_bill(monkeypatch):
+    monkeypatch.setattr(SpendingLog, "go_on", lambda log: None)
+
+
+# How each of them is noticed, and the seed and faults that show it where the first seeds do not.
+MUTATIONS = [
+    (commit_before_tensors_are_written, "list index out of range|I10", None),
+    (commit_before_rows_are_written, "I12", None),
+    (rename_without_flushing_the_directory, "I10", None),
+    (rename_what_is_not_flushed, "I10", None),
+    (prune_before_verifying, "I10", (9, [kill(0, 2, 50), kill(1, 1, 60), DiskFault(101, "bad commit", 0, None, None)])),
+    (take_a_damaged_checkpoint, "I7", None),
+    (cut_a_batch_without_flushing, "I4|I10", None),
+    (cut_a_batch_after_it_is_trained_on, "I10", None),
+    (forget_samples_before_the_commit, "I13", None),
+    (keep_no_samples, "I13", None),
+    (use_samples_of_weights_that_were_cut_off, "I2", CUT_OFF),
+    (leave_samples_their_lineage, "supervision of .* another lineage", None),
+    (forget_who_died, "I4", (13, [*(Fault(n, derive_seed(13, "x", n)) for n in range(4)), kill(0, 3, 50)])),
+    (leave_prompts_in_batches_that_were_cut_off, "", None),
+    (leave_rows_that_are_written_again, "I12", None),
+    (leave_evaluations_that_are_made_again, "I8|I11", None),
+    (make_evaluations_again_that_count, "I11", None),
+    (leave_rows_unflushed, "I1[124]", None),
+    (leave_the_directory_unflushed, "", None),
+    (forget_the_bill, "I14", None),
+]
+
+
+@pytest.mark.parametrize(("mutate", "noticed", "shown_by"), MUTATIONS)
+def test_a_run_that_loses_or_repeats_something_is_noticed(mutate, noticed, shown_by, monkeypatch):
+    mutate(monkeypatch)
+    runs = [(seed, None) for seed in range(100)] if shown_by is None else [shown_by]
+    found = next((error for seed, faults in runs if (error := failure(seed, faults)) is not None), None)
+    assert found is not None
+    assert re.match(noticed, str(found)), found
