@@ -247,7 +247,7 @@ class TrainingRun:
         beginning = msgspec.structs.replace(before, step=step, lineages=(*before.lineages, step))
         self._part = self._go_back(beginning, checkpoint)
         most = self._config.training.restarts
-        self._screen.warn(f"{loss}: going on after iteration {step} (restart {self._restarts.count} of {most})")
+        self._screen.warn(f"{loss}; going on after iteration {step} (restart {self._restarts.count} of {most})")
         structlog.get_logger().warning("trainer restarted", reason=str(loss), step=step, lineage=beginning.lineage)
 
     def _make_trainer(self) -> TrainerProcess:

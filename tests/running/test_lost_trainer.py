@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ITERATIONS = 6
+ITERATIONS = 8
 KEYS = (
     f"training.iterations={ITERATIONS}",
     "training.checkpoint_every=2",
@@ -74,27 +75,59 @@ def kill_after(
             time.sleep(0.02)
         servers.append(processes(run, "serving"))
         if kind:
-            time.sleep(rng.uniform(0.0, 0.5))
+            time.sleep(rng.uniform(0.0, 0.3))
+            launcher = processes(run, "trainer.launcher")
             os.kill(rng.choice(processes(run, kind)), signal.SIGKILL)
-            while run.poll() is None and not processes(run, "trainer.launcher"):
+            while run.poll() is None and processes(run, "trainer.launcher") in ([], launcher):  # the next one starts
                 time.sleep(0.02)
     said, _ = run.communicate(timeout=120)
     return run, said, servers
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("keys", [(), SHARDED], ids=["one rank", "two sharded"])
-def test_a_strict_run_whose_trainer_is_killed_ends_by_itself_with_the_same_bits(tmp_path, keys):
-    subprocess.run(train(tmp_path / "whole", *keys), check=True, cwd=ROOT, capture_output=True)
-    directory, rng = tmp_path / "killed", random.Random(f"{keys}")
-    kills = [(1, "trainer"), (4, "trainer.launcher")]
-    run, said, servers = kill_after(directory, keys, kills, rng)
-    assert run.returncode == 0, said
-    assert "trainer restarts: 2" in said
-    assert "was killed by SIGKILL" in said
-    assert len(servers[0]) == 2
-    assert all(each == servers[0] for each in servers)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the weights that a run ends with which nobody disturbs, by the keys it is given."""
+
+    @functools.cache
+    def train_undisturbed(keys: tuple[str, ...]) -> str:
+        directory = tmp_path_factory.mktemp("whole") / "run"
+        subprocess.run(train(directory, *keys), check=True, cwd=ROOT, capture_output=True)
+        return weights(directory)
+
+    return train_undisturbed
+
+
+def check_run(directory: Path) -> None:
+    """Every iteration has one row, and every prompt was trained once."""
     assert rows(directory) == list(range(1, ITERATIONS + 1))
     checked = subprocess.run(command("verify-run", str(directory)), cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
-    assert weights(directory) == weights(tmp_path / "whole")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keys", [(), SHARDED], ids=["one rank", "two sharded"])
+def test_a_strict_run_whose_trainer_is_killed_ends_by_itself_with_the_same_bits(tmp_path, whole, keys):
+    directory, rng = tmp_path / "run", random.Random(f"{keys}")
+    run, said, servers = kill_after(directory, keys, [(1, "trainer"), (4, "trainer.launcher")], rng)
+    assert run.returncode == 0, said
+    assert "trainer restarts: 2" in said
+    assert json.loads((directory / "summary.json").read_text())["trainer_restarts"] == 2
+    assert "was killed by SIGKILL" in (directory / "logs" / "trainer.log").read_text()
+    assert len(servers[0]) == 2
+    assert all(each == servers[0] for each in servers)
+    check_run(directory)
+    assert weights(directory) == whole(keys)
+
+
+@pytest.mark.long
+def test_a_run_whose_trainer_is_lost_too_often_ends_with_a_line_and_can_be_resumed(tmp_path, whole):
+    directory = tmp_path / "run"
+    kills = [(1, "trainer"), (5, "trainer")]
+    run, said, _ = kill_after(directory, ("training.restarts=1",), kills, random.Random(0))
+    assert run.returncode == 1, said
+    assert "was killed by SIGKILL (log: " in said
+    assert "; it was restarted 1 time (training.restarts)" in said
+    assert f"spot-async train --resume {directory}" in said
+    subprocess.run(command("train", "--resume", str(directory)), check=True, cwd=ROOT, capture_output=True)
+    check_run(directory)
+    assert weights(directory) == whole(())
