@@ -1,13 +1,14 @@
-"""Leaving several resources at once, each with its own time; and sending requests again."""
+"""Leaving several resources at once, each with its own time; threads that are waited for; requests sent again."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from spot_async.base.retry import RetryPolicy
-from spot_async.base.tasks import leaves, running, sent_again
+from spot_async.base.tasks import in_thread, leaves, running, sent_again
 from spot_async.errors import ThrottledError, TransientError
 from spot_async.testing.virtual_time import run_on_virtual_time
 
@@ -132,3 +133,20 @@ def test_virtual_time_shuffles_tasks_that_are_ready_together_by_its_seed() -> No
     assert sorted(first) == sorted(second) == plain
     assert plain != first != second
     assert _order_of_tasks(1) == first
+
+
+async def test_what_works_in_a_thread_has_ended_when_its_cancellation_has():
+    began, may_end, done = threading.Event(), threading.Event(), []
+
+    def work():
+        began.set()
+        may_end.wait()
+        done.append("written")
+
+    task = asyncio.create_task(in_thread(work))
+    await asyncio.to_thread(began.wait)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.05, may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == ["written"]

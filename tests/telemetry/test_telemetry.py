@@ -124,6 +124,20 @@ def test_a_line_of_progress_says_how_long_training_will_take_evaluations_in_betw
     assert "left" not in lines[3]
 
 
+def test_a_run_that_goes_back_to_an_earlier_iteration_says_anew_how_long_it_will_take(monkeypatch):
+    text, now_s = io.StringIO(), [0.0]
+    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    screen = RunConsole(Console(file=text, width=200), iterations=30)
+    report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 1)), metrics={"loss": 1.0})
+    for first, seconds in ((21, 100.0), (20, 10.0)):  # with another orchestrator
+        screen.on(StepBegan("training", SimpleNamespace(state=SimpleNamespace(iteration=first - 1))))
+        now_s[0] += seconds
+        screen.on(IterationFinished(first, [], report, PhaseTimes()))
+    *_, line = text.getvalue().splitlines()
+    assert line.startswith("[01:50] iteration 20/30")
+    assert line.endswith("about 100 s left")
+
+
 def asynchronous_run():
     """What a screen reads of one whose trainer is two steps ahead."""
     stages = SimpleNamespace(all=[], tokens_generated=0)
