@@ -17,7 +17,7 @@ import pytest
 
 from spot_async.base.processes.guard import process_tree
 
-PRIVILEGE_SEPARATION = Path("/run/sshd")  # an sshd of root wants it
+PRIVILEGE_SEPARATION = Path("/run/sshd")  # an empty directory that each sshd of root wants, so nobody removes it
 SETTINGS = """
 Port {port}
 ListenAddress {address}
@@ -47,9 +47,8 @@ def ssh_server(directory: Path, port: int, *, address: str = "127.0.0.1", within
         f"Host there\n HostName {address}\n Port {port}\n User {getpass.getuser()}\n IdentityFile {directory}/user\n"
         " StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n BatchMode yes\n"
     )
-    is_made = getpass.getuser() == "root" and not PRIVILEGE_SEPARATION.exists()
-    if is_made:
-        PRIVILEGE_SEPARATION.mkdir()
+    if getpass.getuser() == "root":
+        PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
     with (directory / "sshd.log").open("w") as log:
         process = subprocess.Popen([*within, sshd, "-D", "-e", "-f", str(directory / "sshd")], stderr=log)
     try:
@@ -61,8 +60,6 @@ def ssh_server(directory: Path, port: int, *, address: str = "127.0.0.1", within
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-        if is_made:
-            PRIVILEGE_SEPARATION.rmdir()
 
 
 def _until_it_listens(address: str, port: int, process: subprocess.Popen[bytes]) -> None:
