@@ -31,7 +31,7 @@ from spot_async.config.schema import KeptCheckpoints
 from spot_async.evaluation.response_log import write_whole
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import is_trained
-from spot_async.loop.events import IterationFinished, PromptEnded
+from spot_async.loop.events import IterationFinished
 from spot_async.loop.resuming import Resumption
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
@@ -204,13 +204,10 @@ class ResumedDrill(Drill):
         run.stages.events.subscribe(log, self._spending, self)
 
     def on(self, event: Event) -> None:
-        match event:
-            case IterationFinished():  # after the others have written their files
-                self._witness.billed = self._witness.spent
-                self._finished += 1
-                self._after(self._finished)
-            case PromptEnded(error=error) if error is not None:
-                self._witness.is_disturbed = True
+        if isinstance(event, IterationFinished):  # the others have written their files
+            self._witness.billed = self._witness.spent
+            self._finished += 1
+            self._after(self._finished)
 
     def teacher(self, server: SimulatedServer, *, attaches: bool) -> SimulatedTeacherReplica:
         return _BilledTeacher(server, self._pay, attaches=attaches)
@@ -341,6 +338,10 @@ class _WitnessedLedger(Ledger):
     def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
         super().finish(ordinal, samples)
         self.witness.finished[ordinal] = samples
+
+    def give_up(self, ordinal: int, state: str, reason: str) -> None:
+        super().give_up(ordinal, state, reason)
+        self.witness.is_disturbed = True
 
 
 class _WitnessedCheckpoints(RunCheckpoints):
