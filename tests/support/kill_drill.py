@@ -1,0 +1,267 @@
+"""Kills processes of real runs at random moments and goes on with the runs, until so many processes are killed.
+
+    python tests/support/kill_drill.py runs/kills --kills 100
+
+Runs are of the quickstart's size: SPOT and GRPO, strict and with staleness, on one rank, two, and two that share the
+student. A kill is SIGKILL to the orchestrator, the trainer's launcher, a rank, or a server. A run that ends of it is
+checked with `verify-run` and resumed. In the end `verify-run` must find every prompt trained once. A strict run must
+have the weights, bit for bit, of the same run that nobody killed. Finished runs are not made again, so the command goes
+on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+KEYS = ("training.iterations=16", "training.checkpoint_every=3", "evaluation.samples=1", "evaluation.eval_every=5")
+KILLS_A_RUN = 5
+MEAN_S = 12.0  # between the start of a run, or a kill that it outlived, and the next kill
+LONGEST_S = 900.0  # until a run ends that nobody kills any more
+ROLES = {  # by what is on a process's command line
+    "spot_async.trainer.launcher": "launcher",
+    "spot_async.trainer": "rank",
+    "running_sum/student": "student's server",
+    "running_sum/teacher": "teacher's server",
+    "spot_async.serving": "reference's server",
+}
+
+
+class Cell(NamedTuple):
+    policy: str
+    max_staleness: int
+    ranks: int
+    sharding: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}-staleness-{self.max_staleness}-{self.ranks}-{self.sharding}"
+
+    @property
+    def keys(self) -> Sequence[str]:
+        return (
+            f"max_staleness={self.max_staleness}",
+            f"training.ranks={self.ranks}",
+            f"training.sharding={self.sharding}",
+            *KEYS,
+        )
+
+
+CELLS = [
+    Cell(policy, staleness, ranks, sharding)
+    for (ranks, sharding), staleness, policy in itertools.product(
+        [(1, "none"), (2, "fsdp2"), (2, "none")], [0, 1], ["spot", "grpo"]
+    )
+]
+
+
+class Kill(msgspec.Struct, frozen=True):
+    role: str
+    after_s: float  # since the run's start, or the last kill that it outlived
+    iteration: int
+    is_end: bool  # the run ended of it
+
+
+class Drilled(msgspec.Struct, frozen=True):
+    """A run that was killed and ended well."""
+
+    cell: str
+    number: int
+    kills: list[Kill]
+    checks: int  # by verify-run
+    is_equal: bool | None  # to the run that nobody killed; None with staleness, where timing decides
+
+
+class DrillError(Exception):
+    """A run did not go on, or lost or repeated something."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="number of the first run, which also seeds its kills")
+    given = parser.parse_args()
+    given.directory.mkdir(parents=True, exist_ok=True)
+    record = given.directory / "drilled.jsonl"
+    done = (
+        [msgspec.json.decode(line, type=Drilled) for line in record.read_bytes().splitlines()]
+        if record.exists()
+        else []
+    )
+    columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("processes killed", total=given.kills, completed=kills_of(done))
+        for number in itertools.count(given.first):
+            if kills_of(done) >= given.kills:
+                break
+            if any(each.number == number for each in done):
+                continue
+            found = drilled(CELLS[number % len(CELLS)], number, given.directory)
+            with record.open("ab") as file:
+                file.write(msgspec.json.encode(found) + b"\n")
+            done.append(found)
+            progress.update(bar, completed=kills_of(done))
+    show(done)
+    return 0
+
+
+def kills_of(runs: Sequence[Drilled]) -> int:
+    return sum(len(each.kills) for each in runs)
+
+
+def drilled(cell: Cell, number: int, directory: Path) -> Drilled:
+    """Make a run, kill its processes, and go on until it is done. Raises DrillError."""
+    place, rng = directory / f"{number:03d}", random.Random(number)
+    shutil.rmtree(place, ignore_errors=True)  # of a drill that was stopped
+    place.mkdir()
+    run = place / "run"
+    config = ROOT / "configs" / "running_sum" / f"{cell.policy}.yaml"
+    first = command("train", str(config), f"run.directory={run}", *cell.keys)
+    kills: list[Kill] = []
+    checks, given = 0, first
+    while True:
+        code, said = killed(given, run, rng, kills)
+        if code == 0:
+            break
+        if not kills or not kills[-1].is_end:
+            raise DrillError(f"{run}: ended with code {code}, and nobody killed it: {said}")
+        if has_checkpoint(run):
+            checks += verified(run)
+        given = again(run, first)
+    checks += verified(run)
+    is_equal = None
+    if cell.max_staleness == 0:
+        is_equal = weights(run) == weights(undisturbed(cell, directory))
+        if not is_equal:
+            raise DrillError(f"{run}: has other weights than the run that nobody killed")
+    return Drilled(cell.name, number, kills, checks, is_equal)
+
+
+def killed(given: list[str], run: Path, rng: random.Random, kills: list[Kill]) -> tuple[int, str]:
+    """Run a command and kill its processes, until it ends. Return its exit code and the end of what it said."""
+    log = run.with_name("output.log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(given, cwd=ROOT, stdout=file, stderr=file)
+        try:
+            while len(kills) < KILLS_A_RUN:
+                after_s = rng.expovariate(1 / MEAN_S)
+                try:
+                    process.wait(after_s)
+                    break
+                except subprocess.TimeoutExpired:
+                    role, pid = victim(process, rng)
+                    os.kill(pid, signal.SIGKILL)
+                kills.append(Kill(role, round(after_s, 2), rows(run), is_end=False))
+                if pid == process.pid:
+                    break
+            process.wait(LONGEST_S)
+        finally:
+            process.kill()
+    if process.returncode != 0 and kills:
+        kills[-1] = msgspec.structs.replace(kills[-1], is_end=True)
+    return process.returncode, log.read_text(errors="replace")[-2000:]
+
+
+def victim(process: subprocess.Popen[bytes], rng: random.Random) -> tuple[str, int]:
+    """Return one of a run's processes that is alive, and what it does."""
+    found = [(role, pid) for pid, line in descendants(process.pid) for role in _roles(line)]
+    return rng.choice([("orchestrator", process.pid), *found])
+
+
+def _roles(line: str) -> list[str]:
+    return [role for part, role in ROLES.items() if part in line][:1]
+
+
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
+    """Return the living processes below one, each with its command line."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, path.read_text().split()):
+            yield child, Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            yield from descendants(child)
+
+
+def undisturbed(cell: Cell, directory: Path) -> Path:
+    """Return the same run with nobody to kill it, made once."""
+    run = directory / f"whole-{cell.name}"
+    if not (run / "summary.json").exists():
+        shutil.rmtree(run, ignore_errors=True)
+        config = ROOT / "configs" / "running_sum" / f"{cell.policy}.yaml"
+        subprocess.run(
+            command("train", str(config), f"run.directory={run}", *cell.keys), check=True, cwd=ROOT, capture_output=True
+        )
+    return run
+
+
+def verified(run: Path) -> int:
+    done = subprocess.run(command("verify-run", str(run)), cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0 or "no prompt is trained twice, and none is lost" not in done.stdout:
+        raise DrillError(f"{run}: verify-run ended with {done.returncode}: {done.stdout}{done.stderr}")
+    return 1
+
+
+def command(*given: str) -> list[str]:
+    return [sys.executable, "-m", "spot_async", *given]
+
+
+def again(run: Path, first: list[str]) -> list[str]:
+    """Return the command that goes on with a run. One that was killed before its first checkpoint is begun again."""
+    if not has_checkpoint(run):
+        if run.exists():
+            run.rename(run.with_name(f"begun-in-vain-{time.monotonic_ns()}"))
+        return first
+    return command("train", "--resume", str(run))
+
+
+def has_checkpoint(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*/manifest.json"))
+
+
+def weights(run: Path) -> str:
+    return hashlib.sha256((run / "student" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def rows(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def show(runs: Sequence[Drilled]) -> None:
+    kills = [kill for each in runs for kill in each.kills]
+    table = Table("killed", "times", "run ended", "run went on")
+    for role, times in Counter(kill.role for kill in kills).most_common():
+        ended = sum(kill.is_end for kill in kills if kill.role == role)
+        table.add_row(role, str(times), str(ended), str(times - ended))
+    console = Console()
+    console.print(table)
+    strict = [each for each in runs if each.is_equal is not None]
+    console.print(
+        f"{len(kills)} kills in {len(runs)} runs: verify-run was clean {sum(each.checks for each in runs)} times; "
+        f"{sum(each.is_equal is True for each in strict)} of {len(strict)} strict runs have the weights "
+        "of the run that nobody killed"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DrillError as error:
+        sys.exit(str(error))
