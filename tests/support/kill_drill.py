@@ -159,7 +159,7 @@ def drilled(cell: Cell, number: int, directory: Path) -> Drilled:
 def killed(given: list[str], run: Path, rng: random.Random, kills: list[Kill]) -> tuple[int, str]:
     """Run a command and kill its processes, until it ends. Return its exit code and the end of what it said."""
     log = run.with_name("output.log")
-    with log.open("wb") as file:
+    with log.open("ab") as file:
         process = subprocess.Popen(given, cwd=ROOT, stdout=file, stderr=file)
         try:
             while len(kills) < KILLS_A_RUN:
