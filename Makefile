@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-long test-servers soak simulate-soak fault-soak lint types docs clean
+.PHONY: install quickstart test test-long test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -56,6 +56,11 @@ simulate-soak: install
 # The same for runs with faults that do not crash.
 fault-soak: install
 	$(BIN)/python tests/support/simulated_methods.py --seeds $(SEEDS)
+
+# Processes of real runs, killed at random moments and resumed. Started again, it goes on where it was stopped.
+KILLS ?= 100
+kill-soak: install
+	$(BIN)/python tests/support/kill_drill.py runs/kill-soak --kills $(KILLS)
 
 # The lists are complete, so nothing else is resolved.
 .venv-vllm/installed: tests/servers/vllm_requirements.txt tests/servers/vllm_dependencies.txt

@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kill_drill import ROOT, again, command, descendants, rows, victim, weights
 
-ROOT = Path(__file__).parents[2]
 ITERATIONS = 8
 KILLS = 3
 KEYS = (f"training.iterations={ITERATIONS}", "training.checkpoint_every=2", "evaluation=null", "training.batch_size=32")
 
 
-def command(*given: str) -> list[str]:
-    return [sys.executable, "-m", "spot_async", *given]
-
-
-def weights(run: Path) -> str:
-    return hashlib.sha256((run / "student" / "model.safetensors").read_bytes()).hexdigest()
-
-
 def train(run: Path, *keys: str) -> None:
     given = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS, *keys)
     subprocess.run(given, check=True, cwd=ROOT, capture_output=True)
-
-
-def descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """The living processes below one, each with its command line."""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            yield child, Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            yield from descendants(child)
-
-
-def victim(process: subprocess.Popen[bytes], rng: random.Random) -> int:
-    """One of the run's processes: orchestrator, launcher, rank, student, teacher."""
-    named = [
-        pid for pid, line in descendants(process.pid) if "spot_async.trainer" in line or "spot_async.serving" in line
-    ]
-    return rng.choice([process.pid, *named])
 
 
 def kill_once(run: Path, rng: random.Random, given: list[str]) -> None:
@@ -61,13 +35,8 @@ def kill_once(run: Path, rng: random.Random, given: list[str]) -> None:
         time.sleep(0.05)
     time.sleep(rng.uniform(0.0, 1.0))
     if process.poll() is None:
-        os.kill(victim(process, rng), signal.SIGKILL)
+        os.kill(victim(process, rng)[1], signal.SIGKILL)
     process.wait(timeout=180)
-
-
-def rows(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.parametrize("keys", [(), ("training.ranks=2", "training.sharding=fsdp2")], ids=["one rank", "two sharded"])
@@ -145,11 +114,3 @@ def wait_for(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def again(run: Path, first: list[str]) -> list[str]:
-    """The command that goes on with a run. One that was killed before its first checkpoint is begun again."""
-    if not any((run / "checkpoints").glob("step-*/manifest.json")):
-        run.rename(run.with_name(f"{run.name} {time.monotonic_ns()}"))
-        return first
-    return command("train", "--resume", str(run))
