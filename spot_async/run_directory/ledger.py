@@ -100,7 +100,10 @@ class Ledger:
         Raises DataError for one that another process holds, that is damaged, or that a newer program wrote.
         """
         path = directory / FILE
-        connection = sqlite3.connect(path, timeout=0.0, isolation_level=None)
+        try:
+            connection = sqlite3.connect(path, timeout=0.0, isolation_level=None)
+        except sqlite3.Error as error:
+            raise DataError(f"{path}: cannot be opened: {error}") from None
         try:
             connection.execute("pragma locking_mode = exclusive")  # before the next line, or that makes shared memory
             connection.execute("pragma journal_mode = wal")

@@ -104,6 +104,8 @@ def test_a_second_process_a_newer_format_and_a_damaged_file_are_one_line_each(tm
     (newer / FILE).write_bytes(b"this is no database, whatever its name says" * 99)
     with pytest.raises(DataError, match=r"ledger.sqlite: cannot be read"):
         Ledger.open(newer)
+    with pytest.raises(DataError, match=r"ledger.sqlite: cannot be opened"):
+        Ledger.open(tmp_path / "no such directory")
 
 
 def test_a_write_that_fails_is_one_line(ledger):
