@@ -34,8 +34,7 @@ class WeightPublisher:
         self._dtype = dtype
         self._keep = keep
         directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # all ranks do this, and some come second
+        self._remove_leftovers()
 
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
@@ -52,6 +51,7 @@ class WeightPublisher:
                 self._write(model, state, partial)
         except (OSError, SafetensorError) as error:
             raise TrainerError(self._describe(error, final)) from error
+        self._remove_leftovers()
         for old in self._published()[: -self._keep]:
             delete_weights(old)  # weights that a server is still loading stay, and are tried again after the next step
 
@@ -70,6 +70,11 @@ class WeightPublisher:
         mode = (directory / "config.json").stat().st_mode  # safetensors makes files that only their owner can read
         for file in directory.iterdir():
             file.chmod(mode)
+
+    def _remove_leftovers(self) -> None:
+        """Delete what was half written, or half deleted, by a process that was killed or on a busy disk."""
+        for leftover in self._directory.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)  # all ranks do this at the start, and some come second
 
     def _published(self) -> list[Path]:
         return sorted(self._directory.glob("step-*"))
