@@ -162,7 +162,7 @@ class TrainingConfig(Section):
     importance_cap: PositiveFloat | None = Field(
         None,
         description="weighs each token's policy term by min(recomputed / served probability, cap); off by default, but "
-        "2.0 in a run with staleness whose policy follows no teacher. Needs `behavior: recomputed`",
+        "2.0 in a run with staleness. Needs `behavior: recomputed`",
     )
     ranks: PositiveInt = Field(1, description="trainer processes")
     sharding: Literal["none", "fsdp2"] = Field(

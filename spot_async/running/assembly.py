@@ -148,7 +148,7 @@ def trainer_settings(
     return TrainerSettings(
         resume=resume,
         lineage=lineage,
-        training=training_under_staleness(config.training, plan.policy.needs, config.max_staleness),
+        training=training_under_staleness(config.training, config.max_staleness),
         model_directory=str(Path(config.student.model).resolve()),
         run_directory=str(directory.path),
         temperature=config.sampling.temperature,

@@ -8,36 +8,31 @@ import pytest
 
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import TrainingConfig
-from spot_async.types import PolicyNeeds
-
-TEACHER, NO_TEACHER = PolicyNeeds(teacher_top_k=1), PolicyNeeds()
 
 
 @pytest.mark.parametrize(
-    ("stated", "needs", "behavior", "cap"),
+    ("stated", "behavior", "cap"),
     [
-        ({}, TEACHER, "recomputed", None),
-        ({}, NO_TEACHER, "recomputed", 2.0),
-        ({"behavior": "recomputed", "importance_cap": 1.5}, TEACHER, "recomputed", 1.5),
-        ({"behavior": "recomputed", "importance_cap": 1.5}, NO_TEACHER, "recomputed", 1.5),
-        ({"behavior": "served"}, TEACHER, "served", None),
-        ({"behavior": "served"}, NO_TEACHER, "served", None),
+        ({}, "recomputed", 2.0),
+        ({"behavior": "recomputed"}, "recomputed", 2.0),
+        ({"behavior": "recomputed", "importance_cap": 1.5}, "recomputed", 1.5),
+        ({"behavior": "served"}, "served", None),
     ],
 )
 def test_with_staleness_pi_old_is_recomputed_unless_the_configuration_says_otherwise(
-    stated: dict[str, Any], needs: PolicyNeeds, behavior: str, cap: float | None
+    stated: dict[str, Any], behavior: str, cap: float | None
 ) -> None:
     written = TrainingConfig(iterations=1, **stated)
     training = TrainingConfig.model_validate_json(
         written.model_dump_json()
     )  # as a run's own config.yaml states all keys
-    found = training_under_staleness(training, needs, max_staleness=1)
+    found = training_under_staleness(training, max_staleness=1)
     assert (found.behavior, found.importance_cap) == (behavior, cap)
-    strict = training_under_staleness(training, needs, max_staleness=0)
+    strict = training_under_staleness(training, max_staleness=0)
     assert (strict.behavior, strict.importance_cap) == (stated.get("behavior", "served"), stated.get("importance_cap"))
 
 
 def test_the_oldest_weights_that_may_be_served_with_staleness_are_kept() -> None:
     """Training begins a step with the served weights at most n behind, and publishes one more: n + 2 in all."""
     least = TrainingConfig(iterations=1, keep_weights=2)
-    assert [training_under_staleness(least, TEACHER, n).keep_weights for n in range(4)] == [2, 3, 4, 5]
+    assert [training_under_staleness(least, n).keep_weights for n in range(4)] == [2, 3, 4, 5]
