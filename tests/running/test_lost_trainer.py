@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kill_drill import ROOT, command, descendants, weights
 
-ROOT = Path(__file__).parents[2]
 ITERATIONS = 8
 KEYS = (
     f"training.iterations={ITERATIONS}",
@@ -30,10 +28,6 @@ KEYS = (
 SHARDED = ("training.ranks=2", "training.sharding=fsdp2")
 
 
-def command(*given: str) -> list[str]:
-    return [sys.executable, "-m", "spot_async", *given]
-
-
 def train(run: Path, *keys: str) -> list[str]:
     return command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS, *keys)
 
@@ -41,18 +35,6 @@ def train(run: Path, *keys: str) -> list[str]:
 def rows(run: Path) -> list[int]:
     path = run / "metrics.jsonl"
     return [json.loads(line)["iteration"] for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def weights(run: Path) -> str:
-    return hashlib.sha256((run / "student" / "model.safetensors").read_bytes()).hexdigest()
-
-
-def descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """The living processes below one, each with its command line."""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            yield child, Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            yield from descendants(child)
 
 
 def processes(run: subprocess.Popen[str], kind: str) -> list[int]:

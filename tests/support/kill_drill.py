@@ -12,6 +12,7 @@ on where it was stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import os
@@ -169,7 +170,8 @@ def killed(given: list[str], run: Path, rng: random.Random, kills: list[Kill]) -
                     break
                 except subprocess.TimeoutExpired:
                     role, pid = victim(process, rng)
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 kills.append(Kill(role, round(after_s, 2), rows(run), is_end=False))
                 if pid == process.pid:
                     break
@@ -192,11 +194,18 @@ def _roles(line: str) -> list[str]:
 
 
 def descendants(pid: int) -> Iterator[tuple[int, str]]:
-    """Return the living processes below one, each with its command line."""
+    """Return the living processes below one, each with its command line. Any of them may end meanwhile."""
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, path.read_text().split()):
-            yield child, Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            yield from descendants(child)
+        for child in _read(path).split():
+            yield int(child), _read(Path(f"/proc/{child}/cmdline")).replace("\0", " ")
+            yield from descendants(int(child))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def undisturbed(cell: Cell, directory: Path) -> Path:
