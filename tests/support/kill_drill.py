@@ -40,9 +40,8 @@ LONGEST_S = 900.0  # until a run ends that nobody kills any more
 ROLES = {  # by what is on a process's command line
     "spot_async.trainer.launcher": "launcher",
     "spot_async.trainer": "rank",
-    "running_sum/student": "student's server",
-    "running_sum/teacher": "teacher's server",
-    "spot_async.serving": "reference's server",
+    "running_sum/student": "student or reference",  # GRPO's reference serves the same directory
+    "running_sum/teacher": "teacher",
 }
 
 
