@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -53,6 +54,7 @@ async def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(confi
         await append(log, response)
         if (directory.path / "weights" / "step-000001").exists():  # that before training is complete
             stop.say()
+            await asyncio.Event().wait()  # until it is cancelled: the others must not end the evaluation first
 
     monkeypatch.setattr(ResponseLog, "append", append_and_stop)
     outcome = await train(config, plan_training(config), directory, screen(), stop=stop)
