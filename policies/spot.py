@@ -7,9 +7,7 @@ paper's ablations, and two controls for the choice of positions, are settings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -21,7 +19,6 @@ from spot_async.base.tasks import both, gather
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
 from spot_async.types import (
-    Float64Array,
     Generation,
     Int64Array,
     PolicyContext,
@@ -41,8 +38,8 @@ from .acquisition import (
     score_positions,
     select_positions,
 )
+from .branches import Branch, outcome_rewards
 from .samples import distillation_sample
-from .targets import calibrated_target, teacher_prior
 from .truncated.score_bounds import ScoreRule
 from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
 
@@ -70,6 +67,12 @@ class SpotSettings(PluginSettings):
     verifier_guidance: bool = Field(
         True, description="false: no probes; the teacher's prior is the target at every selected position"
     )
+    gate: bool = Field(
+        True, description="B+: only positions where some probe is correct are trained; false: all that have evidence"
+    )
+    shuffle_outcomes: bool = Field(
+        False, description="a control: the candidates of a position trade their values at random before the tilt"
+    )
     served_top_k: PositiveInt = Field(
         20,
         description="log-probabilities per token to ask of servers that give no whole distributions: in the teacher's "
@@ -78,7 +81,7 @@ class SpotSettings(PluginSettings):
     refine_positions: int = Field(
         32, ge=0, description="positions per rollout to ask such servers about again, to make the selection certain"
     )
-    gamma: NonNegativeFloat = Field(1.0, description="inverse temperature of the outcome tilt")
+    gamma: NonNegativeFloat = Field(1.0, description="inverse temperature of the outcome tilt; 0: no tilt")
     beta: NonNegativeFloat = Field(0.1, description="weight of the branch loss")
 
     @model_validator(mode="after")
@@ -93,51 +96,9 @@ class SpotSettings(PluginSettings):
                 f"lambda_mass={self.lambda_mass} and lambda_shape={self.lambda_shape} must sum to 1: "
                 f"set lambda_shape to {1 - self.lambda_mass:g}"
             )
+        if self.shuffle_outcomes and not self.verifier_guidance:
+            raise ValueError("shuffle_outcomes=true needs verifier_guidance=true: without probes there are no outcomes")
         return self
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One probed position: the teacher's candidates, the prior, and the outcomes of each candidate."""
-
-    position: int
-    candidate_ids: npt.NDArray[np.int32]  # (k_p,)
-    teacher_logprobs: npt.NDArray[np.float32]  # (k_p,) full-vocabulary
-    verdicts: list[list[Verdict]]  # k_p x N_p; N_p is 0 without verifier guidance
-    continuations: list[list[Generation]]  # k_p x N_p
-    gamma: float
-
-    @cached_property
-    def mean_rewards(self) -> list[float | None]:
-        """The k_p mean rewards; None for a candidate without any evidence."""
-        rewards = [outcome_rewards(verdicts) for verdicts in self.verdicts]
-        return [sum(each) / len(each) if each else None for each in rewards]
-
-    @cached_property
-    def values(self) -> Float64Array | None:
-        """The mean reward of each candidate (k_p,). None if any candidate has no evidence."""
-        known = [value for value in self.mean_rewards if value is not None]
-        return np.array(known) if len(known) == len(self.mean_rewards) else None
-
-    @property
-    def viable(self) -> bool:
-        """Whether the position belongs to B+, because some candidate has a positive value."""
-        return self.values is not None and bool((self.values > 0).any())
-
-    @cached_property
-    def prior(self) -> Float64Array:
-        """The teacher renormalised on its candidates (k_p,)."""
-        return teacher_prior(self.teacher_logprobs)
-
-    @cached_property
-    def target(self) -> Float64Array:
-        """The prior calibrated by the values (k_p,), or the prior itself where there are none."""
-        return self.prior if self.values is None else calibrated_target(self.teacher_logprobs, self.values, self.gamma)
-
-
-def outcome_rewards(verdicts: Iterable[Verdict]) -> list[float]:
-    """Return the rewards of verdicts that are outcomes. Missing evidence is left out."""
-    return [reward for verdict in verdicts if (reward := verdict.reward) is not None]
 
 
 class SpotPolicy:
@@ -176,7 +137,7 @@ class SpotPolicy:
         )
         selection = await self._acquire(prompt, rollout, scores, stages)
         branches = await gather(
-            self._explore(rollout, scores, int(position), stages) for position in selection.positions
+            self._explore(prompt, rollout, scores, int(position), stages) for position in selection.positions
         )
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
@@ -188,7 +149,7 @@ class SpotPolicy:
                 scores,
                 verdict,
                 soft_targets=targets,
-                metrics=self._metrics(selection, branches, targets),
+                metrics=self._metrics(rollout, selection, branches, targets),
                 record=self._record(rollout, stages, selection, branches),
             )
         ]
@@ -266,7 +227,9 @@ class SpotPolicy:
         )
         return student_logprobs, parts
 
-    async def _explore(self, rollout: Generation, scores: TokenScores, position: int, stages: PromptStages) -> Branch:
+    async def _explore(
+        self, prompt: Prompt, rollout: Generation, scores: TokenScores, position: int, stages: PromptStages
+    ) -> Branch:
         """Find out what each of the teacher's top k_p candidates leads to (equation 8)."""
         k, n = self.settings.probe_top_k, self._probes
         candidate_ids = scores.topk_ids[position, :k]
@@ -286,7 +249,15 @@ class SpotPolicy:
             verdicts=[[verdict for _, verdict in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
             continuations=[[text for text, _ in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
             gamma=self.settings.gamma,
+            credited_from=self._credits(prompt, position, len(candidate_ids)),
         )
+
+    def _credits(self, prompt: Prompt, position: int, candidates: int) -> Int64Array | None:
+        """Return whose value each candidate is credited with: None for its own, else a random order."""
+        if not self.settings.shuffle_outcomes:
+            return None
+        seed = derive_seed(self._run_seed, prompt.ordinal, "shuffled outcomes", position)
+        return np.random.default_rng(seed).permutation(candidates)
 
     def _exploit(self, retained: Sequence[Branch]) -> SoftTargets | None:
         """Return what to distil: outcome-calibrated targets, weighted beta / |B+| (equations 10 and 12)."""
@@ -300,11 +271,16 @@ class SpotPolicy:
         )
 
     def _keeps(self, branch: Branch) -> bool:
-        """Return whether the branch is distilled: if it is in B+; without verifier guidance always."""
-        return branch.viable or not self.settings.verifier_guidance
+        """Return whether the branch is distilled: if it is in B+.
+
+        Without the gate it is enough that all candidates have values. Without verifier guidance every branch is.
+        """
+        if not self.settings.verifier_guidance:
+            return True
+        return branch.viable if self.settings.gate else branch.values is not None
 
     def _metrics(
-        self, selection: Selection, branches: Sequence[Branch], targets: SoftTargets | None
+        self, rollout: Generation, selection: Selection, branches: Sequence[Branch], targets: SoftTargets | None
     ) -> dict[str, float]:
         probes = [continuation for branch in branches for each in branch.continuations for continuation in each]
         verdicts = [verdict for branch in branches for each in branch.verdicts for verdict in each]
@@ -317,6 +293,7 @@ class SpotPolicy:
         }
         if self._probeable is not None:
             metrics |= {f"spot/selection_{outcome}": float(selection.outcome == outcome) for outcome in OUTCOMES}
+            metrics["spot/branch_weight"] = self.settings.beta * len(rollout.token_ids) / self.settings.positions
         metrics |= {f"spot/{name}": float(count) for name, count in (selection.asked or {}).items()}
         rewards = outcome_rewards(verdicts)
         if rewards:
@@ -325,6 +302,11 @@ class SpotPolicy:
         if kept:
             shifts = [np.abs(branch.target - branch.prior).sum() / 2 for branch in kept]
             metrics["spot/calibration_shift"] = float(np.mean(shifts))
+        if branches and self._probes:
+            metrics["spot/kept_share"] = len(kept) / len(branches)
+        variances = [variance for branch in branches if (variance := branch.value_variance) is not None]
+        if variances:
+            metrics["spot/value_variance"] = float(np.mean(variances))
         return metrics
 
     def _record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -36,10 +37,11 @@ def branch(position, candidate, n=0):
     return (*RESPONSE[:position].tolist(), candidate, 20 + n, 1)
 
 
-async def supervise(stages, **settings):
+async def supervise(stages, ordinal=PROMPT.ordinal, **settings):
     tokenizer = SimulatedTokenizer(VOCAB, lambda token_id: ";" if token_id == 2 else str(token_id))
     context = policy_context(vocab_size=VOCAB, tokenizer=tokenizer)
-    (sample,) = await make_policy(SpotPolicy, context, score_top_k=4, **settings).supervise(PROMPT, stages)
+    prompt = msgspec.structs.replace(PROMPT, ordinal=ordinal)
+    (sample,) = await make_policy(SpotPolicy, context, score_top_k=4, **settings).supervise(prompt, stages)
     return sample
 
 
@@ -71,6 +73,46 @@ async def test_gamma_zero_distils_the_teachers_prior():
     stages = scripted(verdicts={branch(2, 11): Verdict.CORRECT})
     targets = (await supervise(stages, gamma=0.0)).supervision.soft_targets
     assert targets.probabilities[0] == pytest.approx(np.exp(TEACHER[2]) / np.exp(TEACHER[2]).sum(), abs=1e-6)
+
+
+async def test_without_the_gate_positions_without_a_correct_branch_keep_the_prior_and_those_without_evidence_go():
+    stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT})
+    sample = await supervise(stages, beta=0.3, gate=False)
+    targets, prior = sample.supervision.soft_targets, np.exp(TEACHER) / np.exp(TEACHER).sum(-1, keepdims=True)
+    assert targets.positions.tolist() == [2, 3]
+    assert targets.weights == pytest.approx([0.15, 0.15])
+    tilted = np.exp(TEACHER[2]) * np.where(CANDIDATES[2] == 9, np.e, 1.0)
+    assert targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
+    assert targets.probabilities[1] == pytest.approx(prior[3], abs=1e-6)
+
+    without_evidence = scripted(verdicts={branch(2, 9): Verdict.ERROR})
+    assert (await supervise(without_evidence, gate=False)).supervision.soft_targets.positions.tolist() == [3]
+
+
+async def test_shuffled_outcomes_tilt_as_far_but_by_the_seed_and_keep_the_same_positions():
+    verdicts = {branch(2, 9): Verdict.CORRECT, branch(3, 8): Verdict.CORRECT}
+    own, first, again, other = [
+        (await supervise(scripted(verdicts=verdicts), gamma=4.0, ordinal=ordinal, **settings)).supervision.soft_targets
+        for ordinal, settings in ((7, {}), *((n, {"shuffle_outcomes": True}) for n in (7, 7, 8)))
+    ]
+    for shuffled in (first, again, other):
+        assert shuffled.positions.tolist() == own.positions.tolist()
+        for target, logprobs in zip(shuffled.probabilities, TEACHER[2:4], strict=True):
+            odds = np.log(target) - logprobs  # gamma V(v), and a constant
+            assert np.sort(odds - odds.min()) == pytest.approx([0.0, 0.0, 0.0, 4.0], abs=1e-4)
+    assert first.probabilities.tolist() == again.probabilities.tolist()
+    assert len({each.probabilities.tobytes() for each in (own, first, other)}) == 3
+
+
+async def test_metrics_say_what_the_tilt_has_to_work_with_what_the_gate_keeps_and_what_a_branch_weighs():
+    verdicts = {branch(2, 9, 0): Verdict.CORRECT, branch(2, 9, 1): Verdict.CORRECT, branch(2, 8, 0): Verdict.CORRECT}
+    metrics = (await supervise(scripted(verdicts=verdicts), probes=2, beta=0.3)).metrics
+    prior = np.exp(TEACHER[2]) / np.exp(TEACHER[2]).sum()
+    values = np.select([CANDIDATES[2] == 9, CANDIDATES[2] == 8], [1.0, 0.5])
+    variance = (prior * values**2).sum() - (prior * values).sum() ** 2
+    assert metrics["spot/value_variance"] == pytest.approx(variance / 2)  # position 3 has none
+    assert metrics["spot/kept_share"] == 0.5
+    assert metrics["spot/branch_weight"] == pytest.approx(0.3 * 5 / 2)
 
 
 async def test_nothing_correct_is_plain_opd():

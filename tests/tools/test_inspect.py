@@ -217,6 +217,17 @@ def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):
         assert "before" not in text
 
 
+def test_pages_say_so_where_the_gate_is_off_and_where_outcomes_are_shuffled(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1) | {"spot/value_variance": 0.05}])
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, gate: false, shuffle_outcomes: true}"))
+    report = Tags(report_page(read_report(files))).text
+    assert "policy.gate is false" in report
+    assert "Variance of the values" in report
+    CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"])
+    assert "policy.shuffle_outcomes" in (tmp_path / "run" / "inspect-0.html").read_text()
+
+
 def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):
     sample = spot_sample()
     sample["branches"][0]["sampled"] = "\ufffd"

@@ -135,7 +135,8 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
     return Section(
         "Probing" if policy.guided else "Positions",
         present(
-            ("Positions probed and kept", "Per rollout. Kept (B+): at least one candidate led to a correct answer.",
+            ("Positions probed and kept", "Per rollout. Kept (B+): at least one candidate led to a correct answer."
+             if policy.gated else "Per rollout. All that have evidence are kept: policy.gate is false.",
              lines(rows, counts, from_zero=True)) if policy.guided else
             ("Positions selected", "Per rollout. All are trained, none is probed: policy.verifier_guidance is false.",
              lines(rows, counts, from_zero=True)),
@@ -144,6 +145,13 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
              if any("probe/accuracy" in row for row in rows) else None),
             ("Calibration shift", "How far outcomes move the target from the teacher's prior: total variation, 0 to 1.",
              lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True) if policy.guided else None),
+            ("Kept share", "Of a rollout's probed positions, those that are trained.",
+             lines(rows, {"kept": "spot/kept_share"}, percent, from_zero=True, most=1.0)),
+            ("Variance of the values", "Under the teacher's prior, of values as measured, so the noise of few probes "
+             "is in it. gamma times it is about what the tilt gains a position.",
+             lines(rows, {"variance": "spot/value_variance"}, from_zero=True)),
+            ("Branch weight", "Of a probed position, over its weight in OPD's mean: beta T / M.",
+             lines(rows, {"beta T / M": "spot/branch_weight"}, from_zero=True)),
             (*(looks or ("", "")), svg.histogram(edges, [("", means)], x_name=place) if looks and any(means) else None),
             (f"Where positions were {policy.chosen}", f"Share of {policy.chosen} positions by place in the response.",
              svg.histogram(edges, [("", shares)], x_name=place, format_y=percent) if shares else None),

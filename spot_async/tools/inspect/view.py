@@ -37,6 +37,7 @@ PARTS_LEGEND = (
     "it among these, 0 to 1. G: weighted mean of 1 - A and JS, the student's distance from the teacher."
 )
 VALUE_LEGEND = "Value: mean reward of the candidate's probes, 1 where all end correct."
+SHUFFLED_LEGEND = "Targets are tilted by values that the candidates traded at random (policy.shuffle_outcomes)."
 PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
 PER_TOKEN: tuple[PerToken, ...] = (
     "acquisition_score",
@@ -52,11 +53,18 @@ class PolicySettings:
 
     selection: str = "score"  # how it chose them
     guided: bool = True  # whether each was probed, and its target tilted by the outcomes
+    gated: bool = True  # whether only those are kept where some probe is correct
+    shuffled: bool = False  # whether candidates trade their values before the tilt
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> PolicySettings:
         settings = config.get("policy") or {}
-        return cls(str(settings.get("selection", "score")), bool(settings.get("verifier_guidance", True)))
+        return cls(
+            str(settings.get("selection", "score")),
+            guided=bool(settings.get("verifier_guidance", True)),
+            gated=bool(settings.get("gate", True)),
+            shuffled=bool(settings.get("shuffle_outcomes", False)),
+        )
 
     @property
     def chosen(self) -> str:
@@ -242,7 +250,8 @@ def score_parts(branch: Branch) -> list[str]:
 def branch_legend(sample: SampleRecord, policy: PolicySettings = GUIDED) -> str:
     """Return what the numbers of this sample's branches mean; empty if it has none."""
     scored = any(branch.score_parts.keys() & PART_LABELS for branch in sample.branches)
-    parts = [PARTS_LEGEND] * scored + [VALUE_LEGEND] * (policy.guided and bool(sample.branches))
+    valued = policy.guided and bool(sample.branches)
+    parts = [PARTS_LEGEND] * scored + [VALUE_LEGEND] * valued + [SHUFFLED_LEGEND] * (valued and policy.shuffled)
     return " ".join(parts)
 
 
