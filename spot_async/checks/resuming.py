@@ -24,6 +24,7 @@ FREE = (
     "run.stall_timeout_s",
     "run.max_dead_share",
     "telemetry",
+    "cluster",
     "evaluation",
     "queue",
     "training.epochs",

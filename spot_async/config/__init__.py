@@ -13,6 +13,7 @@ from spot_async.config.base import (
     Section,
     as_list,
 )
+from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
 from spot_async.config.plugins import Place, PluginSettings, backend_section
 from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
@@ -38,6 +39,7 @@ from spot_async.config.schema import (
 __all__ = [
     "CONFIG_VERSION",
     "BenchmarkConfig",
+    "ClusterConfig",
     "Config",
     "DataConfig",
     "Duplicates",

@@ -19,6 +19,7 @@ from spot_async.config.base import (
     Probability,
     Section,
 )
+from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSettings, PolicySettings, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
@@ -164,7 +165,7 @@ class TrainingConfig(Section):
         description="weighs each token's policy term by min(recomputed / served probability, cap); off by default, but "
         "2.0 in a run with staleness. Needs `behavior: recomputed`",
     )
-    ranks: PositiveInt = Field(1, description="trainer processes")
+    ranks: PositiveInt = Field(1, description="trainer processes; each of `cluster.nodes` has an equal share")
     sharding: Literal["none", "fsdp2"] = Field(
         "none",
         description="`none`: each rank holds the whole student; `fsdp2`: each holds a part of weights, gradients and "
@@ -327,6 +328,7 @@ class Config(Section):
     stages: StagesConfig = Field(StagesConfig(), description="limits of each kind of request")
     evaluation: EvaluationConfig | None = Field(None, description="measured before and after training")
     telemetry: TelemetryConfig = Field(TelemetryConfig(), description="where metrics go besides the run directory")
+    cluster: ClusterConfig = Field(ClusterConfig(), description="the machines that the trainer's ranks are spread over")
 
     @pydantic.model_validator(mode="before")
     @classmethod

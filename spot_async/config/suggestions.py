@@ -41,7 +41,10 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "max_steps": "training.iterations",
     "max_tokens": "sampling.max_response_tokens",
     "model_name_or_path": "student.model",
+    "nnodes": "cluster.nodes",
     "num_generations": "policy.samples, of kind grpo",
+    "num_machines": "cluster.nodes",
+    "num_nodes": "cluster.nodes",
     "num_train_epochs": "training.epochs",
     "output_dir": "run.directory",
     "per_device_train_batch_size": "training.batch_size, prompts per iteration",
@@ -63,14 +66,12 @@ OTHER_TRAINERS: Mapping[str, str] = {
 # Features that people look for and that are not there, by the names that TRL, verl, PEFT or we would give them.
 _LORA = "there is no LoRA or other PEFT yet: all weights of the student are trained"
 CANNOT_RESUME = "runs are resumed by a command: `spot-async train --resume RUN`, `spot-async eval --resume RUN`"
-_MACHINES = "training over several machines does not exist yet: `training.ranks` are of one; servers may run on others"
 NOT_THERE: Mapping[str, str] = {
     **dict.fromkeys(("lora", "lora_rank", "lora_r", "lora_alpha", "use_lora", "lora_config"), _LORA),
     **dict.fromkeys(("peft", "peft_config", "use_peft", "adapter", "qlora", "load_in_4bit"), _LORA),
     **dict.fromkeys(
         ("resume", "resume_from", "resume_mode", "resume_from_checkpoint", "resume_from_path"), CANNOT_RESUME
     ),
-    **dict.fromkeys(("nodes", "nnodes", "num_nodes", "num_machines"), _MACHINES),
     "hedge_after_s": "hedged requests were removed: take it out",
 }
 PLACES_SHOWN = 3

@@ -74,7 +74,7 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
             "stages.score.hedge_after_s=8",
             "stages.score.hedge_after_s: unknown key; hedged requests were removed: take it out",
         ),
-        ("training.nnodes=2", "unknown key; training over several machines does not exist yet"),
+        ("training.nnodes=2", "unknown key; here it is `cluster.nodes`"),
         ("training=null", "training: input should be a section, but got null"),
         ("telemetry.wandb=true", "telemetry.wandb: input should be a section, but got true"),
         ("evaluation.pass_k=3", "evaluation.pass_k: input should be a list, but got 3"),

@@ -1,0 +1,34 @@
+"""The schema of a run on several machines."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from spot_async.config.base import PositiveFloat, PositiveInt, Section
+
+
+class ClusterConfig(Section):
+    """The machines (nodes) that the trainer's ranks are spread over. Each runs the same command.
+
+    What is not given is taken from the scheduler's environment variables (docs/distributed.md).
+    """
+
+    nodes: PositiveInt | None = Field(
+        None, description="how many machines; default: as many as the scheduler says, else 1"
+    )
+    node_rank: int | None = Field(
+        None, ge=0, description="this machine's number, from 0: node 0 has the run, its files and its servers"
+    )
+    address: str | None = Field(None, min_length=1, description="node 0's address or name, as the other nodes reach it")
+    port: int | None = Field(
+        None, ge=1, le=65534, description="node 0 listens on this port and on the next one; default: 29600"
+    )
+    run_id: str | None = Field(
+        None, min_length=1, description="the same on all nodes of a run; tells runs apart that meet at one address"
+    )
+    join_timeout_s: PositiveFloat = Field(
+        600.0, description="longest wait for all nodes, at the start and after one was lost"
+    )
+    heartbeat_timeout_s: PositiveFloat = Field(
+        60.0, description="a node that is silent for so long is lost: its machine or the network is down"
+    )
