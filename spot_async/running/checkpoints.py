@@ -191,9 +191,13 @@ def _move_aside(run: Path, step: int) -> None:
 
 
 def _put_aside(run: Path, paths: Iterable[Path]) -> None:
+    """Move files and directories of a run to `rolled-back/`. Raise StorageError where the disk does not allow it."""
     for each in sorted(paths):
         target = run / ROLLED_BACK / each.relative_to(run)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
-            shutil.rmtree(target)
-        each.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                shutil.rmtree(target)
+            each.replace(target)
+        except OSError as error:
+            raise StorageError(f"cannot move {each} to {target}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Checkpoints of a run directory: what is refused before one is begun."""
+"""Checkpoints of a run directory: what is refused before one is begun, and what a full disk says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spot_async.errors import StorageError
 from spot_async.run_directory import room
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Manifest, committed
-from spot_async.running.checkpoints import RunCheckpoints
+from spot_async.running.checkpoints import RunCheckpoints, put_last_evaluation_aside
 
 
 async def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path, monkeypatch):
@@ -43,3 +43,11 @@ async def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path, monkeypatc
         with pytest.raises(StorageError, match=r"takes 3.0 MB.*training.keep_checkpoints.*the checkpoints before"):
             checkpoints.directory(20)
     assert committed(tmp_path) == [first]
+
+
+def test_a_disk_that_takes_nothing_more_is_named_when_a_run_goes_back(tmp_path):
+    (tmp_path / "evaluation-after.json").write_text("{}")
+    (tmp_path / "rolled-back").touch()  # so that no directory can be made there
+    with pytest.raises(StorageError, match=r"cannot move .*evaluation-after\.json to .*rolled-back/evaluation-after"):
+        put_last_evaluation_aside(tmp_path)
+    assert (tmp_path / "evaluation-after.json").exists()
