@@ -321,7 +321,8 @@ def url_of(place: tuple[str, int]) -> str:
 
 def test_a_run_whose_trainer_is_killed_ends_with_one_line_and_what_was_trained(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    small = ["training.iterations=500", "training.batch_size=8", "training.mini_batch_size=4", "evaluation=null"]
+    small = ["training.iterations=500", "training.batch_size=8", "training.mini_batch_size=4"]
+    small += ["evaluation=null", "training.restarts=0"]
     with subprocess.Popen(
         [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", f"run.directory={run}", *small],
         cwd=Path(__file__).parents[2],

@@ -49,6 +49,8 @@ async def test_a_student_behind_ssh_with_no_common_directory_gets_weights_by_bro
     launch: LaunchSettings = request.getfixturevalue(f"{kind}_launch")
     make: Callable[..., Any] = {"vllm": VllmBackend, "sglang": SglangBackend}[kind]
     run, keys = tmp_path / "run", tmp_path / "keys"
+    # Its own, since other tests' servers may run with that one.
+    model = shutil.copytree(models.student, tmp_path / "model")
     shutil.copytree(models.other, run / "new")
     keys.mkdir()
     with ssh_server(keys, free_port()) as client:
@@ -60,15 +62,15 @@ async def test_a_student_behind_ssh_with_no_common_directory_gets_weights_by_bro
         def backend(transport: str) -> Any:
             weights = WeightSettings(transport=transport, backend="gloo")
             settings = make.Settings(launch=far, weights=weights)
-            return make(settings, role="student", model=str(models.student), run_directory=run)
+            return make(settings, role="student", model=str(model), run_directory=run)
 
         with pytest.raises(ConfigError, match=rf"launch\.prefix: the far side does not see {run}, where new weights"):
             await backend("disk").__aenter__()
         async with backend("distributed") as student:
-            started = servers_of(models.student)
+            started = servers_of(model)
             assert len(started) >= 2
             await student.update_weights(WeightSnapshot(directory=str(run / "new"), version=UPDATED), deadline=soon())
             reply = await student.generate(PROMPT, SAMPLING, deadline=soon())
             assert reply.version_spans == (VersionSpan(0, len(reply.token_ids), UPDATED),)
         expect_gone(started)
-        assert not servers_of(models.student)
+        assert not servers_of(model)

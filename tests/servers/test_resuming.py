@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -23,6 +24,19 @@ def train(run: Path, *keys: str) -> None:
     subprocess.run(given, check=True, cwd=ROOT, capture_output=True)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return the weights of a run with these keys that nobody stopped, made once."""
+
+    @functools.cache
+    def made(*keys: str) -> str:
+        run = tmp_path_factory.mktemp("whole") / "run"
+        train(run, *keys)
+        return weights(run)
+
+    return made
+
+
 def kill_once(run: Path, rng: random.Random, given: list[str]) -> None:
     """Go on with the run, kill one of its processes after an iteration or some, and wait until all are gone.
 
@@ -40,8 +54,9 @@ def kill_once(run: Path, rng: random.Random, given: list[str]) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("training.ranks=2", "training.sharding=fsdp2")], ids=["one rank", "two sharded"])
-def test_a_strict_run_killed_at_random_ends_with_the_same_bits(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    train(tmp_path / "whole", *keys)
+def test_a_strict_run_killed_at_random_ends_with_the_same_bits(
+    tmp_path: Path, keys: tuple[str, ...], whole: Callable[..., str]
+) -> None:
     run, rng = tmp_path / "killed", random.Random(f"{keys}")
     first = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS, *keys)
     kill_once(run, rng, first)
@@ -53,7 +68,7 @@ def test_a_strict_run_killed_at_random_ends_with_the_same_bits(tmp_path: Path, k
     said = subprocess.run(command("verify-run", str(run)), cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout
     assert "no prompt is trained twice, and none is lost" in said.stdout
-    assert weights(run) == weights(tmp_path / "whole")
+    assert weights(run) == whole(*keys)
 
 
 @pytest.mark.parametrize(
@@ -62,16 +77,15 @@ def test_a_strict_run_killed_at_random_ends_with_the_same_bits(tmp_path: Path, k
     ids=["SIGTERM", "SIGUSR1"],
 )
 def test_a_run_that_a_scheduler_stops_goes_on_from_the_step_it_stood_at(
-    tmp_path: Path, number: signal.Signals, keys: tuple[str, ...]
+    tmp_path: Path, number: signal.Signals, keys: tuple[str, ...], whole: Callable[..., str]
 ) -> None:
     """SIGUSR1 goes to all of the run's processes, as Slurm sends it."""
-    train(tmp_path / "whole", *keys)
     run, rng = tmp_path / "stopped", random.Random(f"{number} {keys}")
     given = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *KEYS, *keys)
-    for _ in range(KILLS):
+    for _ in range(2):
         before = rows(run)
         process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wait_for(lambda before=before: rows(run) > before)
+        wait_for(lambda before=before: rows(run) > before, process)
         time.sleep(rng.uniform(0.0, 2.0))
         others = [pid for pid, _ in descendants(process.pid)] if number is signal.SIGUSR1 else []
         for pid in [process.pid, *others]:
@@ -85,7 +99,7 @@ def test_a_run_that_a_scheduler_stops_goes_on_from_the_step_it_stood_at(
     subprocess.run(given, check=True, cwd=ROOT, capture_output=True)
     said = subprocess.run(command("verify-run", str(run)), cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout
-    assert weights(run) == weights(tmp_path / "whole")
+    assert weights(run) == whole(*keys)
 
 
 def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
@@ -93,7 +107,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
     keys = (*KEYS, "training.checkpoint_every=100")
     given = command("train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={run}", *keys)
     process = subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: rows(run) > 0)
+    wait_for(lambda: rows(run) > 0, process)
     below = list(descendants(process.pid))
     for pid, line in below:
         if "spot_async.trainer" in line:
@@ -109,8 +123,9 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid, _ in below))
 
 
-def wait_for(happened: Callable[[], bool]) -> None:
+def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
     deadline = time.monotonic() + 600  # a busy machine is slow to start servers
     while not happened():
         assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, "the run ended first"
         time.sleep(0.02)

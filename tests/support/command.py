@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from spot_async.cli import app
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
     "training.iterations=2",
     "training.batch_size=8",

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("training.iterations=16", "training.checkpoint_every=3", "evaluation.samples=1", "evaluation.eval_every=5")
 KILLS_A_RUN = 5
 MEAN_S = 12.0  # between the start of a run, or a kill that it outlived, and the next kill
