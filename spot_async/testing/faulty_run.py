@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,9 +118,10 @@ class Drill:
         directory: Path,
         *,
         line: Line | None = None,
+        unpaid: Set[int] = frozenset(),
         witnessed: dict[bytes, list[TrueSpans]] | None = None,
     ) -> None:
-        """Make a run with weights in `directory`. `line` and `witnessed` are those of an earlier part of it."""
+        """Make a run with weights in `directory`. `line`, `unpaid` and `witnessed` are those of earlier parts of it."""
         rng = random.Random(derive_seed(seed, "run"))
         self.seed = seed
         self.rng = rng
@@ -147,6 +148,7 @@ class Drill:
             max_staleness=max_staleness,
             prompts=self.prompts,
             batches=() if line is None else line.batches,
+            unpaid=unpaid,
             witnessed=witnessed,
         )
         self._line = line or Line()

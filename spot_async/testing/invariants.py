@@ -3,7 +3,8 @@
     I1  served <= trained <= served + n + 1, where n is `max_staleness`
     I2  every token of batch b was sampled by weights of steps b - n to b, and by those that its span names
     I3  every prompt that runs, is queued or is in a batch has a place in the queue, and no other has one
-    I4  a prompt is in one batch, and batches are in the order of admission
+    I4  a prompt is in one batch, and batches are in the order of admission; a prompt that an earlier part of the run
+        had no money for is admitted once more, behind later ones
     I5  a role's servers get one weight update at a time
     I6  no prompt is admitted early, and none that no iteration is left for
     I7  weights that are served, sent or newest are on the disk
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -89,9 +90,13 @@ class Invariants:
         max_staleness: int,
         prompts: int | None,
         batches: Batches = (),
+        unpaid: Set[int] = frozenset(),
         witnessed: dict[bytes, list[TrueSpans]] | None = None,
     ) -> None:
-        """`prompts` is how many there are; None: as many as it takes. A resumed run has trained `batches` before."""
+        """`prompts` is how many there are; None: as many as it takes. A resumed run has trained `batches` before.
+
+        `unpaid` are ordinals of prompts that it had no money for.
+        """
         self.witnessed: dict[bytes, list[TrueSpans]] = {} if witnessed is None else witnessed
         self.finished = len(batches)  # iterations
         self._batch_size = batch_size
@@ -99,6 +104,7 @@ class Invariants:
         self._prompts = sys.maxsize if prompts is None else prompts
         self._max_staleness = max_staleness
         self._last_ordinal = max((each.prompt_ordinal for batch in batches for each in batch), default=-1)
+        self._unpaid = unpaid
         self._phases: dict[str, PhaseBegan] = {}  # by pump
         self._run: tuple[Orchestrator, StatefulTrainer] | None = None
 
@@ -157,7 +163,8 @@ class Invariants:
         assert self._run is not None
         weights = self._run[1].weights
         ordinals = [each.prompt_ordinal for each in batch]
-        in_order = ordinals == sorted(ordinals) and all(ordinal > self._last_ordinal for ordinal in ordinals)
+        earlier = {ordinal for ordinal in ordinals if ordinal <= self._last_ordinal}
+        in_order = ordinals == sorted(ordinals) and earlier <= self._unpaid
         require(in_order, "I4", f"batch {step} has prompts {ordinals} after prompt {self._last_ordinal}")
         self._last_ordinal = max(ordinals, default=self._last_ordinal)
         for each in batch:

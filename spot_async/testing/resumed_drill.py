@@ -69,6 +69,7 @@ class Witness:
     line: Line = field(default_factory=Line)
     spans: dict[bytes, list[TrueSpans]] = field(default_factory=dict)  # see `Invariants.witnessed`
     finished: dict[int, Sequence[Sample]] = field(default_factory=dict)  # by ordinal, as the policy made them
+    unpaid: set[int] = field(default_factory=set)  # ordinals of prompts that some life had no money for
     commits: list[int] = field(default_factory=list)  # steps whose checkpoints were committed, and are whole
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoints are not
     evaluated: set[int] = field(default_factory=set)  # iterations
@@ -88,6 +89,7 @@ class Witness:
     def begin_anew(self) -> None:
         self.line.cut(0, 0)
         self.finished.clear()
+        self.unpaid.clear()
         self.commits.clear()
         self.damaged.clear()
         self.evaluated.clear()
@@ -148,8 +150,6 @@ class ResumedDrill(Drill):
         witness.line.cut(step, self._beginning.lineage)
         witness.evaluated -= {each for each in witness.evaluated if each > step}
         witness.commits = [each for each in witness.commits if each <= step]
-        is_damaged = bool(witness.damaged)
-        witness.damaged.clear()
         self._ledger = stack.enter_context(closing(_WitnessedLedger.open(path)))
         self._ledger.witness = witness
         self._spending = SpendingLog(self._directory, {"teacher": self._account})
@@ -166,9 +166,14 @@ class ResumedDrill(Drill):
             )
             self._spending.go_on()
             self._check_bill()
-            self._check_reuse(all_kept=not is_damaged and not witness.has_lost_power)
+            self._check_reuse(all_kept=not witness.damaged and not witness.has_lost_power)
+        # Not before: a life that is killed while it goes back leaves the rest of that to the next.
         witness.has_lost_power = False
-        super().__init__(*self._arguments, path / "weights", line=witness.line, witnessed=witness.spans)
+        witness.damaged.clear()
+        witness.unpaid |= {row.ordinal for row in self._ledger.prompts() if row.state == "unpaid"}
+        super().__init__(
+            *self._arguments, path / "weights", line=witness.line, unpaid=witness.unpaid, witnessed=witness.spans
+        )
 
     def sizes(self, rng: random.Random) -> tuple[int, int]:
         return self.batch_size, self.iterations
