@@ -1,4 +1,4 @@
-"""Tells whether a host name can only mean this machine.
+"""Tells whether a host name can only mean this machine, and which of its own addresses and devices leads to another.
 
 A name that merely resolves to this machine does not count. Its owner can point it here at any time, and then their web
 page can ask whatever listens here (DNS rebinding).
@@ -6,9 +6,16 @@ page can ask whatever listens here (DNS rebinding).
 
 from __future__ import annotations
 
+import array
+import fcntl
 import ipaddress
+import socket
+import struct
+import sys
 
 LOOPBACK = "127.0.0.1"
+_SIOCGIFCONF = 0x8912  # Linux: all IPv4 addresses of this machine's interfaces
+_INTERFACES_BYTES = 40 * 256  # of the answer: an interface takes 40
 
 
 def is_loopback(host: str) -> bool:
@@ -24,3 +31,26 @@ def host_of(authority: str) -> str:
     if authority.startswith("["):
         return authority[1:].partition("]")[0]
     return authority.partition(":")[0]
+
+
+def own_address_towards(host: str) -> str:
+    """Return this machine's address on the way to a host. Nothing is sent. Raises OSError where there is no way."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has one of this machine's IPv4 addresses; None where that cannot be found."""
+    if sys.platform != "linux" or ":" in address:
+        return None
+    found = array.array("B", bytes(_INTERFACES_BYTES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("iL", len(found), found.buffer_info()[0])
+        size, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))
+    for start in range(0, size, 40):
+        entry = found[start : start + 40].tobytes()
+        if socket.inet_ntoa(entry[20:24]) == address:
+            return entry[:16].split(b"\0")[0].decode()
+    return None

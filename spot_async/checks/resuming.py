@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from spot_async.checks.plan import TrainPlan
-from spot_async.config import Config
+from spot_async.config import Config, leaves
 from spot_async.errors import ConfigError, DataError
 
 DIGEST_BYTES = 16
@@ -86,7 +86,7 @@ def check_same_prompts(digest: str, plan: TrainPlan) -> None:
 
 
 def _deciding(config: Config) -> Mapping[str, Any]:
-    return {key: value for key, value in _leaves(config.model_dump(mode="json"), "") if not _is_free(key)}
+    return {key: value for key, value in leaves(config.model_dump(mode="json")) if not _is_free(key)}
 
 
 def _is_free(key: str) -> bool:
@@ -94,14 +94,6 @@ def _is_free(key: str) -> bool:
     if parts[0] == "stages":
         return parts[-1] in FREE_OF_A_STAGE
     return any(key == each or key.startswith(f"{each}.") for each in FREE)
-
-
-def _leaves(tree: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping) and tree:
-        for name, value in tree.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, tree
 
 
 def _digest(value: Any) -> str:

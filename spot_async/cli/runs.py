@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.text import Text
@@ -15,7 +16,7 @@ from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverri
 from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.errors import ConfigError, DataError, SpotError, StorageError
 from spot_async.loop.stopping import StopRequest
 from spot_async.run_directory.layout import RunDirectory, name_of
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # these import transformers, and --help must not wait for tha
     from spot_async.models.files import ModelFiles
     from spot_async.running.resuming import ResumedRun
     from spot_async.running.summary import TrainOutcome
+    from spot_async.trainer.nodes.topology import Topology
 
 
 def train(
@@ -51,6 +53,8 @@ def train(
     samples.jsonl (what the policy saw), the resolved configuration and all logs. A run that was killed goes on by
     --resume RUN, which needs no CONFIG.
 
+    On several machines give the same command on each (docs/distributed.md).
+
     SIGTERM and SIGUSR1 end it with a checkpoint of the step under way, and exit code 75: go on with --resume RUN.
     Other exit codes: 0 done, 1 failed, 2 could not start, 3 stalled, 4 budget spent, 128 and the signal's number for
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
@@ -62,6 +66,9 @@ def train(
 
     try:
         check_brief(brief, dry_run)
+        node = _node_of(resume, config, overrides or ())
+        if node is not None and node[0].node_rank > 0 and not dry_run:
+            _join(*node)
         begun = None
         if resume is not None:
             begun = _run_to_resume(resume, config, overrides or ())
@@ -79,6 +86,8 @@ def train(
         machine = estimate_machine(settings, plan, earlier)
         if dry_run:
             show_plan(settings, path, plan, brief=brief)
+            if node is not None:
+                screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
             show_estimates(screen, estimates)
             show_machine(screen, machine)
             return
@@ -102,12 +111,49 @@ def train(
     checkpoint = None if begun is None else begun.checkpoint
     stop = StopRequest()
     training = run_training(
-        settings, plan, directory, screen, exit_process=hung(directory), checkpoint=checkpoint, stop=stop
+        settings,
+        plan,
+        directory,
+        screen,
+        exit_process=hung(directory),
+        checkpoint=checkpoint,
+        stop=stop,
+        topology=None if node is None else node[0],
     )
     outcome = run_until_stopped(training, directory, stop)
     show_outcome(outcome, path)
     if outcome.spent is not None:
         fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))
+
+
+def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) -> tuple[Topology, Config] | None:
+    """Return which node of a run on several machines this is, and its configuration; None for a run on one."""
+    from spot_async.trainer.nodes.topology import check_ranks, topology
+
+    if resume is None or resume == "auto":
+        if config is None:
+            return None  # refused below
+        settings = load_config(config, overrides)
+    else:
+        if RunDirectory.open(Path(resume)).purpose == "eval":
+            return None
+        settings = load_config(Path(resume) / "config.yaml", [*([] if config is None else [str(config)]), *overrides])
+    found = topology(os.environ, settings.cluster)
+    if found is None:
+        return None
+    check_ranks(found, settings.training.ranks)
+    return found, settings
+
+
+def _join(topology: Topology, config: Config) -> NoReturn:
+    """Take part in the run of node 0, and exit when it is over."""
+    from spot_async.trainer.nodes.agent import run_agent
+
+    try:
+        code = run_agent(topology, config.cluster, config, lambda line: screen.print(Text(line), soft_wrap=True))
+    except SpotError as error:
+        fail(error, code=exit_code(error))
+    raise typer.Exit(code)
 
 
 def _run_to_resume(resume: str, config: Path | None, overrides: Sequence[str]) -> ResumedRun | None:

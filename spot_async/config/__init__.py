@@ -12,6 +12,7 @@ from spot_async.config.base import (
     Probability,
     Section,
     as_list,
+    leaves,
 )
 from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
@@ -69,5 +70,6 @@ __all__ = [
     "WandbConfig",
     "as_list",
     "backend_section",
+    "leaves",
     "nearest_divisor",
 ]

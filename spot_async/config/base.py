@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -48,6 +49,15 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, str):
         return repr(value)
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).splitlines()[0]
+
+
+def leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the plain values of a tree of mappings, each with its key: `training.ranks`."""
+    if isinstance(tree, Mapping) and tree:
+        for name, value in tree.items():
+            yield from leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, tree
 
 
 T = TypeVar("T")

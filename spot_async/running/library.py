@@ -110,6 +110,8 @@ async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -
 async def _train(
     config: Config, plan: TrainPlan, directory: RunDirectory, checkpoint: Checkpoint | None = None, *, progress: bool
 ) -> TrainOutcome:
+    if (config.cluster.nodes or 1) > 1:
+        raise ConfigError(f"cluster.nodes={config.cluster.nodes}: only the command spot-async train spans machines")
     console = Console() if progress else Console(quiet=True, force_terminal=False)
     try:
         return await runtime.train(config, plan, directory, console, checkpoint=checkpoint)

@@ -61,6 +61,8 @@ from spot_async.telemetry.sinks import MetricSink, open_sinks
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.telemetry.trace import Trace, trace_to
 from spot_async.trainer.handle import TrainerProcess
+from spot_async.trainer.nodes.joined import JoinedNodes
+from spot_async.trainer.nodes.topology import Topology
 from spot_async.types import WeightSnapshot, WeightVersion
 from spot_async.watchdog.monitor import Watchdog
 
@@ -83,13 +85,15 @@ async def train(
     exit_process: Callable[[str], None] | None = None,
     checkpoint: Checkpoint | None = None,
     stop: StopRequest | None = None,
+    topology: Topology | None = None,
 ) -> TrainOutcome:
     """Make one training run, evaluated before and after where the configuration says so, and return its outcome.
 
     `exit_process`: see `Watchdog`. With a `checkpoint` the run goes on from there. `stop` is heard while it trains, if
-    it makes checkpoints. Then it ends with one, unfinished.
+    it makes checkpoints. Then it ends with one, unfinished. With a `topology`, of which this is node 0, the other nodes
+    join it.
     """
-    run = TrainingRun(config, plan, directory, console, exit_process, checkpoint, stop or StopRequest())
+    run = TrainingRun(config, plan, directory, console, exit_process, checkpoint, stop or StopRequest(), topology)
     with ExitStack() as stack:
         sinks = run.open_files(stack)
         outcome = await run.run(sinks)
@@ -111,6 +115,7 @@ class TrainingRun:
         exit_process: Callable[[str], None] | None,
         checkpoint: Checkpoint | None,
         stop: StopRequest,
+        topology: Topology | None,
     ) -> None:
         """Make the parts. Nothing is started."""
         self._config = config
@@ -120,7 +125,11 @@ class TrainingRun:
         self._spending = make_spending(config, plan)
         self._ledger_file = SpendingLog(directory, self._spending.accounts)
         self._cores = core_shares(plan.served)
-        self._watchdog = Watchdog(plan.silence, directory.path, exit_process=exit_process)
+        silence = plan.silence
+        if silence is not None and topology is not None:
+            silence = silence.with_longer_start(config.cluster.join_timeout_s)
+        self._watchdog = Watchdog(silence, directory.path, exit_process=exit_process)
+        self._nodes = None if topology is None else JoinedNodes(topology, config, self._screen.say)
         self._events = Channel()
         self._results = RunResults(0 if checkpoint is None else checkpoint.manifest.step)
         self._evaluations = RunEvaluations(config, plan, directory, self._events, self._results)
@@ -158,7 +167,11 @@ class TrainingRun:
     async def run(self, sinks: Sequence[MetricSink]) -> TrainOutcome:
         """Start the servers and the trainer, train, and stop them again."""
         try:
-            async with alongside(self._watchdog.watch), self._open_services() as services:
+            async with (
+                alongside(self._watchdog.watch),
+                nullcontext() if self._nodes is None else self._nodes.open(),
+                self._open_services() as services,
+            ):
                 self._ledger_file.write(iteration=0)  # what was asked during the start
                 await self._work(services, sinks)
                 self._watchdog.on(StepBegan("stopping"))
@@ -195,6 +208,8 @@ class TrainingRun:
         state = self._results.orchestrator.state
         if not state.stopped:
             self._results.after = await self._evaluations.after(services.student, state.iteration)
+        if self._nodes is not None:
+            self._nodes.ends("stopped" if state.stopped else "done")
 
     async def _train(
         self, services: OpenServices, sinks: Sequence[MetricSink], trace: Trace | None
@@ -255,6 +270,7 @@ class TrainingRun:
         return TrainerProcess(
             trainer_settings(self._config, self._plan, self._directory, part.checkpoint, part.beginning.lineage),
             cores=self._cores.available if self._cores.own else None,
+            nodes=self._nodes,
         )
 
     def _begin(self, step: str, orchestrator: Orchestrator | None = None) -> None:

@@ -1,7 +1,8 @@
 """Saves and loads all that the next step depends on: parameters, AdamW's moments and steps, torch's random state.
 
-Every rank writes one safetensors file. What all ranks hold is in rank 0's. Files have the form of torch's distributed
-checkpoints, so torch's own reader gives every rank its part, on any number of ranks and however the student is spread.
+Every rank of the first node writes one safetensors file, since each node holds the whole state. What all ranks hold is
+in rank 0's. Files have the form of torch's distributed checkpoints, so torch's own reader gives every rank its part, on
+any number of ranks and however the student is spread.
 
 torch's own writer is not used. Its ranks agree on file names by pickled messages. Without those, all of them write the
 same file name, and a rank's part is refused because it is not the whole.
@@ -52,6 +53,8 @@ def held_tensors(
 
     Tensors on the CPU are the live ones, and must not change before they are written. Those of a GPU are copied.
     """
+    if not strategy.is_on_first_node:
+        return {}
     state = {**_state(model, optimizer), STEP: torch.tensor(step)}
     if strategy.rank > 0:
         state = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
@@ -61,18 +64,20 @@ def held_tensors(
 
 
 def write_checkpoint(
-    directory: Path, tensors: Mapping[str, HeldTensor], rank: int, ranks: int, agree: Callable[[str], str]
+    directory: Path, tensors: Mapping[str, HeldTensor], strategy: Strategy, agree: Callable[[str], str]
 ) -> None:
-    """Write what each rank holds into a directory, which is made if it is missing. All ranks must call it.
+    """Write what each rank gives into a directory, which is made if it is missing. All ranks must call it.
 
     `agree` returns one of the ranks' reasons to all of them, or "" if there is none. When this returns, all ranks'
     files are on disk. Raises `TrainerError`, the same on all ranks, when one could not write. Nothing of this
     checkpoint is then left, and others are untouched.
     """
-    _stop_if_failed(agree(_prepare(directory) if rank == 0 else ""), directory)
-    path, reason = directory / f"rank-{rank + 1:05d}-of-{ranks:05d}.safetensors", ""
+    _stop_if_failed(agree(_prepare(directory) if strategy.rank == 0 else ""), directory)
+    path = directory / f"rank-{strategy.rank + 1:05d}-of-{strategy.ranks_of_node:05d}.safetensors"
+    reason = ""
     try:
-        _write(path, tensors)
+        if tensors:
+            _write(path, tensors)
     except (OSError, SafetensorError) as error:
         reason = _reason(error)
     try:
@@ -87,9 +92,18 @@ def load_checkpoint(
 ) -> None:
     """Load what `write_checkpoint` wrote after `step` steps into a model and its optimiser, in place.
 
-    Raises `TrainerError` when files are missing or damaged, or are those of another model or another step.
+    The first node's ranks read it, and the others get it from them. Raises `TrainerError` when files are missing or
+    damaged, or are those of another model or another step.
     """
-    wanted = {**_state(model, optimizer), STEP: torch.zeros((), dtype=torch.int64)}
+    state = _state(model, optimizer)
+    if strategy.is_on_first_node:
+        _read(directory, step, state, strategy)
+    strategy.copy_from_first_node(state.values())
+
+
+def _read(directory: Path, step: int, state: Mapping[str, Tensor], strategy: Strategy) -> None:
+    """Load this rank's parts of a checkpoint into `state`, and torch's random state."""
+    wanted = {**state, STEP: torch.zeros((), dtype=torch.int64)}
     randomness = _random_state(strategy)
     try:
         reader = HuggingFaceStorageReader(str(directory))

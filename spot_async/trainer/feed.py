@@ -26,7 +26,7 @@ from spot_async.trainer.messages import (
     endpoint,
     saved_endpoint,
 )
-from spot_async.trainer.parallel import broadcast_bytes
+from spot_async.trainer.parallel import broadcast_bytes, idle_group, wait_for_all
 from spot_async.types import TrainReport
 
 
@@ -45,19 +45,23 @@ class BatchFeed:
             self._socket.connect(endpoint(channel_directory))
             self._saved_socket = zmq.Context.instance().socket(zmq.PAIR)
             self._saved_socket.connect(saved_endpoint(channel_directory))
+        # Its own, since ranks wait here for as long as rollouts take. Training's collectives end a rank that hangs.
+        self._group = idle_group()
         self._due = step
         self._last: Trained | None = None
 
     def ready(self) -> None:
+        """Say so once all ranks are."""
+        wait_for_all(self._group)
         self._say(Ready(self._due))
 
     def next(self) -> Request:
         """Wait for the next request. Raises `TrainerError` if it is not of the iteration that is due."""
         if self._socket is None:
-            request = decode_request(broadcast_bytes(None))
+            request = decode_request(broadcast_bytes(None, group=self._group))
         else:
             frame, request = self._receive(self._socket)
-            broadcast_bytes(frame)
+            broadcast_bytes(frame, group=self._group)
         match request:
             case Batch(iteration) if iteration != self._due:
                 raise TrainerError(
@@ -94,7 +98,7 @@ class BatchFeed:
         self._say(Failure(str(error)))
         while True:
             if self._socket is None:
-                broadcast_bytes(None)  # waits for ever, since rank 0 broadcasts nothing any more
+                broadcast_bytes(None, group=self._group)  # waits for ever, since rank 0 broadcasts nothing any more
             else:
                 self._socket.recv()
                 self._say(Failure(str(error)))

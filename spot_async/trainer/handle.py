@@ -31,6 +31,7 @@ from spot_async.trainer.messages import (
     endpoint,
     saved_endpoint,
 )
+from spot_async.trainer.nodes.joined import JoinedNodes
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport
 
@@ -46,10 +47,13 @@ class TrainerProcess:
     Implements `protocols.Trainer`. Whatever goes wrong in entering or training is a `TrainerError`; then leave.
     """
 
-    def __init__(self, settings: TrainerSettings, *, cores: Collection[int] | None = None) -> None:
-        """`cores` are those that the trainer may use; None: the same as this process."""
+    def __init__(
+        self, settings: TrainerSettings, *, cores: Collection[int] | None = None, nodes: JoinedNodes | None = None
+    ) -> None:
+        """`cores` are those that the trainer may use; None: the same as this process. `nodes` train too."""
         self._settings = settings
         self._cores = cores
+        self._nodes = nodes
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -62,8 +66,12 @@ class TrainerProcess:
             self._saved_socket = stack.enter_context(context.socket(zmq.PAIR))
             self._saved_socket.linger = 0
             self._saved_socket.bind(saved_endpoint(channel_directory))
+            if self._nodes is not None:
+                await self._nodes.begin(self._settings.model_dump_json())
             self._child = await self._start(channel_directory)
             stack.push_async_callback(self._child.stop)
+            if self._nodes is not None:
+                stack.push_async_callback(self._nodes.stop)
             self.step = (await self._while_it_lives(self._ready(), "the trainer was not ready")).step
             self._resources = stack.pop_all()
         return self
@@ -73,7 +81,10 @@ class TrainerProcess:
 
     async def watch(self) -> None:
         """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""
-        await self._child.watch()
+        if self._nodes is None:
+            await self._child.watch()
+        else:
+            await self._nodes.watch(self._child.watch)
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         """Train on one batch; return once the new weights are published.
@@ -96,7 +107,10 @@ class TrainerProcess:
         settings_path = self._settings.save()
         return await ChildProcess.start(
             "trainer",
-            [sys.executable, "-m", "spot_async.trainer.launcher", str(settings_path), channel_directory],
+            [
+                *(sys.executable, "-m", "spot_async.trainer.launcher", str(settings_path), channel_directory),
+                *(self._nodes.launcher_words if self._nodes is not None else ()),
+            ],
             log_path=settings_path.parent / "logs" / "trainer.log",
             cores=self._cores,
         )
@@ -125,7 +139,7 @@ class TrainerProcess:
     async def _end(self) -> str:
         """Wait for the trainer's end and describe it."""
         try:
-            await self._child.watch()
+            await self.watch()
         except ProcessDiedError as died:
             return str(died)
         return "the trainer was stopped"

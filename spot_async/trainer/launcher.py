@@ -1,16 +1,24 @@
-"""Starts the ranks under torch's own elastic launcher, as the orchestrator's child process.
+"""Starts a node's ranks under torch's own elastic launcher, as a child process of the orchestrator or of a joined node.
 
-It adds three things to `torchrun`. It dies with the orchestrator, and the ranks die with it. Ranks meet through files
-in a private directory, so that nothing listens on the network. When a rank dies, the log's last line says which one and
-how.
+    python -m spot_async.trainer.launcher SETTINGS_FILE CHANNEL_DIRECTORY [--nodes 2 --node-rank 1 --address A ...]
+
+It adds three things to `torchrun`. It dies with its parent, and the ranks die with it. Ranks of one node meet through
+files in a private directory, so that nothing listens on the network. When a rank dies, the log's last line says which
+one and how.
+
+Launchers of several nodes meet at a store that node 0's has. They never restart ranks: then all nodes begin again, with
+other launchers (`nodes/`).
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from spot_async.base.processes.exits import exit_with_parent
 from spot_async.base.processes.memory import without_gc
@@ -23,47 +31,50 @@ with without_gc():
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from spot_async.base.addresses import interface_of, own_address_towards
+from spot_async.trainer.messages import WAS_KILLED
+from spot_async.trainer.parallel import NODE_RANK_VARIABLE, NODES_VARIABLE
 from spot_async.trainer.settings import TrainerSettings
 
+MEETING_TIMEOUT_S = 600  # the other nodes' launchers may take long to import torch
 MONITOR_INTERVAL_S = 0.1
 # Torch logs these warnings when it is stopped, as at the end of every run. `main` and `describe` say it in one line.
 _OF_EVERY_END = ("Received %s death signal", "Sending process %s closing signal")
 _THEIR_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 
 
-def main(settings_path: str, channel_directory: str) -> int:
+def main(words: Sequence[str]) -> int:
     """Run the ranks until they fail or are stopped. They do not end otherwise."""
-    settings = TrainerSettings.load(settings_path)
+    given = arguments(words)
+    settings = TrainerSettings.load(given.settings)
     for name in _THEIR_LOGGERS:
         logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(_OF_EVERY_END))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.update(
         SPOT_ASYNC_PARENT=str(os.getpid()),  # the ranks must not outlive this process
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # a TCP store would listen on every interface
-        GLOO_SOCKET_IFNAME=loopback,
-        NCCL_SOCKET_IFNAME=loopback,
+        # Ranks must not use the launchers' store. On one node it would listen on every interface. On several, launchers
+        # that had met before would give a node that comes back no address of it (torch 2.13), and all would fail.
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         OMP_NUM_THREADS=str(settings.training.threads),
     )
+    ranks = settings.training.ranks // given.nodes
+    meeting = among_nodes(given) if given.nodes > 1 else on_one_node(given)
     launch = elastic_launch(
         LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=settings.training.ranks,
-            run_id="trainer",
+            min_nodes=given.nodes,
+            max_nodes=given.nodes,
+            nproc_per_node=ranks,
             rdzv_backend="c10d",
-            rdzv_endpoint=f"{channel_directory}/rendezvous",
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
-            logs_specs=DefaultLogsSpecs(log_dir=f"{channel_directory}/logs"),
+            logs_specs=DefaultLogsSpecs(log_dir=f"{given.channel_directory}/logs"),
+            **meeting,
         ),
         entrypoint=sys.executable,
     )
     try:
-        launch("-m", "spot_async.trainer", settings_path, channel_directory)
+        launch("-m", "spot_async.trainer", given.settings, given.channel_directory)
     except ChildFailedError as error:
-        sys.stderr.write(f"{describe(error.failures)}\n")
+        sys.stderr.write(f"{describe(error.failures, first_rank=given.node_rank * ranks)}\n")
         return 1
     except SignalException as stopped:  # the launcher has ended the ranks already
         sys.stderr.write(f"stopped by {stopped.sigval.name}\n")
@@ -71,8 +82,50 @@ def main(settings_path: str, channel_directory: str) -> int:
     return 0
 
 
-def describe(failures: dict[int, ProcessFailure]) -> str:
-    """Say in one line which rank failed first, and how.
+def arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("settings")
+    parser.add_argument("channel_directory")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--address", help="node 0's")
+    parser.add_argument("--port", type=int, help="of the store on node 0")
+    parser.add_argument("--run-id", help="of this meeting")
+    return parser.parse_args(words)
+
+
+def on_one_node(given: argparse.Namespace) -> dict[str, Any]:
+    """Return how the only node's launcher meets itself."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
+    return {
+        "run_id": "trainer",
+        "rdzv_endpoint": f"{given.channel_directory}/rendezvous",
+        "rdzv_configs": {"store_type": "file"},
+        "local_addr": "127.0.0.1",
+    }
+
+
+def among_nodes(given: argparse.Namespace) -> dict[str, Any]:
+    """Return how launchers of several nodes meet, and tell the ranks which node this is.
+
+    gloo would take the address of this machine's name, which is often loopback. NCCL looks for fast networks itself.
+    """
+    own = own_address_towards(given.address)
+    if (interface := interface_of(own)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.update({NODES_VARIABLE: str(given.nodes), NODE_RANK_VARIABLE: str(given.node_rank)})
+    return {
+        "run_id": given.run_id,
+        "rdzv_endpoint": f"{given.address}:{given.port}",
+        # By itself torch compares names and addresses to find out who has the store, and may find nobody.
+        "rdzv_configs": {"is_host": given.node_rank == 0, "read_timeout": MEETING_TIMEOUT_S},
+        "local_addr": own,
+    }
+
+
+def describe(failures: dict[int, ProcessFailure], first_rank: int = 0) -> str:
+    """Say in one line which rank failed first, and how. `first_rank` is the number of this node's first.
 
     Times of failures cannot tell, because they are whole seconds. But a killed rank makes the others raise, and the
     launcher sends SIGTERM to the rest. So a rank killed by another signal was first, else one that raised.
@@ -82,12 +135,12 @@ def describe(failures: dict[int, ProcessFailure]) -> str:
         rank, failure = item
         return (2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode >= 0)), rank
 
-    rank, failure = min(failures.items(), key=suspicion)
+    _, failure = min(failures.items(), key=suspicion)
     if failure.exitcode < 0:
-        how = f"was killed by {failure.signal_name()}"
+        how = f"{WAS_KILLED} {failure.signal_name()}"
     else:
         how = f"exited with code {failure.exitcode}: {_reason(failure)}"
-    return f"rank {rank} (pid {failure.pid}) {how}"
+    return f"rank {first_rank + failure.local_rank} (pid {failure.pid}) {how}"
 
 
 def _reason(failure: ProcessFailure) -> str:
@@ -97,4 +150,4 @@ def _reason(failure: ProcessFailure) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -25,6 +25,8 @@ import msgspec
 from spot_async.base import wire
 from spot_async.types import Supervision, TrainReport
 
+WAS_KILLED = "was killed by"  # in the launcher's last words: the cause, where other ranks only lost their connections
+
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
     iteration: int

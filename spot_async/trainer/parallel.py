@@ -11,10 +11,10 @@ import os
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ import torch.distributed as dist
 # there is a group, or the group and its threads live on in those defaults.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not in its __all__
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -38,8 +38,34 @@ Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
 Sharding = Literal["none", "fsdp2"]
 
-# Ranks wait for the next batch for as long as rollouts take. Deadlines are the orchestrator's.
-COLLECTIVE_TIMEOUT = timedelta(days=30)
+# Of collectives while ranks train: so long may a rank that hangs go unnoticed.
+TRAINING_TIMEOUT = timedelta(minutes=10)
+# Of groups whose ranks wait for the next batch, as long as rollouts take, or for a disk. Deadlines are the
+# orchestrator's.
+IDLE_TIMEOUT = timedelta(days=30)
+# The launcher sets these for ranks on several nodes.
+NODES_VARIABLE, NODE_RANK_VARIABLE = "SPOT_ASYNC_NODES", "SPOT_ASYNC_NODE_RANK"
+
+
+class RankPlace(NamedTuple):
+    """Which rank of how many this process is."""
+
+    rank: int
+    ranks: int
+    nodes: int
+
+
+def rank_place() -> RankPlace:
+    """Return where this process is, from its environment.
+
+    torch numbers nodes by their addresses. Here rank 0 is on node 0, whatever its address: it talks to the
+    orchestrator, and its disk gets the weights.
+    """
+    ranks, nodes = int(os.environ["WORLD_SIZE"]), int(os.environ.get(NODES_VARIABLE, "1"))
+    if nodes == 1:
+        return RankPlace(int(os.environ["RANK"]), ranks, nodes)
+    before = int(os.environ[NODE_RANK_VARIABLE]) * (ranks // nodes)
+    return RankPlace(before + int(os.environ["LOCAL_RANK"]), ranks, nodes)
 
 
 def rank_device() -> torch.device:
@@ -48,9 +74,9 @@ def rank_device() -> torch.device:
         return torch.device("cpu")
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= devices:
-        raise ConfigError(
-            f"training.ranks={os.environ['WORLD_SIZE']} needs as many GPUs, but only {devices} are visible"
-        )
+        wanted, nodes = os.environ["WORLD_SIZE"], os.environ.get(NODES_VARIABLE, "1")
+        on = "" if nodes == "1" else f" on {nodes} nodes"
+        raise ConfigError(f"training.ranks={wanted}{on} needs as many GPUs, but only {devices} are visible")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -58,7 +84,9 @@ def rank_device() -> torch.device:
 
 @contextmanager
 def process_group(channel_directory: str, device: torch.device, sharding: Sharding) -> Iterator[None]:
-    """Make the ranks' process group: gloo for CPU tensors, NCCL for GPU tensors. Ranks meet through a file.
+    """Make the ranks' process group: gloo for CPU tensors, NCCL for GPU tensors.
+
+    Ranks of one node meet through a file, those of several at the address that torch's launcher gave them.
 
     A single rank has no group, because gloo would listen on a TCP port even then. Only FSDP needs one all the same.
 
@@ -66,16 +94,16 @@ def process_group(channel_directory: str, device: torch.device, sharding: Shardi
     may hold a tensor of the last collective. To release the tensor it takes the interpreter's lock, which aborts the
     process if the interpreter is already ending. After an error on a GPU the process ends at once instead.
     """
-    ranks = int(os.environ["WORLD_SIZE"])
-    if ranks == 1 and sharding == "none":
+    place = rank_place()
+    if place.ranks == 1 and sharding == "none":
         yield
         return
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=FileStore(f"{channel_directory}/group", ranks),
-        rank=int(os.environ["RANK"]),
-        world_size=ranks,
-        timeout=COLLECTIVE_TIMEOUT,
+        store=_meeting_place(channel_directory, place),
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=TRAINING_TIMEOUT,
     )
     try:
         yield
@@ -91,6 +119,14 @@ def process_group(channel_directory: str, device: torch.device, sharding: Shardi
             gc.collect()  # so do sharded modules, which are in cycles
 
 
+def _meeting_place(channel_directory: str, place: RankPlace) -> Store:
+    if place.nodes == 1:
+        return FileStore(f"{channel_directory}/group", place.ranks)
+    # The address is of the node that torch counts first.
+    host, port, is_host = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
+    return TCPStore(host, port, place.ranks, is_master=is_host, timeout=TRAINING_TIMEOUT)
+
+
 def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -99,10 +135,15 @@ def rank_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def wait_for_all() -> None:
-    """Wait until all ranks call this."""
-    if rank_count() > 1:
-        dist.barrier()
+def idle_group() -> dist.ProcessGroup | None:
+    """Return a new group of all ranks that may wait in it without a deadline; None if there is only one rank."""
+    return dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) if rank_count() > 1 else None
+
+
+def wait_for_all(group: dist.ProcessGroup | None) -> None:
+    """Wait until all ranks call this, with the group that they have for it."""
+    if group is not None:
+        dist.barrier(group)
 
 
 def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGroup | None = None) -> bytes:
@@ -128,11 +169,32 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Strategy(ABC):
-    """How the student is spread over the ranks."""
+    """How the student is spread over the ranks.
+
+    Each node has a whole student, so the first node's ranks can save it, and load it for all.
+    """
 
     def __init__(self) -> None:
         self.rank = this_rank()
         self.ranks = rank_count()
+        self.nodes = rank_place().nodes if self.ranks > 1 else 1
+        self.ranks_of_node = self.ranks // self.nodes
+
+    @property
+    def is_on_first_node(self) -> bool:
+        return self.rank < self.ranks_of_node
+
+    def copy_from_first_node(self, tensors: Iterable[Tensor]) -> None:
+        """Give the other nodes' ranks what the first node's hold, in place. All ranks must call it."""
+        if self.nodes == 1:
+            return
+        groups = [dist.new_group(range(first, self.ranks, self.ranks_of_node)) for first in range(self.ranks_of_node)]
+        source = self.rank % self.ranks_of_node
+        for tensor in tensors:
+            if (part := local(tensor)).numel():
+                dist.broadcast(part, src=source, group=groups[source])
+        for group in groups:
+            dist.destroy_process_group(group)
 
     @abstractmethod
     def prepare(
@@ -201,6 +263,7 @@ class ReplicatedStrategy(Strategy):
 class ShardedStrategy(Strategy):
     """FSDP2: every rank holds its part of parameters, gradients and optimiser state, all in float32.
 
+    The parts are of the ranks of a node, so that layers are gathered inside it. Between nodes only gradients travel.
     A layer's parameters are gathered while it computes, in bfloat16 if that is the dtype. Embedding and output layer
     stay gathered from the forward pass to the end of the backward pass. The backward pass also sums gradients.
     """
@@ -215,7 +278,12 @@ class ShardedStrategy(Strategy):
                 "training.sharding=fsdp2: the student's architecture marks no layers to be gathered one by one, "
                 "so each rank would hold all of it: set training.sharding=none"
             )
-        mesh = init_device_mesh(device.type, (self.ranks,))
+        if self.nodes == 1:
+            mesh = init_device_mesh(device.type, (self.ranks,))
+        else:
+            mesh = init_device_mesh(
+                device.type, (self.nodes, self.ranks_of_node), mesh_dim_names=("nodes", "ranks of a node")
+            )
         # DTensor's caches keep the mesh for ever, and the mesh would keep the group through this registry. Only
         # compiled code reads it, so it can be emptied.
         getattr(mesh, "_pg_registry", {}).clear()

@@ -54,7 +54,6 @@ from spot_async.trainer.parallel import (
     rank_device,
     strategy_of,
     this_rank,
-    wait_for_all,
 )
 from spot_async.trainer.publishing import WeightPublisher
 from spot_async.trainer.saving import CheckpointSaver, Done
@@ -83,7 +82,6 @@ def _serve(settings: TrainerSettings, channel_directory: str, device: torch.devi
     """
     trainer = StudentTrainer(settings, strategy_of(settings.training), device)
     feed = BatchFeed(channel_directory, this_rank(), step=trainer.step)
-    wait_for_all()
     train_batches(trainer, feed)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from spot_async.errors import TrainerError
 from spot_async.trainer.checkpoint import held_tensors, write_checkpoint
-from spot_async.trainer.parallel import Strategy, broadcast_bytes
+from spot_async.trainer.parallel import Strategy, broadcast_bytes, idle_group, wait_for_all
 
 # Called on the thread of each rank: the seconds it took, and why it failed, or "".
 Done = Callable[[float, str], None]
@@ -30,8 +30,8 @@ class CheckpointSaver:
     def __init__(self, strategy: Strategy, device: torch.device) -> None:
         self._strategy = strategy
         self._reads_live_tensors = device.type == "cpu"
-        # The threads' collectives must not mix with those of training.
-        self._group = dist.new_group(backend="gloo") if strategy.ranks > 1 else None
+        # The threads' collectives must not mix with those of training, and wait for the disk.
+        self._group = idle_group()
         self._thread: threading.Thread | None = None
 
     def begin(self, directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, done: Done) -> None:
@@ -43,7 +43,7 @@ class CheckpointSaver:
             started = time.perf_counter()
             reason = ""
             try:
-                write_checkpoint(directory, tensors, self._strategy.rank, self._strategy.ranks, self._agree)
+                write_checkpoint(directory, tensors, self._strategy, self._agree)
             except TrainerError as error:
                 reason = str(error)
             done(time.perf_counter() - started, reason)
@@ -58,6 +58,7 @@ class CheckpointSaver:
         started = time.perf_counter()
         self._thread.join()
         self._thread = None
+        wait_for_all(self._group)  # a disk may take longer than a rank may wait while training
         return time.perf_counter() - started
 
     def wait_before_step(self) -> float:

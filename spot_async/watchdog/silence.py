@@ -13,7 +13,7 @@ So whoever is silent for longer has missed its own deadline, and nothing else wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spot_async.base.timeouts import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
@@ -34,6 +34,9 @@ class SilenceLimits:
     weight_update_s: float
     evaluation_s: float
     start_s: float
+
+    def with_longer_start(self, more_s: float) -> SilenceLimits:
+        return replace(self, start_s=self.start_s + more_s)
 
     def of(self, phase: Phase | None) -> float:
         """Return the limit in a phase of an iteration; None stands for before and after training."""

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -44,3 +46,36 @@ def linked(name: str) -> Iterator[tuple[str, str]]:
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A namespace with an address of its own, and a link that can be cut."""
+
+    name: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *words]
+
+    def set_link(self, state: Literal["up", "down"]) -> None:
+        run("ip", "-n", self.name, "link", "set", "eth0", state)
+
+
+@contextlib.contextmanager
+def machines(count: int) -> Iterator[list[Machine]]:
+    """Make machines on a network of their own; yield them."""
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(namespace("hub"))
+        run("ip", "-n", hub, "link", "add", "hub", "type", "bridge")
+        run("ip", "-n", hub, "link", "set", "hub", "up")
+        found = []
+        for number in range(count):
+            made = Machine(stack.enter_context(namespace(f"m{number}")), f"10.88.0.{number + 1}")
+            port = f"port{number}"
+            run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", made.name)
+            run("ip", "-n", hub, "link", "set", port, "master", "hub", "up")
+            run("ip", "-n", made.name, "addr", "add", f"{made.address}/24", "dev", "eth0")
+            made.set_link("up")
+            found.append(made)
+        yield found

@@ -34,6 +34,10 @@ class Topology:
     run_id: str
     source: str  # who says so
 
+    @property
+    def words(self) -> str:
+        return f"node {self.node_rank} of {self.nodes} ({self.source}), which meet at {self.address}:{self.port}"
+
 
 @dataclass(frozen=True)
 class _Told:
@@ -65,6 +69,15 @@ def topology(environ: Environ, cluster: ClusterConfig) -> Topology | None:
         raise ConfigError(f"cluster.address: say how the {nodes} nodes reach node 0; {ALONE}")
     port, run_id = cluster.port or told.port or DEFAULT_PORT, cluster.run_id or told.run_id or DEFAULT_RUN_ID
     return Topology(nodes, node_rank, address, port, run_id, told.source)
+
+
+def check_ranks(topology: Topology, ranks: int) -> None:
+    """Raise ConfigError unless each node gets the same number of `training.ranks`."""
+    if ranks % topology.nodes:
+        raise ConfigError(
+            f"training.ranks={ranks} cannot be shared by {topology.nodes} nodes ({topology.source}): give a multiple "
+            f"of {topology.nodes}; {ALONE}"
+        )
 
 
 def _torchrun_options(environ: Environ) -> _Told | None:

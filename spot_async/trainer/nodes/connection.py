@@ -1,0 +1,105 @@
+"""A connection between node 0 and another: whole messages, and a loss that is noticed though nothing is said.
+
+The kernel asks a silent peer whether it is there. So a machine without power or network is noticed after the time-out,
+and neither end has to send anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from spot_async.base import wire
+from spot_async.errors import ConfigError, SpotError
+
+T = TypeVar("T")
+
+LENGTH_BYTES = 4
+LONGEST_BYTES = 1 << 22  # of a message: a configuration with all its problem sets takes some kilobytes
+PROBES = 4  # unanswered ones, after which the peer is lost
+CLOSE_TIMEOUT_S = 5.0
+
+
+class LostConnectionError(SpotError):
+    """The other end is gone, or says what is no message."""
+
+
+class Connection(Generic[T]):
+    """One end. It reads messages of type `T`, and sends any."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        decode: Callable[[bytes], T],
+        timeout_s: float,
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decode = decode
+        self._timeout_s = timeout_s
+        self.peer = str(writer.get_extra_info("peername")[0])
+        _notice_silence(writer.get_extra_info("socket"), timeout_s)
+
+    def send(self, message: object) -> None:
+        """Send a message soon. A loss is noticed by `receive`."""
+        frame = wire.encode(message)
+        self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
+
+    async def receive(self) -> T:
+        """Wait for the next message. Raises `LostConnectionError`."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+            if size > LONGEST_BYTES:
+                raise LostConnectionError(f"said what is no message of spot-async ({size} bytes)")
+            return self._decode(await self._reader.readexactly(size))
+        except asyncio.IncompleteReadError:
+            raise LostConnectionError("closed the connection") from None
+        except msgspec.DecodeError:
+            raise LostConnectionError("said what is no message of spot-async") from None
+        except OSError as error:
+            if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH:
+                raise LostConnectionError(f"was silent for {self._timeout_s:g} s") from None
+            raise LostConnectionError(f"lost the connection: {error.strerror}") from None
+
+    async def close(self) -> None:
+        """Close, once what was sent is written, or cannot be."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._writer.wait_closed()
+        except OSError:
+            self._writer.transport.abort()
+
+
+def _notice_silence(connected: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end a connection whose other end has been silent for so long."""
+    interval_s = max(1, round(timeout_s / (PROBES + 1)))
+    settings = {
+        "TCP_KEEPIDLE": interval_s,
+        "TCP_KEEPINTVL": interval_s,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": round(1000 * timeout_s),  # also for what was sent and not acknowledged
+    }
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in settings.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def reachable_address(host: str) -> str:
+    """Return the IP address of node 0's name. Raises OSError if there is none, and ConfigError for one of loopback."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    address = str(found[0][4][0])
+    if address.startswith("127.") or address == "::1":
+        means = "" if address == host else f" is {address} here, which"
+        raise ConfigError(
+            f"cluster.address={host}{means or ','} means each machine itself: give an address of node 0 that the other "
+            "nodes reach"
+        )
+    return address

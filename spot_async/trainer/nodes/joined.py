@@ -1,0 +1,275 @@
+"""Node 0's side of a run on several nodes: lets the others in, has them begin and stop, notices when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass
+from typing import Self
+
+import structlog
+
+from spot_async.base.text import counted
+from spot_async.config import Config
+from spot_async.errors import ConfigError, ProcessDiedError, TrainerError
+from spot_async.trainer.messages import WAS_KILLED
+from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
+from spot_async.trainer.nodes.messages import (
+    Begin,
+    Ended,
+    Ending,
+    FromNode,
+    Hello,
+    Leaving,
+    Over,
+    Refused,
+    Stop,
+    Welcome,
+    decode_from_node,
+    hello_of,
+    refusal,
+)
+from spot_async.trainer.nodes.topology import Topology
+
+HELLO_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0  # a node's launcher has some seconds to end its ranks
+REASONS_S = 2.0  # where ranks end on all nodes, the cause may be heard this much later than a consequence
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why ranks ended on a node."""
+
+    words: str
+    is_loss: bool = False  # of the whole node
+
+
+def cause(faults: Mapping[int, Fault]) -> Fault:
+    """Return which of the faults caused the others, by node in the order in which they were heard. Pure.
+
+    A node that is gone, or a rank that was killed. The others' ranks then only lose their connections.
+    """
+    return min(faults.values(), key=lambda fault: 0 if fault.is_loss else 1 if WAS_KILLED in fault.words else 2)
+
+
+class JoinedNodes:
+    """The other nodes of a run. Use `open`; meanwhile nodes come and go."""
+
+    def __init__(self, topology: Topology, config: Config, say: Callable[[str], None]) -> None:
+        """`say` gets lines for people."""
+        self.topology = topology
+        self._cluster = config.cluster
+        self._hello = hello_of(topology, config)
+        self._say = say
+        self._members: dict[int, Connection[FromNode]] = {}
+        self._at_work: set[int] = set()  # nodes whose ranks were started and have not ended
+        self._faults: dict[int, Fault] = {}  # of this round, by node, in the order in which they were heard
+        self._refusal: str | None = None  # of the last node that was refused
+        self._round = 0
+        self._ending: Ending = "failed"
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
+        """Let nodes in for as long as this lasts. In the end tell them so. Raises ConfigError if nobody could come."""
+        topology = self.topology
+        try:
+            address = await asyncio.to_thread(reachable_address, topology.address)
+        except OSError as error:
+            raise ConfigError(f"cluster.address={topology.address} is not known here: {error.strerror}") from None
+        async with asyncio.TaskGroup() as group:
+            attending: set[asyncio.Task[None]] = set()
+
+            def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                connection = Connection(reader, writer, decode_from_node, self._cluster.heartbeat_timeout_s)
+                task = group.create_task(self._attend(connection), name=f"node at {connection.peer}")
+                attending.add(task)
+                task.add_done_callback(attending.discard)
+
+            try:
+                server = await asyncio.start_server(attend, address, topology.port)
+            except OSError as error:
+                raise ConfigError(
+                    f"cluster: cannot listen at {topology.address}:{topology.port}: {error.strerror}: is another run "
+                    "there (give cluster.port), and is it an address of this node (cluster.address)?"
+                ) from None
+            with closing(server):
+                others = counted(topology.nodes - 1, "other node")
+                self._say(f"node 0 of {topology.nodes} ({topology.source}): {others} may join at {self._place}")
+                try:
+                    yield self
+                finally:
+                    for member in self._members.values():
+                        member.send(Over(self._ending))
+                    for task in attending:
+                        task.cancel()
+
+    def ends(self, ending: Ending) -> None:
+        """Note how the run ends. Without this it failed."""
+        self._ending = ending
+
+    async def begin(self, settings: str) -> None:
+        """Wait until all nodes are there, and have them start their ranks.
+
+        Raises `TrainerError` when one does not come in time, and ConfigError when one came that cannot join.
+        """
+        await self._assemble()
+        self._round += 1
+        self._refusal = None
+        self._faults.clear()
+        self._at_work = set(self._members)
+        for member in self._members.values():
+            member.send(Begin(self._round, settings))
+
+    @property
+    def launcher_words(self) -> list[str]:
+        """Return what the launcher of node 0 is told about this round."""
+        return launcher_words(self.topology, self._round)
+
+    async def stop(self) -> None:
+        """End what is left of this round on the other nodes."""
+        for node in self._at_work:
+            self._members[node].send(Stop(self._round))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S), self._changed:
+                await self._changed.wait_for(lambda: not self._at_work)
+        self._at_work.clear()
+
+    async def watch(self, own: Callable[[], Awaitable[None]]) -> None:
+        """Run for as long as this round's ranks live, here by `own` and on the other nodes.
+
+        Raises `ProcessDiedError`, which names the node, when they end by themselves. Returns when those here are
+        stopped.
+        """
+        async with asyncio.TaskGroup() as group:
+            here = group.create_task(self._hear(own), name="watch")
+            async with self._changed:
+                await self._changed.wait_for(lambda: here.done() or bool(self._faults))
+            if self._faults:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REASONS_S), self._changed:
+                        await self._changed.wait_for(lambda: len(self._faults) == self.topology.nodes)
+            here.cancel()
+        if self._faults:
+            raise ProcessDiedError(cause(self._faults).words)
+
+    @property
+    def _place(self) -> str:
+        return f"{self.topology.address}:{self.topology.port}"
+
+    @property
+    def _missing(self) -> list[int]:
+        return [node for node in range(1, self.topology.nodes) if node not in self._members]
+
+    async def _hear(self, own: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await own()
+        except ProcessDiedError as died:
+            self._faults.setdefault(0, Fault(str(died)))
+        await self._notify()
+
+    async def _assemble(self) -> None:
+        is_first = self._round == 0
+        if is_first and self._refusal is not None:
+            raise ConfigError(self._refusal)
+        if not self._missing:
+            return
+        self._say(f"waiting for {_nodes(self._missing)}")
+        timeout_s = self._cluster.join_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: not self._missing or (is_first and self._refusal is not None))
+        except TimeoutError:
+            came = f"; one came that cannot join: {self._refusal}" if self._refusal else ""
+            raise TrainerError(
+                f"{_nodes(self._missing)} of {self.topology.nodes} did not come to {self._place} within "
+                f"cluster.join_timeout_s={timeout_s:g}{came}"
+            ) from None
+        if self._missing and self._refusal is not None:
+            raise ConfigError(self._refusal)
+
+    async def _attend(self, connection: Connection[FromNode]) -> None:
+        """Let a node in, and listen to it for as long as it is there."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await connection.receive()
+            if isinstance(hello, Hello) and await self._is_let_in(hello, connection):
+                await self._listen(hello.node_rank, connection)
+        except (LostConnectionError, TimeoutError):
+            pass  # it was none of ours, or did not wait for its place
+        finally:
+            await connection.close()
+
+    async def _is_let_in(self, hello: Hello, connection: Connection[FromNode]) -> bool:
+        """Return whether a node may join. Otherwise it is told why."""
+        reason = refusal(hello, self._hello)
+        is_ours = hello.run_id == self._hello.run_id
+        if reason is None and not await self._is_free(hello.node_rank):
+            reason = (
+                f"node {hello.node_rank} is there already, at {self._members[hello.node_rank].peer}: give each node a "
+                "rank of its own, and each run its own cluster.run_id"
+            )
+            is_ours = False  # it is one too many, and ours is there
+        if reason is None:
+            return True
+        structlog.get_logger().warning("node refused", address=connection.peer, reason=reason)
+        connection.send(Refused(reason))
+        if is_ours:
+            async with self._changed:
+                self._refusal = reason
+                self._changed.notify_all()
+        return False
+
+    async def _is_free(self, node: int) -> bool:
+        """Return whether a node's place is free. A node that has just come back need not be missed yet."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._cluster.heartbeat_timeout_s), self._changed:
+                await self._changed.wait_for(lambda: node not in self._members)
+        return node not in self._members
+
+    async def _listen(self, node: int, connection: Connection[FromNode]) -> None:
+        self._members[node] = connection
+        connection.send(Welcome())
+        self._say(f"node {node} has joined, from {connection.peer}")
+        structlog.get_logger().info("node joined", node=node, address=connection.peer)
+        await self._notify()
+        named = f"node {node} ({connection.peer})"
+        try:
+            while True:
+                match await connection.receive():
+                    case Ended(round=self._round, words=words):
+                        await self._end(node, Fault(f"{named}: {words}"))
+                    case Leaving(words):
+                        raise LostConnectionError(words)
+        except LostConnectionError as lost:
+            structlog.get_logger().warning("node lost", node=node, address=connection.peer, reason=str(lost))
+            del self._members[node]
+            await self._end(node, Fault(f"{named} is gone: it {lost}", is_loss=True))
+
+    async def _end(self, node: int, fault: Fault) -> None:
+        """Note that a node's ranks have ended, by a fault or because they were told to."""
+        if node in self._at_work:
+            self._at_work.discard(node)
+            self._faults[node] = fault
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def launcher_words(topology: Topology, round_number: int) -> list[str]:
+    """Return what `spot_async.trainer.launcher` is told on a node. Each round has a meeting of its own."""
+    options = {
+        "nodes": topology.nodes,
+        "node-rank": topology.node_rank,
+        "address": topology.address,
+        "port": topology.port + 1,
+        "run-id": f"{topology.run_id}-{round_number}",
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def _nodes(numbers: Sequence[int]) -> str:
+    return ("node " if len(numbers) == 1 else "nodes ") + ", ".join(map(str, numbers))

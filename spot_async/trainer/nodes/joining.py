@@ -1,0 +1,155 @@
+"""The side of a node that joins a run: starts its ranks when node 0 says so, and ends with the run.
+
+After the connection is lost it comes back by itself: the network may have failed, or node 0 is resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.private_directory import private_directory
+from spot_async.config import ClusterConfig
+from spot_async.errors import ConfigError, ProcessDiedError, SpotError, StorageError, TrainerError
+from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
+from spot_async.trainer.nodes.joined import launcher_words
+from spot_async.trainer.nodes.messages import (
+    Begin,
+    Ended,
+    Ending,
+    Hello,
+    Leaving,
+    Over,
+    Refused,
+    Stop,
+    ToNode,
+    decode_to_node,
+)
+from spot_async.trainer.nodes.topology import Topology
+from spot_async.trainer.settings import TrainerSettings
+
+ATTEMPT_EVERY_S = 1.0  # between two tries to reach node 0, which may start later
+
+
+class JoiningNode:
+    """A node that takes part in another's run."""
+
+    def __init__(self, topology: Topology, hello: Hello, cluster: ClusterConfig, say: Callable[[str], None]) -> None:
+        """`say` gets lines for people."""
+        self._topology = topology
+        self._hello = hello
+        self._cluster = cluster
+        self._say = say
+
+    async def run(self) -> Ending:
+        """Take part until the run is over; return how it ended.
+
+        Raises ConfigError if node 0 refuses this node, and `TrainerError` if it cannot be reached for too long.
+        """
+        while True:
+            connection = await self._join()
+            try:
+                return await self._take_part(connection)
+            except LostConnectionError as lost:
+                self._say(f"node 0 {lost}; trying to join again")
+            except asyncio.CancelledError:
+                connection.send(Leaving("was stopped"))
+                raise
+            finally:
+                await connection.close()
+
+    async def _join(self) -> Connection[ToNode]:
+        """Return a connection over which node 0 has let this node in. It is tried until then."""
+        topology, timeout_s = self._topology, self._cluster.join_timeout_s
+        place = f"{topology.address}:{topology.port}"
+        self._say(f"node {topology.node_rank} of {topology.nodes} ({topology.source}): joining the run at {place}")
+        reason = "no answer"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        connection = await self._connect()
+                        self._say("joined")
+                        return connection
+                    except OSError as error:
+                        reason = error.strerror or str(error)
+                    except LostConnectionError as lost:
+                        reason = f"it {lost}"
+                    await asyncio.sleep(ATTEMPT_EVERY_S)
+        except TimeoutError:
+            raise TrainerError(
+                f"node 0 did not let this node in at {place} within cluster.join_timeout_s={timeout_s:g}: {reason}"
+            ) from None
+
+    async def _connect(self) -> Connection[ToNode]:
+        # Looked up each time: the name may not be known yet, or mean another machine by now.
+        address = await asyncio.to_thread(reachable_address, self._topology.address)
+        reader, writer = await asyncio.open_connection(address, self._topology.port)
+        async with AsyncExitStack() as stack:
+            connection = Connection(reader, writer, decode_to_node, self._cluster.heartbeat_timeout_s)
+            stack.push_async_callback(connection.close)
+            connection.send(self._hello)
+            answer = await connection.receive()
+            if isinstance(answer, Refused):
+                raise ConfigError(answer.reason)
+            stack.pop_all()
+        return connection
+
+    async def _take_part(self, connection: Connection[ToNode]) -> Ending:
+        """Do what node 0 says until the run is over. Raises `LostConnectionError` when it says nothing any more."""
+        ranks = AsyncExitStack()
+        try:
+            while True:
+                match await connection.receive():
+                    case Over(ending):
+                        return ending
+                    case Stop(number):
+                        await ranks.aclose()
+                        connection.send(Ended(number, "was stopped"))
+                    case Begin(number, settings):
+                        await ranks.aclose()
+                        await self._begin(number, settings, connection, ranks)
+        finally:
+            await ranks.aclose()
+
+    async def _begin(self, number: int, settings: str, connection: Connection[ToNode], ranks: AsyncExitStack) -> None:
+        """Start this node's ranks; node 0 is told when they end by themselves."""
+        try:
+            child = await self._start(number, settings, ranks)
+        except (SpotError, OSError) as error:
+            connection.send(Ended(number, str(error)))
+            return
+        self._say(f"training (log: {child.log_path})")
+
+        async def tell() -> None:
+            try:
+                await child.watch()
+            except ProcessDiedError as died:
+                self._say(str(died))
+                connection.send(Ended(number, str(died)))
+
+        group = await ranks.enter_async_context(asyncio.TaskGroup())
+        group.create_task(tell(), name="watch")
+        ranks.push_async_callback(child.stop)
+
+    async def _start(self, number: int, settings: str, ranks: AsyncExitStack) -> ChildProcess:
+        channel_directory = ranks.enter_context(private_directory("spot-trainer-"))
+        settings_path = channel_directory / "trainer.json"
+        settings_path.write_text(settings)
+        logs = Path(TrainerSettings.model_validate_json(settings).run_directory) / "logs"
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write {logs}: {error.strerror}") from None
+        return await ChildProcess.start(
+            "trainer",
+            [
+                *(sys.executable, "-m", "spot_async.trainer.launcher", str(settings_path), str(channel_directory)),
+                *launcher_words(self._topology, number),
+            ],
+            log_path=logs / f"trainer-node-{self._topology.node_rank}.log",
+        )
