@@ -1,4 +1,4 @@
-"""The commands about servers, without a run: `serve`, `doctor`, `tune` and `conformance`."""
+"""The commands about servers, without a run: `serve`, `doctor`, `tune`, `forecast` and `conformance`."""
 
 from __future__ import annotations
 
@@ -97,6 +97,56 @@ def tune(
     try:
         with working_directory(directory) as path:
             command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
+    except (SpotError, BaseExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=exit_code(cause))
+
+
+def forecast(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=2, help="problems to measure")] = 50,
+    rollouts: Annotated[int, typer.Option(min=1, help="responses of the student to each problem")] = 8,
+    probes: Annotated[int, typer.Option(min=2, help="continuations of each candidate, more than policy.probes")] = 16,
+    limit_tokens: Annotated[
+        int | None, typer.Option(min=1, help="begin no further problem once so many tokens were generated")
+    ] = None,
+    worth: Annotated[float, typer.Option(min=0.0, help="smallest gain in value a decision that counts as help")] = 0.01,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.forecast.json beside CONFIG")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
+) -> None:
+    """Forecast, before any training, whether SPOT can help this student, with this teacher and these problems.
+
+    The untrained student answers a few problems, and SPOT selects and probes as in training, with more probes of each
+    candidate. Says how much the values of candidates differ, what B+ keeps, what a decision gains, what probes cost,
+    and which keys would change that. Writes a page and a file for programs. Budgets of the configuration hold.
+    """
+    from spot_async.checks.plan import plan_training
+    from spot_async.tools.forecast.results import check_output
+    from spot_async.tools.forecast.running import ForecastOptions, check_options, forecast_config, forecast_notes
+
+    output = output or config.with_name(f"{config.stem}.forecast.json")
+    options = ForecastOptions(prompts, rollouts, probes, limit_tokens, worth)
+    try:
+        given = load_config(config, overrides or ())
+        settings = forecast_config(given)
+        check_options(settings, options)
+        check_output(output)
+        plan = plan_training(settings)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+    from spot_async.tools.forecast import command
+    from spot_async.tools.scratch import working_directory
+
+    try:
+        with working_directory(directory) as path:
+            command.run(
+                screen, settings, plan, path, options, notes=forecast_notes(given), name=config.stem, output=output,
+                overrides=overrides or (),
+            )  # fmt: skip
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
         fail(cause, code=exit_code(cause))

@@ -79,7 +79,7 @@ def line_plot(
 def level_plot(
     series: Sequence[Series], *, x_name: str, marked: float | None = None, format_y: Format = short_number
 ) -> Markup:
-    """Draw dots and lines over powers of two, with y from zero; `marked` is the x of a vertical line."""
+    """Draw dots and lines over powers of two, with y from zero or below; `marked` is the x of a vertical line."""
     drawn, marks = _levels(series, x_name, marked, format_y)
     return _figure(marks, drawn, _line_keys(drawn)) if drawn else Markup('<p class="quiet">no data</p>')
 
@@ -113,14 +113,21 @@ def _levels(
     series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
 ) -> tuple[list[Series], list[Markup]]:
     """Return the series and marks that `level_plot` draws; none without data."""
-    by_power = [Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour) for each in series]
+    by_power = [
+        Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour, errors=each.errors)
+        for each in series
+    ]
     drawn = drawn_series(by_power)
     if not drawn:
         return [], []
     low, high = extent([x for each in drawn for x, _ in each.points])
     x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
-    _, y, frame = _axes(None, (0.0, max(y for each in drawn for _, y in each.points)), format_y, x_name)
+    ends = [end for each in drawn for _, *both in whiskers(each) for end in both]
+    ys = [0.0, *(y for each in drawn for _, y in each.points), *ends]
+    _, y, frame = _axes(None, extent(ys), format_y, x_name)
     marks = [frame]
+    for each in drawn:
+        marks += [_upright(f"whisker {_colour(each.colour)}", x(at), y(a), y(b)) for at, a, b in whiskers(each)]
     if marked is not None:
         marks.append(_upright("mark", x(math.log2(marked)), TOP, HEIGHT - BOTTOM))
     for each in drawn:
@@ -129,7 +136,7 @@ def _levels(
         marks += [_path([point], x, y, _line(each), dots=True) for point in each.points]
     for power in range(math.ceil(low), math.floor(high) + 1):
         marks.append(_text(x(power), HEIGHT - BOTTOM + 15, short_number(2**power), "middle"))
-    marks.append(_titles(drawn, x, format_y, lambda at: f"{round(2**at)} {x_name}"))
+    marks.append(_titles(drawn, x, format_y, lambda at: f"{2**at:.4g} {x_name}"))
     return drawn, marks
 
 

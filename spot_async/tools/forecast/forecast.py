@@ -1,0 +1,318 @@
+"""Computes a forecast from what was measured: figures with errors, and the same with other keys. Pure, no server.
+
+docs/forecast.md derives each figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from spot_async.spending.account import FREE
+from spot_async.spending.prices import PER_MILLION, Prices
+from spot_async.tools.forecast import values
+from spot_async.tools.forecast.estimates import Estimate, Sums, estimate, ratio
+from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedPosition
+from spot_async.tools.forecast.sums import (
+    PolicyKeys,
+    Positions,
+    best,
+    decision_sums,
+    positions_of,
+    rollout_sums,
+    value_sums,
+)
+from spot_async.types import Float64Array, Int64Array
+
+GAMMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the plot of gains
+BETAS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the plot of what is reached
+PAPER_WEIGHT = 35.0  # beta T / M in the paper's setting, if its responses have 700 tokens
+
+
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The candidates of one rank: their mean share of a model's probability, and their mean value."""
+
+    share: float
+    value: Estimate | None
+
+
+class GammaRow(msgspec.Struct, frozen=True, kw_only=True):
+    gamma: float
+    first_order: Estimate | None
+    gain: Estimate | None
+
+
+class BetaRow(msgspec.Struct, frozen=True, kw_only=True):
+    beta: float
+    settled_gain: Estimate | None
+
+
+class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The selected positions at which the student had sampled one token."""
+
+    token: str
+    positions: int
+    value: float
+    kept_share: float
+    value_variance: float
+
+
+class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run with other keys could expect."""
+
+    changes: dict[str, float]  # by key of `policy`; empty for the configuration as it is
+    gain: Estimate | None
+    kept_share: Estimate | None
+    settled_gain: Estimate | None
+    probes_per_prompt: int
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a forecast says, but for the verdict."""
+
+    keys: PolicyKeys
+    prompts: int
+    rollouts: int  # for each prompt
+    probes: int  # for each candidate
+    positions: int  # probed in all
+    without_evidence: int  # of these, positions with a candidate that has too few verdicts
+    figures: dict[str, Estimate | None]
+    by_teacher_rank: list[RankRow]
+    by_student_rank: list[RankRow]
+    by_gamma: list[GammaRow]
+    by_beta: list[BetaRow]
+    by_keys: list[KeyRow]
+    never_correct: int  # positions at which no probe was correct
+    always_correct: int  # positions at which every probe was
+    score_parts: dict[str, float]  # means over selected positions
+    tokens: list[TokenRow]  # most frequent first
+    places: list[int]  # selected positions by twentieths of the response
+
+
+def make_forecast(
+    measured: Sequence[MeasuredPrompt], keys: PolicyKeys, *, rollouts: int, probes: int, prices: Prices = FREE
+) -> Forecast:
+    """Return the forecast of a run with these keys.
+
+    `rollouts` and `probes` are how many were asked for. `prices` are those of the student's servers.
+    """
+    positions = positions_of(measured, keys)
+    sums = rollout_sums(measured) | value_sums(positions) | decision_sums(positions, keys)
+    of_all = [position for prompt in measured for position in prompt.positions]
+    shares = values.shares(positions.correct, positions.judged)
+    return Forecast(
+        keys=keys,
+        prompts=len(measured),
+        rollouts=rollouts,
+        probes=probes,
+        positions=len(of_all),
+        without_evidence=len(of_all) - len(positions.owner),
+        figures={name: estimate(sums, figure) for name, figure in figures_of(keys, probes, prices).items()},
+        by_teacher_rank=rank_rows(positions, positions.prior, np.arange(positions.prior.shape[-1])),
+        by_student_rank=student_rank_rows(positions),
+        by_gamma=gamma_rows(positions, keys),
+        by_beta=[
+            BetaRow(
+                beta=beta, settled_gain=estimate(sums, partial(settled_gain, msgspec.structs.replace(keys, beta=beta)))
+            )
+            for beta in BETAS
+        ],
+        by_keys=key_rows(measured, keys),
+        never_correct=int((positions.correct == 0).all(axis=-1).sum()),
+        always_correct=int((shares == 1.0).all(axis=-1).sum()),
+        score_parts=mean_parts(of_all),
+        tokens=token_rows(measured, keys),
+        places=place_counts(measured),
+    )
+
+
+def figures_of(keys: PolicyKeys, probes: int, prices: Prices) -> dict[str, Callable[[Sums], Float64Array]]:
+    """Return how each figure follows from sums. Names are those of `Forecast.figures`."""
+
+    def money(sums: Sums) -> Float64Array:
+        tokens = prices.prompt * sums["probe_prompt_tokens"] + prices.completion * sums["probe_tokens"]
+        every = prices.request * sums["probe_requests"] + PER_MILLION * tokens
+        return np.asarray(every / sums["prompts"] * keys.probes / probes)
+
+    def of_training(name: str) -> Callable[[Sums], Float64Array]:
+        return lambda sums: np.asarray(sums[name] / sums["prompts"] * keys.probes / probes)
+
+    return {
+        "student_accuracy": ratio("correct", "judged"),
+        "student_pass": ratio("solved", "groups"),
+        "teacher_accuracy": ratio("taught_correct", "taught"),
+        "headroom": ratio("headroom", "both"),
+        "mixed_groups": ratio("mixed", "groups"),
+        "response_tokens": ratio("rollout_tokens", "rollouts"),
+        "selected": ratio("selected", "prompts"),
+        "value_of_student": ratio("value_of_student", "compared"),
+        "value": ratio("value", "positions"),
+        "prior_gain": lambda sums: np.asarray(
+            (sums["value_where_compared"] - sums["value_of_student"]) / sums["compared"]
+        ),
+        "most_gain": ratio("most", "positions"),
+        "value_variance": ratio("variance", "positions"),
+        "observed_variance": ratio("observed", "positions"),
+        "kept_share": ratio("kept", "positions"),
+        "first_order_gain": lambda sums: np.asarray(keys.gamma * sums["variance"] / sums["positions"]),
+        "gain": ratio("gain", "positions"),
+        "branch_weight": partial(branch_weight, keys),
+        "reach": partial(reach, keys),
+        "settled_gain": partial(settled_gain, keys),
+        "probe_requests": of_training("probe_requests"),
+        "probe_tokens": of_training("probe_tokens"),
+        "probe_share": lambda sums: np.asarray(
+            sums["probe_tokens"] * keys.probes / probes / sums["first_rollout_tokens"]
+        ),
+        "probe_money": money,
+    }
+
+
+def branch_weight(keys: PolicyKeys, sums: Sums) -> Float64Array:
+    """Return beta T / M."""
+    return np.asarray(keys.beta * sums["rollout_tokens"] / sums["rollouts"] / keys.positions)
+
+
+def reach(keys: PolicyKeys, sums: Sums) -> Float64Array:
+    """Return w / (1 + w) of w = beta T / M: how much of the way from prior to target the two losses settle at."""
+    weight = branch_weight(keys, sums)
+    return np.asarray(weight / (1.0 + weight))
+
+
+def settled_gain(keys: PolicyKeys, sums: Sums) -> Float64Array:
+    """Return the gain a decision where OPD's loss and the branch loss settle."""
+    return np.asarray(reach(keys, sums) * sums["gain"] / sums["positions"])
+
+
+def rank_rows(positions: Positions, shares: Float64Array, order: Int64Array) -> list[RankRow]:
+    """Return a row for each rank. `order` (k,) or (P, k) has the candidates of ranks 1, 2, ..."""
+    if not len(positions.owner):
+        return []
+    order = np.broadcast_to(order, shares.shape)
+    ranked = np.take_along_axis(values.shares(positions.correct, positions.judged), order, axis=-1)
+    of_rank = np.take_along_axis(shares, order, axis=-1)
+    count = positions.per_prompt(np.ones(len(ranked)))
+    return [
+        RankRow(
+            share=float(of_rank[:, rank].mean()),
+            value=estimate({"value": positions.per_prompt(ranked[:, rank]), "count": count}, ratio("value", "count")),
+        )
+        for rank in range(ranked.shape[-1])
+    ]
+
+
+def student_rank_rows(positions: Positions) -> list[RankRow]:
+    """Return a row for each rank among the candidates by the student's probability, where that is known."""
+    some = positions.where(positions.student_is_known)
+    return rank_rows(some, some.student_shares, np.argsort(-some.student_shares, axis=-1, kind="stable"))
+
+
+def gamma_rows(positions: Positions, keys: PolicyKeys) -> list[GammaRow]:
+    """Return the gain at many gammas, with the configured number of probes, and what the first order makes of it."""
+    table = positions.prior, positions.correct, positions.judged
+    count = positions.per_prompt(np.ones(len(positions.owner)))
+    variance = positions.per_prompt(values.value_variance(*table))
+    rows = []
+    for gamma in sorted({*GAMMAS, *([keys.gamma] if keys.gamma else [])}):
+        gains = positions.per_prompt(values.gain(*table, gamma=gamma, probes=keys.probes))
+        rows.append(
+            GammaRow(
+                gamma=gamma,
+                first_order=estimate({"gain": gamma * variance, "count": count}, ratio("gain", "count")),
+                gain=estimate({"gain": gains, "count": count}, ratio("gain", "count")),
+            )
+        )
+    return rows
+
+
+def key_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list[KeyRow]:
+    """Return what other keys would bring: each by itself, and gamma and beta together.
+
+    The first row changes nothing.
+    """
+    of_rollouts = rollout_sums(measured)
+    rows = []
+    for changes in ({}, *changes_to_try(measured, keys)):
+        other = msgspec.structs.replace(keys, **changes)
+        sums = of_rollouts | decision_sums(positions_of(measured, other), other)
+        rows.append(
+            KeyRow(
+                changes=dict(changes),
+                gain=estimate(sums, ratio("gain", "positions")),
+                kept_share=estimate(sums, ratio("kept", "positions")),
+                settled_gain=estimate(sums, partial(settled_gain, other)),
+                probes_per_prompt=other.probes_per_prompt,
+            )
+        )
+    return rows
+
+
+def changes_to_try(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list[Mapping[str, float]]:
+    """Return changes of keys, by their names in `policy`."""
+    most_probes = min(
+        (each.judged for prompt in measured for position in prompt.positions for each in position.candidates), default=0
+    )
+    tokens = [length for prompt in measured for length in prompt.rollout_tokens]
+    beta = beta_by_rule(sum(tokens) / len(tokens), keys.positions) if tokens else keys.beta
+    gammas = [{"gamma": gamma} for gamma in (1.0, 2.0, 4.0, 8.0) if gamma > keys.gamma]
+    betas = [{"beta": beta}] if beta > keys.beta else []
+    return [
+        *gammas,
+        *betas,
+        *({**gamma, **each} for gamma in gammas for each in betas),
+        *({"probes": probes} for probes in (2, 4) if keys.probes < probes < most_probes),
+        *({"probe_top_k": k} for k in (2,) if k < keys.probe_top_k),
+        *({"positions": count} for count in (1,) if count < keys.positions and is_scored(measured)),
+    ]
+
+
+def beta_by_rule(tokens: float, positions: int) -> float:
+    """Return the beta at which beta T / M is as in the paper's setting, to two digits."""
+    return float(f"{PAPER_WEIGHT * positions / tokens:.2g}")
+
+
+def is_scored(measured: Sequence[MeasuredPrompt]) -> bool:
+    """Whether the positions have scores, by which the best are known."""
+    return any("score" in position.score_parts for prompt in measured for position in prompt.positions)
+
+
+def mean_parts(positions: Sequence[ProbedPosition]) -> dict[str, float]:
+    names = dict.fromkeys(name for position in positions for name in position.score_parts)
+    known = {name: [part for each in positions if (part := each.score_parts.get(name)) is not None] for name in names}
+    return {name: float(np.mean(parts)) for name, parts in known.items() if parts}
+
+
+def token_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys, most: int = 14) -> list[TokenRow]:
+    """Return what was found at the tokens that were selected most often."""
+    by_token: dict[str, list[MeasuredPrompt]] = {}
+    for prompt in measured:
+        for position in best(prompt.positions, keys.positions):
+            alone = msgspec.structs.replace(prompt, positions=[position])
+            by_token.setdefault(position.sampled, []).append(alone)
+    rows = []
+    for token, prompts in sorted(by_token.items(), key=lambda each: -len(each[1]))[:most]:
+        found = positions_of(prompts, keys)
+        if not len(found.owner):
+            continue
+        table = found.prior, found.correct, found.judged
+        rows.append(
+            TokenRow(
+                token=token,
+                positions=len(found.owner),
+                value=float((found.prior * values.shares(*table[1:])).sum(axis=-1).mean()),
+                kept_share=float(values.kept(*table[1:], keys.probes).mean()),
+                value_variance=float(values.value_variance(*table).mean()),
+            )
+        )
+    return rows
+
+
+def place_counts(measured: Sequence[MeasuredPrompt], bins: int = 20) -> list[int]:
+    counts = [0] * bins
+    for prompt in measured:
+        for each in prompt.positions:
+            counts[each.position * bins // prompt.rollout_tokens[0]] += 1
+    return counts

@@ -1,0 +1,107 @@
+"""What is measured of each prompt before any training: SPOT's own positions, candidates and probes, and more rollouts.
+
+The policy is the product's own, with more probes a candidate than training would use. It chooses the positions and
+makes the probes as in a run, and its record says what came of them. Nothing is selected or probed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from spot_async.base.tasks import both, gather
+from spot_async.protocols import Policy, PromptStages
+from spot_async.types import Prompt, Verdict
+
+
+class ProbedCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the teacher's candidates at a position, in the order of the teacher's probabilities."""
+
+    token: str
+    teacher: float  # its probability in the whole vocabulary
+    student: float | None = None  # likewise; None where the policy did not ask
+    prior: float  # the teacher's, normalised over the candidates
+    correct: int  # of its probes
+    judged: int  # probes with a verdict that is an outcome
+
+
+class ProbedPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """One position that the policy selected."""
+
+    position: int
+    sampled: str
+    score_parts: dict[str, float | None] = {}
+    candidates: list[ProbedCandidate]
+
+
+class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What one prompt showed. Outcomes are 1 or 0; None without a verdict."""
+
+    problem_id: str
+    prompt_tokens: int
+    rollout_tokens: list[int]  # of each rollout; the first is the one that was probed
+    outcomes: list[float | None]  # of each rollout
+    teacher_outcome: float | None = None  # of the teacher's own response
+    positions: list[ProbedPosition]
+    probe_requests: int
+    probe_tokens: int
+
+
+async def measure_prompt(
+    policy: Policy, prompt: Prompt, stages: PromptStages, *, rollouts: int, teacher_writes: bool
+) -> MeasuredPrompt:
+    """Return what the policy's probes and further rollouts of the prompt show. Errors of stages pass through.
+
+    `rollouts` counts the one that the policy makes. `teacher_writes`: the teacher answers once too.
+    """
+
+    async def another(n: int) -> tuple[int, float | None]:
+        rollout = await stages.rollout(n=n)
+        return len(rollout.token_ids), (await stages.verify(rollout.token_ids)).reward
+
+    async def of_teacher() -> float | None:
+        if not teacher_writes:
+            return None
+        return (await stages.verify((await stages.teacher_response()).token_ids)).reward
+
+    samples, (others, teacher_outcome) = await both(
+        policy.supervise(prompt, stages),
+        both(gather(another(n) for n in range(1, rollouts)), of_teacher()),
+    )
+    (sample,) = samples
+    return MeasuredPrompt(
+        problem_id=prompt.problem.id,
+        prompt_tokens=len(prompt.token_ids),
+        rollout_tokens=[len(sample.record["response_ids"]), *(tokens for tokens, _ in others)],
+        outcomes=[Verdict(sample.record["verdict"]).reward, *(reward for _, reward in others)],
+        teacher_outcome=teacher_outcome,
+        positions=[_position(branch) for branch in sample.record["branches"]],
+        probe_requests=round(sample.metrics["probe/requests"]),
+        probe_tokens=round(sample.metrics["probe/tokens"]),
+    )
+
+
+def _position(branch: Mapping[str, Any]) -> ProbedPosition:
+    """Return what a branch of the policy's record says."""
+    return ProbedPosition(
+        position=branch["position"],
+        sampled=branch["sampled"],
+        score_parts=branch["score_parts"],
+        candidates=[_candidate(candidate) for candidate in branch["candidates"]],
+    )
+
+
+def _candidate(candidate: Mapping[str, Any]) -> ProbedCandidate:
+    rewards = [reward for verdict in candidate["verdicts"] if (reward := Verdict(verdict).reward) is not None]
+    student = candidate["student"]
+    return ProbedCandidate(
+        token=candidate["token"],
+        teacher=candidate["teacher"],
+        student=None if student is None or not np.isfinite(student) else student,
+        prior=candidate["prior"],
+        correct=round(sum(rewards)),
+        judged=len(rewards),
+    )

@@ -1,0 +1,64 @@
+"""The file that a forecast leaves behind for programs: figures, verdict, and everything that was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from spot_async.errors import ConfigError, DataError
+from spot_async.tools.forecast.forecast import Forecast
+from spot_async.tools.forecast.measurement import MeasuredPrompt
+from spot_async.tools.forecast.verdict import Verdict
+
+FORMAT = 1  # raised when the file can no longer be read as before
+
+
+class ForecastFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One forecast."""
+
+    format: int = FORMAT
+    name: str  # of the configuration
+    measured: str  # when, in ISO 8601 with the time zone
+    overrides: list[str]
+    worth: float
+    verdict: Verdict
+    notes: list[str]
+    forecast: Forecast
+    prompts: list[MeasuredPrompt]
+
+
+def read_forecast(path: Path) -> ForecastFile:
+    """Return a forecast from its file. Raises DataError if it cannot be read, or is of a newer format."""
+    try:
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=dict[str, object]).get("format")
+        if found != FORMAT:
+            raise DataError(f"{path}: has format {found}, this version reads {FORMAT}")
+        return msgspec.json.decode(content, type=ForecastFile)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is no file of spot-async forecast: {error}") from None
+
+
+def check_output(output: Path) -> None:
+    """Raise ConfigError if `output` cannot be written, or is another program's file. Nothing is measured then."""
+    if output.suffix != ".json":
+        raise ConfigError(f"-o {output}: name a .json file; the page goes beside it as .html")
+    if not output.parent.is_dir():
+        raise ConfigError(f"-o {output}: no directory {str(output.parent)!r}")
+    if output.exists():
+        try:
+            read_forecast(output)
+        except DataError:
+            raise ConfigError(f"-o {output}: exists, and forecast did not write it; name another file") from None
+
+
+def write(found: ForecastFile, output: Path, page: str) -> None:
+    """Write the file and the page beside it. Raises DataError if one cannot be written."""
+    for path, content in ((output, msgspec.json.encode(found) + b"\n"), (output.with_suffix(".html"), page.encode())):
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with -o") from None

@@ -1,0 +1,202 @@
+"""Says in words what a forecast comes to: whether SPOT helps, why, and which keys would change that. Pure.
+
+docs/forecast.md has the rules and where their bounds come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from spot_async.base.text import counted
+from spot_async.tools.forecast.estimates import Estimate
+from spot_async.tools.forecast.forecast import PAPER_WEIGHT, Forecast, KeyRow
+
+FLAT_SPREAD = 0.1  # standard deviation of the values below which candidates hardly differ
+FEW_KEPT = 0.3
+LOW_WEIGHT = 5.0  # beta T / M
+MANY_MIXED = 0.2  # groups of GRPO
+MUCH_HEADROOM = 0.2
+LITTLE_MASS = 0.9  # of the teacher, on the candidates behind the score
+
+Outcome = Literal["helps", "cannot help", "unclear"]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The forecast in words."""
+
+    outcome: Outcome
+    sentence: str
+    reasons: list[str]
+    changes: list[str]  # keys that would change it
+
+
+def judge(forecast: Forecast, worth: float) -> Verdict:
+    """Return the verdict. `worth` is the smallest gain in value a decision that counts as help."""
+    settled, kept = forecast.figures["settled_gain"], forecast.figures["kept_share"]
+    if settled is None or kept is None:
+        return _verdict(forecast, "unclear", f"Unclear: {without_values(forecast)}.")
+    if not kept.value:
+        return _verdict(forecast, "cannot help", nothing_correct(forecast))
+    outcome = outcome_of(settled, worth)
+    sentence = sentence_of(outcome, settled, worth, forecast.prompts)
+    return _verdict(forecast, outcome, sentence, list(changes(forecast, outcome, worth)))
+
+
+def _verdict(forecast: Forecast, outcome: Outcome, sentence: str, changes: list[str] | None = None) -> Verdict:
+    return Verdict(outcome=outcome, sentence=sentence, reasons=list(reasons(forecast)), changes=changes or [])
+
+
+def outcome_of(settled: Estimate, worth: float) -> Outcome:
+    """Return what an interval says: all above `worth`, all below, or neither."""
+    if settled.low > worth:
+        return "helps"
+    return "cannot help" if settled.high < worth else "unclear"
+
+
+def without_values(forecast: Forecast) -> str:
+    """Return why no value is known."""
+    if not forecast.positions:
+        return "no position was selected"
+    if forecast.without_evidence == forecast.positions:
+        return "the verifier judged too few probes of every selected position"
+    return "too few prompts have selected positions"
+
+
+def nothing_correct(forecast: Forecast) -> str:
+    share = min(1.0, 3 / forecast.prompts)
+    return (
+        f"Cannot help: no probe at {counted(forecast.positions, 'selected position')} was correct, so B+ is empty and "
+        f"SPOT is OPD at the price of its probes. At most {share:.0%} of prompts can be otherwise (95 %)."
+    )
+
+
+def sentence_of(outcome: Outcome, settled: Estimate, worth: float, prompts: int) -> str:
+    expected = (
+        f"with these keys a decision gains {points(settled)} points of accuracy, 95 % interval {ends(settled)}; "
+        f"{100 * worth:g} counts as help"
+    )
+    match outcome:
+        case "helps":
+            return f"Helps: {expected}."
+        case "cannot help":
+            return f"Cannot help: {expected}."
+        case "unclear":
+            return f"Unclear: {expected}. {more_prompts(settled, worth, prompts)}."
+
+
+def more_prompts(settled: Estimate, worth: float, prompts: int) -> str:
+    """Return how many prompts would tell the gain from `worth`, if it is as estimated."""
+    distance = abs(settled.value - worth)
+    reach = settled.value - settled.low if settled.value > worth else settled.high - settled.value
+    if distance < reach / 5:
+        return "The two lie too close together to tell them apart"
+    return f"With about {math.ceil(prompts * (reach / distance) ** 2)} --prompts it would be clear"
+
+
+def reasons(forecast: Forecast) -> Iterator[str]:
+    """Yield what speaks for the outcome, and what a reader should compare SPOT with."""
+    found = forecast.figures
+    variance, value, most, prior_gain = (found[name] for name in ("value_variance", "value", "most_gain", "prior_gain"))
+    if variance is not None:
+        spread = math.sqrt(max(0.0, variance.value))
+        differ = "hardly differ" if spread < FLAT_SPREAD else "differ"
+        yield (
+            f"The candidates {differ}: their values have a standard deviation of {spread:.2f} under the prior. Of "
+            f"{counted(forecast.positions, 'position')} {forecast.never_correct} had no correct probe, and "
+            f"{forecast.always_correct} had only correct ones."
+        )
+    if value is not None and most is not None:
+        yield (
+            f"Always taking the best candidate would bring {points(most)} points over the prior's "
+            f"{100 * value.value:.1f}. No gamma can bring more."
+        )
+    if prior_gain is not None and prior_gain.low > 0:
+        yield (
+            f"OPD alone gains {points(prior_gain)} points at these positions, because the teacher likes best what the "
+            "student does well."
+        )
+    yield from of_training(forecast)
+    yield from comparisons(forecast)
+
+
+def of_training(forecast: Forecast) -> Iterator[str]:
+    """Yield what the gate and the weight of branches take away."""
+    kept, weight, reach = (forecast.figures[name] for name in ("kept_share", "branch_weight", "reach"))
+    if kept is not None and kept.value < FEW_KEPT and forecast.keys.gate:
+        yield f"B+ keeps {kept.value:.0%} of the probed positions. At the others nothing is distilled."
+    if weight is not None and reach is not None and weight.value < LOW_WEIGHT:
+        yield (
+            f"beta is small for such short responses: beta T / M is {weight.value:.2g}, in the paper's setting about "
+            f"{PAPER_WEIGHT:g}. OPD pulls back to the prior, and {reach.value:.0%} of the tilt is reached."
+        )
+
+
+def comparisons(forecast: Forecast) -> Iterator[str]:
+    """Yield what other methods have in their favour here."""
+    found = forecast.figures
+    kept, headroom, mixed = found["kept_share"], found["headroom"], found["mixed_groups"]
+    if headroom is not None and headroom.high < 0:
+        yield (
+            f"The teacher is {points(headroom, sign=-1)} points worse than the student: distilling it lowers accuracy."
+        )
+    elif headroom is not None and headroom.value > MUCH_HEADROOM and kept is not None and kept.value < FEW_KEPT:
+        yield (
+            f"The teacher is {points(headroom)} points better. If the student lacks knowledge rather than good "
+            "choices, the gate withholds it where the student fails. Base models cannot show which it is: compare with "
+            "policy.gate=false, with policy.verifier_guidance=false and with kd."
+        )
+    if mixed is not None and mixed.value > MANY_MIXED:
+        yield f"GRPO has a signal here too: {mixed.value:.0%} of its groups have mixed outcomes. Compare with it."
+
+
+def changes(forecast: Forecast, outcome: Outcome, worth: float) -> Iterator[str]:
+    """Yield the keys that would make SPOT help; where it does already, those that would bring more for certain."""
+    now, *others = forecast.by_keys
+    needed = worth
+    if outcome == "helps" and now.settled_gain is not None:
+        needed = now.settled_gain.high
+        # Fewer positions are fewer decisions, so a larger gain of each is not more.
+        others = [row for row in others if "positions" not in row.changes]
+    better = [row for row in others if row.settled_gain is not None and row.settled_gain.low > needed]
+    would = "would bring more" if outcome == "helps" else "would help"
+    yield from (f"{words(row)} {would}: {expected(row)}" for row in simplest(better))
+    if not better and outcome != "helps":
+        yield (
+            "No change that was tried would help for certain: gamma up to 8, beta up to the paper's ratio, more "
+            "probes, fewer candidates, fewer positions."
+        )
+        if forecast.score_parts.get("mass", 1.0) < LITTLE_MASS:
+            yield f"More candidates may: forecast with a policy.probe_top_k above {forecast.keys.probe_top_k}."
+
+
+def simplest(rows: list[KeyRow]) -> list[KeyRow]:
+    """Return the rows that change one key, for each key its first; where there are none, the first of all."""
+    by_key: dict[str, KeyRow] = {}
+    for row in rows:
+        if len(row.changes) == 1:
+            by_key.setdefault(next(iter(row.changes)), row)
+    return list(by_key.values()) or rows[:1]
+
+
+def words(row: KeyRow) -> str:
+    """Return the changed keys as a command line takes them."""
+    return " ".join(f"policy.{key}={value:g}" for key, value in row.changes.items())
+
+
+def expected(row: KeyRow) -> str:
+    """Return the gain with these keys, and what it costs."""
+    assert row.settled_gain is not None
+    return f"{points(row.settled_gain)} points, with {row.probes_per_prompt} probes a prompt."
+
+
+def points(estimate: Estimate, *, sign: int = 1) -> str:
+    """Return a gain in percentage points, with its standard error."""
+    return f"{100 * sign * estimate.value:.2g} ± {100 * estimate.standard_error:.2g}"
+
+
+def ends(estimate: Estimate) -> str:
+    return f"{100 * estimate.low:.2g} to {100 * estimate.high:.2g}"

@@ -1,0 +1,238 @@
+"""Shows a forecast to people: tables in the terminal, and a page with plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from spot_async.base.text import visible
+from spot_async.tools.forecast.estimates import Estimate
+from spot_async.tools.forecast.forecast import Forecast, KeyRow, RankRow
+from spot_async.tools.forecast.results import ForecastFile
+from spot_async.tools.forecast.verdict import ends, words
+from spot_async.tools.inspect.plots import Plot, Section
+from spot_async.tools.inspect.view import PART_LABELS
+from spot_async.tools.pages import svg
+from spot_async.tools.pages.series import Series, short_number
+from spot_async.tools.pages.templates import templates
+
+HEADINGS = ("figure", "estimate", "± SE", "95 % interval", "what it is")
+KEY_HEADINGS = ("keys of policy", "gain", "kept", "reached", "95 % interval", "probes")
+OUTCOME_STYLES = {"helps": "bold green", "cannot help": "bold red", "unclear": "bold yellow"}
+SHARE, PLAIN = "share", "plain"
+# Figures in groups: name, how it is written, its title and what it is.
+FIGURES: tuple[tuple[str, tuple[tuple[str, str, str, str], ...]], ...] = (
+    ("Values at the selected positions", (
+        ("value_of_student", SHARE, "value under the student", "success from here if the student chooses a candidate"),
+        ("value", SHARE, "value under the teacher's prior", "success from here if the teacher does; where OPD leads"),
+        ("most_gain", SHARE, "most to gain", "over the prior, by always taking the best candidate"),
+        ("value_variance", PLAIN, "Var_p(V)", "variance of the candidates' values under the prior"),
+        ("observed_variance", PLAIN, "spot/value_variance", "what a run would show of it at first, noise included"),
+        ("kept_share", SHARE, "B+ keeps", "of the positions, with policy.probes probes a candidate"),
+    )),
+    ("Expected gain a decision", (
+        ("first_order_gain", SHARE, "first order", "gamma Var_p(V)"),
+        ("gain", SHARE, "of the target", "over the prior, tilted by what training's probes would show"),
+        ("branch_weight", PLAIN, "beta T / M", "weight of a kept position over its weight in OPD's mean"),
+        ("reach", SHARE, "reached", "of the way to the target, where OPD and branches settle"),
+        ("settled_gain", SHARE, "gain reached", "the two multiplied; the verdict is about this one"),
+    )),
+    ("Student and teacher", (
+        ("student_accuracy", SHARE, "student, a response", "of the rollouts, as the training verifier judges them"),
+        ("student_pass", SHARE, "student, any response", "problems that one of the rollouts solves"),
+        ("teacher_accuracy", SHARE, "teacher, a response", ""),
+        ("headroom", SHARE, "headroom", "teacher minus student, on the same problems"),
+        ("mixed_groups", SHARE, "GRPO's mixed groups", "groups of rollouts with a correct and a wrong one"),
+        ("response_tokens", PLAIN, "T", "tokens of a response"),
+    )),
+    ("Price of SPOT's probes", (
+        ("selected", PLAIN, "selected positions", "of a rollout"),
+        ("probe_requests", PLAIN, "probes", "of a prompt"),
+        ("probe_tokens", PLAIN, "probe tokens", "of a prompt"),
+        ("probe_share", PLAIN, "probe tokens over rollout tokens", ""),
+        ("probe_money", PLAIN, "money", "of a prompt, at student.backend.prices"),
+    )),
+)  # fmt: skip
+
+
+def figure_rows(found: Forecast, group: Sequence[tuple[str, str, str, str]]) -> list[tuple[str, str, str, str, str]]:
+    """Return the rows of one group of figures. What is unknown, or has no price, is left out."""
+    rows = []
+    for name, kind, title, note in group:
+        each = found.figures[name]
+        if each is None or (name == "probe_money" and not each.value):
+            continue
+        rows.append((title, written(each.value, kind), written(each.standard_error, kind), interval(each, kind), note))
+    return rows
+
+
+def written(value: float, kind: str) -> str:
+    return f"{100 * value:.3g} %" if kind == SHARE else short_number(value)
+
+
+def interval(each: Estimate, kind: str) -> str:
+    low, high = (f"{100 * end:.3g}" if kind == SHARE else short_number(end) for end in (each.low, each.high))
+    return f"{low} to {high}"
+
+
+def key_row(row: KeyRow) -> tuple[str, ...]:
+    def share(each: Estimate | None) -> str:
+        return "–" if each is None else f"{100 * each.value:.2f} %"
+
+    reached = row.settled_gain
+    return (
+        words(row).replace("policy.", "") or "as configured",
+        share(row.gain),
+        "–" if row.kept_share is None else f"{row.kept_share.value:.0%}",
+        share(reached),
+        "–" if reached is None else ends(reached),
+        str(row.probes_per_prompt),
+    )
+
+
+def terminal_tables(found: Forecast) -> list[Table]:
+    """Return a table of each group of figures, one of values by rank, and one of other keys."""
+    tables = []
+    for title, group in FIGURES:
+        if rows := figure_rows(found, group):
+            tables.append(_table(title, HEADINGS[:-1], [row[:-1] for row in rows]))
+    ranks = rank_table(found)
+    if ranks:
+        tables.append(
+            _table("Value by rank of the candidate", ("rank", "by teacher", "share", "by student", "share"), ranks)
+        )
+    tables.append(_table("With other keys", KEY_HEADINGS, [key_row(row) for row in found.by_keys]))
+    return tables
+
+
+def rank_table(found: Forecast) -> list[tuple[str, ...]]:
+    """Return the value and the mean share of each rank, by the teacher's probability and by the student's."""
+
+    def cells(rows: Sequence[RankRow], rank: int) -> tuple[str, str]:
+        if rank >= len(rows):
+            return "–", "–"
+        value = rows[rank].value
+        shown = "–" if value is None else f"{100 * value.value:.1f} ± {100 * value.standard_error:.1f} %"
+        return shown, f"{rows[rank].share:.0%}"
+
+    return [
+        (str(rank + 1), *cells(found.by_teacher_rank, rank), *cells(found.by_student_rank, rank))
+        for rank in range(len(found.by_teacher_rank))
+    ]
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def sections(found: Forecast) -> list[Section]:
+    """Return the plots of the page."""
+    return [each for each in (value_section(found), gain_section(found), position_section(found)) if each.plots]
+
+
+def value_section(found: Forecast) -> Section:
+    plots = []
+    for title, rows in (("teacher", found.by_teacher_rank), ("student", found.by_student_rank)):
+        if not rows:
+            continue
+        names = [f"rank {rank} ({row.share:.0%})" for rank, row in enumerate(rows, 1)]
+        means = [0.0 if row.value is None else max(0.0, row.value.value) for row in rows]
+        note = f"Mean value of the candidate that the {title} likes best, second best, ...; in brackets its mean share."
+        plots.append(Plot(f"Value by {title}'s rank", note, svg.row_plot(names, [("", means)], format_x=_percent)))
+    differing = len_known(found) - found.never_correct - found.always_correct
+    counts = {"none correct": found.never_correct, "they differ": differing, "all correct": found.always_correct}
+    plots.append(Plot("Outcomes at a position", "Positions by what the probes of all candidates came to.",
+                      svg.row_plot(list(counts), [("", [float(count) for count in counts.values()])])))  # fmt: skip
+    return Section("Values", tuple(plots))
+
+
+def len_known(found: Forecast) -> int:
+    """Return how many positions have values."""
+    return found.positions - found.without_evidence
+
+
+def gain_section(found: Forecast) -> Section:
+    """Return plots of the gain by gamma, and of what is reached of it by beta."""
+    exact = [(row.gamma, row.gain) for row in found.by_gamma if row.gain is not None]
+    first = [(row.gamma, row.first_order.value) for row in found.by_gamma if row.first_order is not None]
+    reached = [(row.beta, row.settled_gain) for row in found.by_beta if row.settled_gain is not None]
+    highest = max((each.high for _, each in exact), default=0.0)
+    keys = found.keys
+    plots = []
+    if exact:
+        lines = [
+            _with_errors("target", exact, 0),
+            # Where it leaves the picture the first order says nothing any more.
+            Series("first order", [(gamma, value) for gamma, value in first if value <= 1.5 * highest], 1),
+        ]
+        note = (
+            f"Of the target over the prior, with policy.probes={keys.probes}. Upright lines are standard errors; the "
+            "dashed one is the gamma that is configured."
+        )
+        figure = svg.level_plot(lines, x_name="gamma", marked=keys.gamma or None, format_y=_percent)
+        plots.append(Plot("Gain a decision by gamma", note, figure))
+    if reached:
+        note = f"At gamma {keys.gamma:g}, where OPD's loss and the branch loss settle. Dashed: the configured beta."
+        lines = [_with_errors("", reached, 0)]
+        figure = svg.level_plot(lines, x_name="beta", marked=keys.beta or None, format_y=_percent)
+        plots.append(Plot("Gain reached by beta", note, figure))
+    return Section("Expected gain", tuple(plots))
+
+
+def position_section(found: Forecast) -> Section:
+    """Return plots of what the score selects."""
+    if not found.positions:
+        return Section("Selected positions", ())
+    parts = {PART_LABELS.get(name, visible(name)): mean for name, mean in found.score_parts.items()}
+    names = [f"“{visible(row.token)}”".replace("\n", "⏎") for row in found.tokens]
+    shares = [count / found.positions for count in found.places]
+    edges = [100 * i // len(found.places) for i in range(len(found.places) + 1)]
+    kept = [row.positions * row.kept_share for row in found.tokens]
+    dropped = [row.positions - each for row, each in zip(found.tokens, kept, strict=True)]
+    plots = [
+        Plot("Which tokens are selected", "The student's token there, most frequent first, and how many B+ would keep.",
+             svg.row_plot(names, [("kept", kept), ("left out", dropped)])),
+        Plot("Variance of the values there", "Under the prior, at positions of the same tokens.",
+             svg.row_plot(names, [("", [max(0.0, row.value_variance) for row in found.tokens])])),
+        Plot("Where they are", "Share of the selected positions by place in the response.",
+             svg.histogram(edges, [("", shares)], x_name="percent of the response", format_y=_percent)),
+    ]  # fmt: skip
+    if parts:
+        plots.append(Plot("Parts of their score", "Means over the selected positions.",
+                          svg.row_plot(list(parts), [("", list(parts.values()))])))  # fmt: skip
+    return Section("Selected positions", tuple(plots))
+
+
+def _with_errors(name: str, points: Sequence[tuple[float, Estimate]], colour: int) -> Series:
+    return Series(
+        name, [(x, each.value) for x, each in points], colour, errors=[each.standard_error for _, each in points]
+    )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def forecast_page(found: ForecastFile) -> str:
+    """Return the page of a forecast."""
+    groups = [(title, rows) for title, group in FIGURES if (rows := figure_rows(found.forecast, group))]
+    return (
+        templates()
+        .get_template("forecast.html")
+        .render(
+            found=found,
+            headings=HEADINGS,
+            groups=groups,
+            key_headings=KEY_HEADINGS,
+            key_rows=[key_row(row) for row in found.forecast.by_keys],
+            sections=sections(found.forecast),
+        )
+    )

@@ -1,0 +1,148 @@
+"""The statistics of `spot-async forecast`: against exact expectations, and by how often its intervals are right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import msgspec
+import numpy as np
+import pytest
+
+from spot_async.policies.targets import calibrated_target
+from spot_async.tools.forecast import values
+from spot_async.tools.forecast.estimates import estimate, ratio, t_quantile
+from spot_async.tools.forecast.forecast import reach, settled_gain
+from spot_async.tools.forecast.sums import PolicyKeys, Positions, decision_sums
+
+KEYS = PolicyKeys(gamma=1.0, beta=0.1, positions=2, probe_top_k=4, probes=1, gate=True)
+PRIOR = np.array([0.5, 0.3, 0.2])
+VALUES = np.array([0.2, 0.9, 0.0])
+
+
+def every_outcome(of_values, probes):
+    """Yield counts of correct probes of each candidate (k,), and their chance."""
+    for counts in itertools.product(range(probes + 1), repeat=len(of_values)):
+        chances = [
+            math.comb(probes, c) * v**c * (1 - v) ** (probes - c) for c, v in zip(counts, of_values, strict=True)
+        ]
+        yield np.array(counts), math.prod(chances)
+
+
+def expectation(figure, probes):
+    """Return what `figure` (of prior, correct and judged) is on average over all outcomes of so many probes."""
+    return sum(
+        chance * figure(PRIOR[None], counts[None], np.full((1, 3), probes))[0]
+        for counts, chance in every_outcome(VALUES, probes)
+    )
+
+
+@pytest.mark.parametrize("probes", [2, 5])
+def test_variance_is_that_of_the_true_values_and_its_noise_that_of_a_run(probes):
+    true = PRIOR @ (VALUES - PRIOR @ VALUES) ** 2
+    assert expectation(values.value_variance, probes) == pytest.approx(true, abs=1e-12)
+    for of_run in (1, 3):
+        seen = sum(
+            chance * (PRIOR @ (shares - PRIOR @ shares) ** 2)
+            for shares, chance in ((counts / of_run, chance) for counts, chance in every_outcome(VALUES, of_run))
+        )
+        observed = expectation(lambda *table, n=of_run: values.observed_variance(*table, n), probes)
+        assert observed == pytest.approx(seen, abs=1e-12)
+
+
+@pytest.mark.parametrize("of_run", [1, 2])
+@pytest.mark.parametrize("gamma", [0.5, 4.0])
+def test_gain_and_kept_share_are_those_of_a_run_that_tilts_by_few_probes(gamma, of_run):
+    gain = kept = 0.0
+    for counts, chance in every_outcome(VALUES, of_run):
+        target = calibrated_target(np.log(PRIOR), counts / of_run, gamma)
+        gain += chance * ((target - PRIOR) @ VALUES)
+        kept += chance * bool(counts.any())
+    for probes in (of_run + 1, 4):
+        found = expectation(lambda *table: values.gain(*table, gamma=gamma, probes=of_run), probes)
+        assert found == pytest.approx(gain, abs=1e-12)
+        assert expectation(lambda _, *table: values.kept(*table, of_run), probes) == pytest.approx(kept, abs=1e-12)
+
+
+def test_where_outcomes_are_too_many_to_list_many_are_drawn(monkeypatch):
+    table = PRIOR[None], np.array([[3, 7, 1]]), np.array([[8, 8, 8]])
+    listed = values.gain(*table, gamma=2.0, probes=3)
+    monkeypatch.setattr(values, "MAX_OUTCOMES", 0)
+    assert values.gain(*table, gamma=2.0, probes=3) == pytest.approx(listed, abs=0.02)
+    assert values.gain(*table, gamma=2.0, probes=3) != listed
+
+
+@pytest.mark.parametrize("weight", [0.3, 2.5, 30.0])
+def test_the_two_losses_settle_where_the_forecast_says(weight):
+    """Newton's method on the dense objective KL(student || prior) + weight * cross-entropy, in float64."""
+    gamma, logits = 0.05, np.log(PRIOR)
+    target = calibrated_target(np.log(PRIOR), VALUES, gamma)
+    for _ in range(200):
+        student = np.exp(logits) / np.exp(logits).sum()
+        advantage = np.log(student / PRIOR)
+        gradient = student * (advantage - student @ advantage) + weight * (student - target)
+        fisher = (1 + weight) * (np.diag(student) - np.outer(student, student))
+        logits = logits - np.linalg.pinv(fisher) @ gradient
+    assert np.abs(gradient).max() < 1e-12
+    sums = {"rollout_tokens": np.float64(weight * 2), "rollouts": np.float64(1.0)}
+    keys = msgspec.structs.replace(KEYS, beta=1.0, positions=2)  # beta T / M is the weight
+    settled = (student - PRIOR) @ VALUES / ((target - PRIOR) @ VALUES)
+    assert reach(keys, sums) == pytest.approx(settled, rel=0.02)
+
+
+def test_errors_of_means_and_ratios_are_the_textbooks():
+    drawn = np.random.default_rng(0).normal(3.0, 2.0, 30)
+    found = estimate({"sum": drawn, "count": np.ones(30)}, ratio("sum", "count"))
+    assert found.value == pytest.approx(drawn.mean())
+    assert found.standard_error == pytest.approx(statistics.stdev(drawn) / 30**0.5)
+    even = estimate({"sum": np.concatenate([drawn, -drawn]), "count": np.ones(60)}, ratio("sum", "count"))
+    assert even.high == pytest.approx(2.00100 * even.standard_error, rel=1e-4)  # t of 59
+    assert even.low == pytest.approx(-even.high)
+    assert t_quantile(4) == pytest.approx(2.77645, rel=0.01)
+    assert estimate({"sum": drawn[:1], "count": np.ones(1)}, ratio("sum", "count")) is None
+    assert estimate({"sum": drawn[:2], "count": np.array([1.0, 0.0])}, ratio("sum", "count")) is None
+
+
+@pytest.mark.parametrize("hard", [0.0, 0.7])
+def test_intervals_cover_the_truth_in_95_of_100_forecasts(hard):
+    """200 forecasts of 50 prompts with two positions each; at `hard` of all prompts no candidate ever succeeds."""
+    random, forecasts, probes = np.random.default_rng(7), 200, 16
+    keys = msgspec.structs.replace(KEYS, beta=1.0)
+    figures = {
+        "value_variance": ratio("variance", "positions"),
+        "kept_share": ratio("kept", "positions"),
+        "gain": ratio("gain", "positions"),
+        "settled_gain": lambda sums: settled_gain(keys, sums),
+    }
+
+    def population(prompts):
+        ease = np.where(random.random(prompts) < hard, 0.0, random.beta(1, 2, prompts))
+        of_candidates = np.clip(ease[:, None, None] * random.uniform(0.2, 2.0, (prompts, 2, 4)), 0, 1)
+        prior = random.dirichlet([1.0] * 4, (prompts, 2))
+        return prior.reshape(-1, 4), of_candidates.reshape(-1, 4), random.integers(20, 80, prompts).astype(float)
+
+    def sums(prior, correct, judged, tokens):
+        owner = np.repeat(np.arange(len(tokens)), 2)
+        positions = Positions(prior, np.full_like(prior, np.nan), correct, judged, owner, len(tokens))
+        others = {
+            "variance": positions.per_prompt(values.value_variance(prior, correct, judged)),
+            "rollout_tokens": tokens,
+            "rollouts": np.ones(len(tokens)),
+        }
+        return decision_sums(positions, keys) | others
+
+    prior, true, tokens = population(20_000)
+    exact = 1_000_000  # so many probes that shares are the values; what training would draw is listed all the same
+    truth_sums = sums(prior, np.round(true * exact).astype(np.int64), np.full(true.shape, exact), tokens)
+    truths = {name: figure({key: each.sum() for key, each in truth_sums.items()}) for name, figure in figures.items()}
+    covered = dict.fromkeys(figures, 0)
+    for _ in range(forecasts):
+        prior, true, tokens = population(50)
+        correct, judged = random.binomial(probes, true), np.full(true.shape, probes)
+        measured = sums(prior, correct, judged, tokens)
+        for name, figure in figures.items():
+            found = estimate(measured, figure)
+            covered[name] += found.low <= truths[name] <= found.high
+    # The true share of 95 % gives fewer than 180 of 200 once in 300 times.
+    assert min(covered.values()) >= 180, covered
