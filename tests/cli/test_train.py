@@ -156,6 +156,7 @@ def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):
     command.assert_nothing_left()
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start_is_one_line_and_the_next_start_says_what_to_delete(tmp_path, monkeypatch):
     command = train(tmp_path / "run", "teacher.backend.device=gpu")
     code, _, err = command.finish()
@@ -198,6 +199,7 @@ def interrupted_run(tmp_path_factory):
     return command, run, code, err, time.monotonic() - stopped
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_within_seconds_and_says_what_is_saved(interrupted_run):
     command, run, code, err, seconds = interrupted_run
     assert seconds < max(10, command.start_s)  # a busy machine is slow at both
@@ -208,6 +210,7 @@ def test_ctrl_c_stops_within_seconds_and_says_what_is_saved(interrupted_run):
     assert_complete(run)
 
 
+@pytest.mark.long
 def test_servers_and_trainer_agree_on_temperature_and_on_whose_token_is_whose(interrupted_run):
     _, run, *_ = interrupted_run
     first, *_ = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())

@@ -46,6 +46,7 @@ def generated(backend: LocalBackend) -> Any:
     return backend.generate(PROMPT, SAMPLING, deadline=soon())
 
 
+@pytest.mark.long
 async def test_a_server_that_was_restarted_or_is_frozen_is_recognised(
     random_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_whole_run_from_a_program_says_only_what_the_program_says(folder):
     first, second = python(folder, "whole_run.py").splitlines()
     assert first.startswith("2 iterations; the student is ")

@@ -107,6 +107,7 @@ def test_a_hundred_thousand_tokens_have_the_same_bits_at_every_concurrency() -> 
     assert sampled >= 100_000
 
 
+@pytest.mark.long
 def test_the_general_path_has_the_same_bits_at_every_concurrency() -> None:
     model, requests = served(fast=False), rollouts(48, temperature=0.8, top_p=0.9)
     expected = answers(model, requests, 48)
@@ -177,6 +178,7 @@ def test_scores_and_candidates_have_the_same_bits_in_every_company(fast: bool) -
         assert reply.logprobs.tobytes() == score.topk_logprobs[::3].tobytes()
 
 
+@pytest.mark.long
 def test_strict_runs_end_with_the_same_weights_at_every_concurrency(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:

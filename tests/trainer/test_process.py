@@ -149,6 +149,7 @@ except TrainerError as error:  # of the last one
 """
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_sharded(
     student: Path,
     make_trainer: Callable[..., StudentTrainer],
@@ -306,6 +307,7 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
     assert sys.excepthook is exit_at_once
 
 
+@pytest.mark.long
 async def test_a_student_that_cannot_be_loaded_is_named(tmp_path: Path, trainer_settings: MakeSettings) -> None:
     missing = tmp_path / "no-such-student"
     with pytest.raises(TrainerError, match=f"DataError: student {missing} cannot be loaded") as caught:
