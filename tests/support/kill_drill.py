@@ -35,7 +35,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("training.iterations=16", "training.checkpoint_every=3", "evaluation.samples=1", "evaluation.eval_every=5")
 KILLS_A_RUN = 5
-MEAN_S = 12.0  # between the start of a run, or a kill that it outlived, and the next kill
+MEAN_S = 3.0  # between the moment that is waited for and the kill
 LONGEST_S = 900.0  # until a run ends that nobody kills any more
 ROLES = {  # by what is on a process's command line
     "spot_async.trainer.launcher": "launcher",
@@ -76,7 +76,7 @@ CELLS = [
 class Kill(msgspec.Struct, frozen=True):
     role: str
     after_s: float  # since the run's start, or the last kill that it outlived
-    iteration: int
+    iteration: int  # how many were complete
     is_end: bool  # the run ended of it
 
 
@@ -163,15 +163,13 @@ def killed(given: list[str], run: Path, rng: random.Random, kills: list[Kill]) -
         process = subprocess.Popen(given, cwd=ROOT, stdout=file, stderr=file)
         try:
             while len(kills) < KILLS_A_RUN:
-                after_s = rng.expovariate(1 / MEAN_S)
-                try:
-                    process.wait(after_s)
+                began_s = time.monotonic()
+                if ends_before_a_random_moment(process, run, rng):
                     break
-                except subprocess.TimeoutExpired:
-                    role, pid = victim(process, rng)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                kills.append(Kill(role, round(after_s, 2), rows(run), is_end=False))
+                role, pid = victim(process, rng)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                kills.append(Kill(role, round(time.monotonic() - began_s, 2), rows(run), is_end=False))
                 if pid == process.pid:
                     break
             process.wait(LONGEST_S)
@@ -180,6 +178,19 @@ def killed(given: list[str], run: Path, rng: random.Random, kills: list[Kill]) -
     if process.returncode != 0 and kills:
         kills[-1] = msgspec.structs.replace(kills[-1], is_end=True)
     return process.returncode, log.read_text(errors="replace")[-2000:]
+
+
+def ends_before_a_random_moment(process: subprocess.Popen[bytes], run: Path, rng: random.Random) -> bool:
+    """Wait for some more iterations, or for none, so that starts are hit too, and then for a random time."""
+    wanted = rows(run) + rng.choice([0, 0, 1, 2, 4])
+    while rows(run) < wanted:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+            return True
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(rng.expovariate(1 / MEAN_S))
+        return True
+    return False
 
 
 def victim(process: subprocess.Popen[bytes], rng: random.Random) -> tuple[str, int]:
