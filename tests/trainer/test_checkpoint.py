@@ -33,9 +33,10 @@ SHORT = {"iterations": 4, "batch_size": 4, "mini_batch_size": 2, "keep_weights":
 RESUMED_AT = 2
 
 # Runs groups of ranks one after another, as forks of a process that has imported everything once. A rank trains the
-# runs of its group. `full` runs find the disk of rank 1 full when they checkpoint.
+# runs of its group. `full` runs find the disk of rank 1 full when they checkpoint. The second of two nodes has another
+# disk, and torch counts it first.
 GROUPS = """
-import gc, json, os, resource, sys
+import gc, json, os, resource, socket, sys
 from pathlib import Path
 import torch
 import transformers.models.qwen3.modeling_qwen3
@@ -44,7 +45,7 @@ import spot_async.trainer.rank as rank_module
 from spot_async.base import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import process_group, strategy_of, this_rank
+from spot_async.trainer.parallel import process_group, rank_place, strategy_of, this_rank
 from spot_async.trainer.settings import TrainerSettings
 
 cpu = torch.device("cpu")
@@ -55,6 +56,11 @@ gc.freeze()
 def train(job):
     run = Path(job["run"])
     settings = TrainerSettings.load(run / "trainer.json")
+    place = rank_place()
+    is_elsewhere = place.rank * place.nodes >= place.ranks
+    if is_elsewhere and settings.resume is not None:
+        nowhere = settings.resume.model_copy(update={"directory": "no such directory"})
+        settings = settings.model_copy(update={"resume": nowhere})
     trainer = rank_module.StudentTrainer(settings, strategy_of(settings.training), cpu)
     for iteration in range(trainer.step, job["until"]):
         batch = wire.decode((Path(job["batches"]) / str(iteration)).read_bytes(), Batch)
@@ -65,21 +71,28 @@ def train(job):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         # The next iteration is trained while this is written.
         said = []
-        trainer.begin_to_save(Path(job["checkpoint"]), lambda seconds, failure: said.append(failure))
+        checkpoint = Path("no such directory" if is_elsewhere else job["checkpoint"])
+        trainer.begin_to_save(checkpoint, lambda seconds, failure: said.append(failure))
         if job["full"]:
             trainer._saver.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             (run / f"error-{this_rank()}").write_text(said[0])
     trainer._saver.wait()
 
-def group(number, ranks, jobs):
+def group(number, nodes, ranks, jobs):
     channel = Path(sys.argv[2]) / f"group-{number}"
     channel.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     pids = []
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+            if nodes > 1:
+                node, local_rank = divmod(rank, ranks // nodes)
+                os.environ.update(SPOT_ASYNC_NODES=str(nodes), SPOT_ASYNC_NODE_RANK=str(nodes - 1 - node))
+                os.environ.update(LOCAL_RANK=str(local_rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             try:
                 with process_group(str(channel), cpu, "fsdp2"):
                     for job in jobs:
@@ -92,8 +105,8 @@ def group(number, ranks, jobs):
     if any([os.waitpid(pid, 0)[1] for pid in pids]):
         sys.exit(f"group {number} failed")
 
-for number, (ranks, jobs) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-    group(number, ranks, jobs)
+for number, (nodes, ranks, jobs) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    group(number, nodes, ranks, jobs)
 """
 
 
@@ -150,11 +163,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
         ("4 fsdp2", 2, "none"),
         ("4 none", 1, "fsdp2"),
         ("4 fsdp2", 1, "none"),
+        ("2x2 fsdp2", 1, "none"),
     ]
+    over_nodes = ["none", "fsdp2"]
     first: dict[int, list[dict[str, Any]]] = {4: [], 2: [], 1: []}
     then: dict[int, list[dict[str, Any]]] = {2: [], 1: []}
-    for sharding in ("none", "fsdp2"):
+    first_over_nodes, then_over_nodes = [], []
+    for sharding in over_nodes:
         first[4].append(job(f"4 {sharding}", sharding, **saves_and_goes_on))
+        first_over_nodes.append(job(f"2x2 {sharding}", sharding, **saves_and_goes_on))
+        resumed = job(f"2x2 {sharding} resumed", sharding, resume=f"2x2 {sharding}", until=RESUMED_AT + 1)
+        then_over_nodes.append(resumed)
     for name, (ranks, sharding) in same.items():
         first[ranks] += [job(f"{name} whole", sharding), job(name, sharding, **saves)]
         then[ranks].append(job(f"{name} resumed", sharding, resume=name))
@@ -163,9 +182,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
     full = {"until": RESUMED_AT + 1, "checkpoint_at": RESUMED_AT + 1, "full": True}
     then[2].append(job("full disk", "fsdp2", resume="2 fsdp2", checkpoint=str(tmp_path / "full" / "tensors"), **full))
     plan = tmp_path / "plan"
-    plan.write_text(json.dumps([*first.items(), *then.items()]))
+    groups = [(1, *group) for group in first.items()] + [(2, 4, first_over_nodes)]
+    plan.write_text(json.dumps([*groups, *((1, *group) for group in then.items()), (2, 4, then_over_nodes)]))
     kept = tmp_path / "2 fsdp2" / "tensors"
-    subprocess.run([sys.executable, "-c", GROUPS, str(plan), str(tmp_path)], check=True, timeout=300)
+    command = [sys.executable, "-c", GROUPS, str(plan), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, cwd=tmp_path)
 
     for name in same:
         for step in (RESUMED_AT, 3, 4):  # the first of them is published again
@@ -177,6 +198,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
         assert again.read_bytes() == before.read_bytes(), run.name
         found, expected = load_file(weights(run, 3)), load_file(weights(tmp_path / saved, 3))
         assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-5) for key in expected), run.name
+
+    for sharding in over_nodes:
+        steps = [weights(tmp_path / name, 3) for name in (f"2x2 {sharding}", f"2x2 {sharding} resumed")]
+        assert steps[0].read_bytes() == steps[1].read_bytes(), sharding
+        found, expected = load_file(steps[0]), load_file(weights(tmp_path / f"4 {sharding}", 3))
+        assert all(torch.allclose(found[key], expected[key], rtol=0, atol=1e-5) for key in expected), sharding
+        held = sorted(each.name for each in (tmp_path / f"2x2 {sharding}" / "tensors").iterdir())
+        assert held == [f"rank-{rank:05d}-of-00002.safetensors" for rank in (1, 2)]
+    assert not (tmp_path / "no such directory").exists()
 
     names = [sorted(each.name for each in (tmp_path / f"4 {kind}" / "tensors").iterdir()) for kind in ("none", "fsdp2")]
     assert names[0] == names[1] == [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(1, 5)]
