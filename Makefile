@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-long test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
+.PHONY: install quickstart test test-long test-nodes test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -29,11 +29,15 @@ quickstart: install
 # Two at a time, each file as a whole: tests of a file share the runs and servers that they started. In the order of their
 # names: by their number of tests, as xdist would have it, those with one long test come last, and one worker waits.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not nightly"
 
 # The few tests that take longest: killed processes, many ranks, a hundred thousand tokens.
 test-long: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
+
+# Runs over several machines, which are network namespaces here, with all that may happen to them. Needs root.
+test-nodes: install
+	$(BIN)/python -m pytest -m nightly tests/running/test_several_nodes.py
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models.
 test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
