@@ -83,7 +83,7 @@ def train(
             plan = plan_training(settings)
         check_room(path, settings.training, plan.student.directory)
         estimates = estimate_run(settings, plan, earlier)
-        machine = estimate_machine(settings, plan, earlier)
+        machine = estimate_machine(settings, plan, earlier, nodes=1 if node is None else node[0].nodes)
         if dry_run:
             show_plan(settings, path, plan, brief=brief)
             if node is not None:

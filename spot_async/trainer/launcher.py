@@ -52,7 +52,8 @@ def main(words: Sequence[str]) -> int:
     os.environ.update(
         SPOT_ASYNC_PARENT=str(os.getpid()),  # the ranks must not outlive this process
         # Ranks must not use the launchers' store. On one node it would listen on every interface. On several, launchers
-        # that had met before would give a node that comes back no address of it (torch 2.13), and all would fail.
+        # that had met before would give a node that comes back no address of it (torch 2.13), and all would fail. Ours
+        # meet once, but that is no reason to rely on it.
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         OMP_NUM_THREADS=str(settings.training.threads),
     )

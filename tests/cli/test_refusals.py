@@ -59,6 +59,22 @@ def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
         assert_refused(resume(str(run.path)), "is in use")
 
 
+def test_half_a_cluster_is_one_line_and_a_dry_run_says_which_node_this_is(monkeypatch, tmp_path, refused):
+    refused("cluster.nodes=2", "cluster.node_rank: say which of the 2 nodes this is, 0 to 1")
+    place = ["cluster.nodes=2", "cluster.node_rank=1", "cluster.address=127.0.0.1"]
+    dry = arguments(tmp_path / "run", *place)
+    assert_refused(invoke(monkeypatch, *dry), "training.ranks=1 cannot be shared by 2 nodes (the configuration)")
+    assert_refused(
+        invoke(monkeypatch, *dry, "training.ranks=2"), "cluster.address=127.0.0.1, means each machine itself"
+    )
+    shown = invoke(monkeypatch, *dry, "training.ranks=2", "--dry-run", "--brief")
+    assert "node 1 of 2 (the configuration), which meet at 127.0.0.1:29600" in shown.output
+    spread = {"PET_NNODES": "2", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "a"}
+    for name, value in spread.items():
+        monkeypatch.setenv(name, value)
+    refused("training.ranks=2", "cluster.nodes=2, but this is node 2 (PET_NNODES)")
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_one_line(monkeypatch, tmp_path, refused):
     left = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: left)

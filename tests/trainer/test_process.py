@@ -294,6 +294,44 @@ async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
     AutoModelForCausalLM.from_pretrained(report.snapshot.directory)
 
 
+# Two ranks, as forks. The second is late for a batch, which is what ranks wait for, and then hangs while they train.
+HANGING = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from spot_async.trainer import parallel
+
+parallel.TRAINING_TIMEOUT = timedelta(seconds=1)
+rank = 0 if os.fork() else 1
+os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+with parallel.process_group(sys.argv[1], torch.device("cpu"), "none"):
+    idle = parallel.idle_group()
+    if rank == 1:
+        time.sleep(2.5)
+    assert parallel.broadcast_bytes(b"late" if rank == 1 else None, source=1, group=idle) == b"late"
+    if rank == 1:
+        time.sleep(60)
+    started = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        assert "Timed out" in str(error), error
+        assert time.monotonic() - started < 30
+        sys.stdout.write("noticed")
+        sys.stdout.flush()
+    os.killpg(0, 9)
+"""
+
+
+@pytest.mark.long
+def test_ranks_wait_for_a_late_batch_but_not_for_a_rank_that_hangs_while_they_train(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, str(tmp_path)], stdout=subprocess.PIPE, timeout=120, start_new_session=True
+    )
+    assert done.stdout == b"noticed"
+
+
 def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

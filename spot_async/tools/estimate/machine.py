@@ -81,7 +81,9 @@ class MachineEstimate:
     training: TrainingConfig
 
 
-def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = None) -> MachineEstimate | None:
+def estimate_machine(
+    config: Config, plan: TrainPlan, earlier: Path | None = None, *, nodes: int = 1
+) -> MachineEstimate | None:
     """Return the estimate of a run; None if it launches nothing on named devices, or an architecture is unknown.
 
     `earlier` is the directory of a run whose lengths of responses are assumed.
@@ -94,7 +96,9 @@ def estimate_machine(config: Config, plan: TrainPlan, earlier: Path | None = Non
     ]
     if student is None or not servers:
         return None
-    training, longest = config.training, config.sampling.max_response_tokens
+    longest = config.sampling.max_response_tokens
+    # What is on this one of the nodes, each of which has a whole student.
+    training = config.training.model_copy(update={"ranks": config.training.ranks // nodes})
     trainer = rank_memory(student, training, longest_tokens=config.sampling.max_prompt_tokens + longest)
     rows = () if earlier is None else RunFiles(earlier).metrics()
     measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)

@@ -66,8 +66,12 @@ def run_agent(topology: Topology, cluster: ClusterConfig, config: Config | None,
     try:
         ending = asyncio.run(take_part())
     except asyncio.CancelledError:
+        if not received:  # nobody asked for it, so it is a bug
+            raise
         say(f"left the run by {received[-1].name}")
         return 128 + received[-1]
+    finally:
+        structlog.reset_defaults()
     words = {"done": "the run is over", "stopped": "the run was stopped, and can go on", "failed": "the run failed"}
     say(f"{words[ending]} (node 0 has its files)")
     return EXIT_CODES[ending]
