@@ -31,8 +31,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-def estimate(per_prompt: Sums, figure: Callable[[Sums], Float64Array]) -> Estimate | None:
-    """Return what `figure` makes of the sums over all prompts, and its error.
+def estimate(
+    per_prompt: Sums, figure: Callable[[Sums], Float64Array], *, least: float = -math.inf, most: float = math.inf
+) -> Estimate | None:
+    """Return what `figure` makes of the sums over all prompts, and its error. It lies between `least` and `most`.
 
     `per_prompt` holds what each prompt adds to each sum, (n,). `figure` works on arrays of any shape. Return None where
     it or its error is unknown: with one prompt, or where a single prompt has all that is divided by.
@@ -49,7 +51,7 @@ def estimate(per_prompt: Sums, figure: Callable[[Sums], Float64Array]) -> Estima
     parts = value + (n - 1) * (value - np.broadcast_to(without, (n,)))  # pseudo-values, whose mean is about `value`
     error = float(parts.std(ddof=1)) / math.sqrt(n)
     low, high = interval(parts, value, error)
-    return Estimate(value=value, standard_error=error, low=low, high=high)
+    return Estimate(value=value, standard_error=error, low=max(low, least), high=min(high, most))
 
 
 def interval(parts: Float64Array, value: float, error: float) -> tuple[float, float]:

@@ -29,6 +29,10 @@ from spot_async.types import Float64Array, Int64Array
 
 GAMMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the plot of gains
 BETAS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the plot of what is reached
+SHARES = frozenset(  # figures that lie between 0 and 1
+    ("student_accuracy", "student_pass", "teacher_accuracy", "mixed_groups", "value_of_student", "value", "kept_share",
+     "reach")
+)  # fmt: skip
 PAPER_WEIGHT = 35.0  # beta T / M in the paper's setting, if its responses have 700 tokens
 
 
@@ -110,7 +114,10 @@ def make_forecast(
         probes=probes,
         positions=len(of_all),
         without_evidence=len(of_all) - len(positions.owner),
-        figures={name: estimate(sums, figure) for name, figure in figures_of(keys, probes, prices).items()},
+        figures={
+            name: estimate(sums, figure, least=0.0, most=1.0) if name in SHARES else estimate(sums, figure)
+            for name, figure in figures_of(keys, probes, prices).items()
+        },
         by_teacher_rank=rank_rows(positions, positions.prior, np.arange(positions.prior.shape[-1])),
         by_student_rank=student_rank_rows(positions),
         by_gamma=gamma_rows(positions, keys),
@@ -198,7 +205,12 @@ def rank_rows(positions: Positions, shares: Float64Array, order: Int64Array) -> 
     return [
         RankRow(
             share=float(of_rank[:, rank].mean()),
-            value=estimate({"value": positions.per_prompt(ranked[:, rank]), "count": count}, ratio("value", "count")),
+            value=estimate(
+                {"value": positions.per_prompt(ranked[:, rank]), "count": count},
+                ratio("value", "count"),
+                least=0.0,
+                most=1.0,
+            ),
         )
         for rank in range(ranked.shape[-1])
     ]

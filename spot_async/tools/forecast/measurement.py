@@ -89,18 +89,22 @@ def _position(branch: Mapping[str, Any]) -> ProbedPosition:
     return ProbedPosition(
         position=branch["position"],
         sampled=branch["sampled"],
-        score_parts=branch["score_parts"],
+        score_parts={name: _finite(part) for name, part in branch["score_parts"].items()},
         candidates=[_candidate(candidate) for candidate in branch["candidates"]],
     )
 
 
+def _finite(number: float | None) -> float | None:
+    """Return the number; None for one that a server did not give."""
+    return None if number is None or not np.isfinite(number) else number
+
+
 def _candidate(candidate: Mapping[str, Any]) -> ProbedCandidate:
     rewards = [reward for verdict in candidate["verdicts"] if (reward := Verdict(verdict).reward) is not None]
-    student = candidate["student"]
     return ProbedCandidate(
         token=candidate["token"],
         teacher=candidate["teacher"],
-        student=None if student is None or not np.isfinite(student) else student,
+        student=_finite(candidate["student"]),
         prior=candidate["prior"],
         correct=round(sum(rewards)),
         judged=len(rewards),
