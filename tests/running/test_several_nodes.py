@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
 
 
 class NodesRun:
-    """A run of node 0 on the first machine and node 1 on the second."""
+    """A run of node 0 on the first machine and node 1 on the second, which does not see the first one's disk."""
 
     def __init__(self, place: Sequence[Machine], directory: Path, keys: Sequence[str]) -> None:
         self.place = place
@@ -77,8 +78,10 @@ class NodesRun:
 
     def start(self, node: int, machine: Machine) -> subprocess.Popen[bytes]:
         with (self._directory / f"{machine.name}.log").open("ab") as log:
-            words = machine.command(*train(self.run, *self._keys, f"cluster.node_rank={node}"))
-            process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+            words = train(self.run, *self._keys, f"cluster.node_rank={node}")
+            if node:
+                words = ["sh", "-c", f"mount -t tmpfs none {self._directory} && exec {shlex.join(words)}"]
+            process = subprocess.Popen(machine.command(*words), cwd=ROOT, stdout=log, stderr=log)
         self._started.append(process)
         return process
 

@@ -82,6 +82,25 @@ def test_an_address_that_every_machine_has_for_itself_is_refused(host: str) -> N
         reachable_address(host)
 
 
+async def test_a_name_of_node_0_may_become_known_late_but_not_never(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([OSError(-2, "Name or service not known"), "127.0.0.1", *[OSError(-2, "Name not known")] * 99])
+
+    def resolve(name: str) -> str:
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(joined, "reachable_address", resolve)
+    monkeypatch.setattr(joined, "NAME_EVERY_S", 0.01)
+    async with asyncio.timeout(60):
+        async with run.nodes().open():
+            pass
+        monkeypatch.setattr(joined, "NAME_TIMEOUT_S", 0.02)
+        with pytest.raises(ConfigError, match=r"cluster.address=127.0.0.1 is not known here: Name not known"):
+            async with run.nodes().open():
+                pytest.fail("opened at an address that nobody knows")
+
+
 def test_ranks_that_nodes_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"training.ranks=3 cannot be shared by 2 nodes \(Slurm\)"):
         check_ranks(Topology(2, 0, "a", 1, "x", "Slurm"), 3)

@@ -45,7 +45,8 @@ SKYPILOT = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
     "SKYPILOT_TASK_ID": "sky-2025-07-01-12-00-00-000000_spot-cluster_1",
 }
-# What a task of `srun -N3` has: Slurm 22.05.8, man srun, "OUTPUT ENVIRONMENT VARIABLES". HOSTNAME is the batch node's.
+# What a task of `srun -N3` has: Slurm 22.05.8, man srun, "OUTPUT ENVIRONMENT VARIABLES", and seen with that version.
+# HOSTNAME is the batch node's.
 SLURM = {
     "HOSTNAME": "node1",
     "SLURM_JOB_ID": "1234567",
@@ -60,7 +61,7 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
 }
-# A batch script is on the first node of its job and no step: man sbatch, "OUTPUT ENVIRONMENT VARIABLES".
+# A batch script is on the first node of its job and no step: man sbatch, "OUTPUT ENVIRONMENT VARIABLES", and seen.
 BATCH_SCRIPT = {"SLURM_JOB_ID": "1234567", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "node[1-4]", "SLURM_NODEID": "0"}
 # Kubernetes, Job of batch/v1 with completionMode Indexed (stable since 1.24): nothing else is set. Below a JobSet the
 # address is <jobset>-<replicated job>-<job>-<index>.<jobset>: kubernetes-sigs/jobset, commit 88837d6,

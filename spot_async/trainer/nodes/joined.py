@@ -33,6 +33,7 @@ from spot_async.trainer.nodes.messages import (
 from spot_async.trainer.nodes.topology import Topology
 
 HELLO_TIMEOUT_S = 10.0
+NAME_TIMEOUT_S, NAME_EVERY_S = 30.0, 1.0  # of asking for node 0's address
 STOP_TIMEOUT_S = 15.0  # a node's launcher has some seconds to end its ranks
 REASONS_S = 2.0  # where ranks end on all nodes, the cause may be heard this much later than a consequence
 
@@ -74,10 +75,7 @@ class JoinedNodes:
     async def open(self) -> AsyncIterator[Self]:
         """Let nodes in for as long as this lasts. In the end tell them so. Raises ConfigError if nobody could come."""
         topology = self.topology
-        try:
-            address = await asyncio.to_thread(reachable_address, topology.address)
-        except OSError as error:
-            raise ConfigError(f"cluster.address={topology.address} is not known here: {error.strerror}") from None
+        address = await self._own_address()
         async with asyncio.TaskGroup() as group:
             attending: set[asyncio.Task[None]] = set()
 
@@ -161,6 +159,18 @@ class JoinedNodes:
     @property
     def _missing(self) -> list[int]:
         return [node for node in range(1, self.topology.nodes) if node not in self._members]
+
+    async def _own_address(self) -> str:
+        """Return the address of node 0's name. Clusters may make it known only some seconds after this node started."""
+        loop = asyncio.get_running_loop()
+        name, end_s = self.topology.address, loop.time() + NAME_TIMEOUT_S
+        while True:
+            try:
+                return await asyncio.to_thread(reachable_address, name)
+            except OSError as error:
+                if loop.time() >= end_s:
+                    raise ConfigError(f"cluster.address={name} is not known here: {error.strerror}") from None
+            await asyncio.sleep(NAME_EVERY_S)
 
     async def _hear(self, own: Callable[[], Awaitable[None]]) -> None:
         try:
