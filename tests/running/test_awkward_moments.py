@@ -1,0 +1,92 @@
+"""A run that is killed while it publishes, evaluates or saves loses nothing, even if a checkpoint is damaged."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kill_drill import ROOT, command, rows, weights
+
+from spot_async.run_directory.manifest import committed
+
+KEYS = (
+    "training.iterations=8",
+    "training.checkpoint_every=2",
+    "training.batch_size=8",
+    "training.mini_batch_size=8",
+    "evaluation.eval_every=3",
+    "evaluation.samples=1",
+)
+
+
+def publishing(run: Path) -> bool:
+    """Return whether weights are on their way to the student."""
+    newest = max((int(each.name.removeprefix("step-")) for each in run.glob("weights/step-*")), default=0)
+    return newest > max(rows(run), 2)
+
+
+def evaluating(run: Path) -> bool:
+    return any(not (run / f"{each.stem}.json").exists() for each in run.glob("evaluation-0*.jsonl"))
+
+
+def saving(run: Path) -> bool:
+    """Return whether a checkpoint is being written, with two before it."""
+    return len(committed(run)) == 2 and any(
+        not (each / "manifest.json").exists() for each in run.glob("checkpoints/step-*")
+    )
+
+
+def kill_when(moment: Callable[[Path], bool], run: Path, given: list[str]) -> None:
+    with subprocess.Popen(given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            while not (committed(run) and moment(run)):
+                assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
+                time.sleep(0.001)  # a file is looked for that is there for some milliseconds
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def damage_the_newest(run: Path) -> None:
+    for tensors in committed(run)[0].glob("*.safetensors"):
+        with tensors.open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
+
+
+@pytest.mark.long
+def test_a_strict_run_killed_at_the_most_awkward_moments_ends_with_the_same_bits(tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    lines = (ROOT / "examples/running_sum/data/heldout.jsonl").read_text().splitlines(keepends=True)
+    few.write_text("".join(lines[:12]))
+
+    def begin(run: Path) -> list[str]:
+        keys = (f"run.directory={run}", f"evaluation.problems={few}", *KEYS)
+        return command("train", str(ROOT / "configs/quickstart.yaml"), *keys)
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    subprocess.run(begin(whole), check=True, cwd=ROOT, capture_output=True)
+    again = command("train", "--resume", str(run))
+    kill_when(publishing, run, begin(run))
+    kill_when(evaluating, run, again)
+    kill_when(saving, run, again)
+    damage_the_newest(run)
+    subprocess.run(again, check=True, cwd=ROOT, capture_output=True)
+
+    said = subprocess.run(command("verify-run", str(run)), cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+    assert "no prompt is trained twice, and none is lost" in said.stdout
+    assert weights(run) == weights(whole)
+    for each in whole.glob("evaluation-*.json"):
+        assert answers(run / each.name) == answers(each), each.name
+
+
+def answers(path: Path) -> list[object]:
+    """Return what an evaluation found, without the times it took."""
+    return [json.loads(path.read_text())[name] for name in ("model_fingerprint", "macro", "tokens", "verdicts")]
