@@ -21,7 +21,10 @@ class ClusterConfig(Section):
     )
     address: str | None = Field(None, min_length=1, description="node 0's address or name, as the other nodes reach it")
     port: int | None = Field(
-        None, ge=1, le=65534, description="node 0 listens on this port and on the next one; default: 29600"
+        None,
+        ge=1,
+        le=65534,
+        description="node 0 listens on this port and on the next one; default: the scheduler's, else 29600",
     )
     run_id: str | None = Field(
         None, min_length=1, description="the same on all nodes of a run; tells runs apart that meet at one address"

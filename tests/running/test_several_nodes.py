@@ -214,6 +214,21 @@ def test_whatever_is_killed_or_cut_off_is_named_and_the_run_ends_as_on_one_machi
 
 @pytest.mark.nightly
 @needs_proc
+def test_node_0_is_killed_and_resumed_and_the_other_node_joins_again_by_itself(tmp_path: Path) -> None:
+    keys = ("training.iterations=5",)
+    with begun(2, tmp_path / "nodes", *keys, "--resume", "auto") as (run, (_, second)):
+        here, there = run.place
+        run.reach(3)
+        kill(pids(here))
+        wait_until(lambda: pids(there) == [second.pid], "ranks outlive the run")
+        again = run.start(0, here)
+        assert again.wait(PATIENCE_S) == 0, run.all_said()
+        assert second.wait(PATIENCE_S) == 0, run.all_said()
+        check(run, on_one_machine(tmp_path / "whole", *keys), 5)
+
+
+@pytest.mark.nightly
+@needs_proc
 def test_a_signal_to_all_nodes_ends_the_run_with_a_checkpoint_and_both_go_on_by_one_command(tmp_path: Path) -> None:
     with begun(2, tmp_path / "nodes", "training.iterations=400") as (run, nodes):
         run.reach(2)

@@ -255,7 +255,7 @@ async def test_two_runs_at_one_address_and_two_nodes_of_one_rank_are_refused(run
         with pytest.raises(ExceptionGroup) as caught:
             async with run.nodes().open():
                 pytest.fail("two runs listen")
-        assert caught.group_contains(ConfigError, match=r"cannot listen at 127.*: is another run there")
+        assert caught.group_contains(ConfigError, match=r"cannot listen at 127.*: Address already in use: give")
         first = group.create_task(run.other())
         await nodes.begin(settings)
         with pytest.raises(ConfigError, match=r"node 1 is there already, at 127\.0"):

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
@@ -43,8 +44,9 @@ class Connection(Generic[T]):
         self._writer = writer
         self._decode = decode
         self._timeout_s = timeout_s
-        self.peer = str(writer.get_extra_info("peername")[0])
-        _notice_silence(writer.get_extra_info("socket"), timeout_s)
+        self.peer = str((writer.get_extra_info("peername") or ["unknown"])[0])
+        with suppress(OSError):  # it is closed already, as `receive` will say
+            _notice_silence(writer.get_extra_info("socket"), timeout_s)
 
     def send(self, message: object) -> None:
         """Send a message soon. A loss is noticed by `receive`."""

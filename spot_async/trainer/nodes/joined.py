@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
@@ -89,8 +90,8 @@ class JoinedNodes:
                 server = await asyncio.start_server(attend, address, topology.port)
             except OSError as error:
                 raise ConfigError(
-                    f"cluster: cannot listen at {topology.address}:{topology.port}: {error.strerror}: is another run "
-                    "there (give cluster.port), and is it an address of this node (cluster.address)?"
+                    f"cluster: cannot listen at {self._place}: {_reason(error)}: give cluster.address, one of this "
+                    "node's, or another cluster.port if a run is there already"
                 ) from None
             with closing(server):
                 others = counted(topology.nodes - 1, "other node")
@@ -279,6 +280,10 @@ def launcher_words(topology: Topology, round_number: int) -> list[str]:
         "run-id": f"{topology.run_id}-{round_number}",
     }
     return [f"--{name}={value}" for name, value in options.items()]
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def _nodes(numbers: Sequence[int]) -> str:
