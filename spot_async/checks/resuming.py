@@ -86,7 +86,9 @@ def check_same_prompts(digest: str, plan: TrainPlan) -> None:
 
 
 def _deciding(config: Config) -> Mapping[str, Any]:
-    return {key: value for key, value in leaves(config.model_dump(mode="json")) if not _is_free(key)}
+    keys = leaves(config.model_dump(mode="json"))
+    # Runs from when there was no LoRA have none of its keys.
+    return {key: value for key, value in keys if not _is_free(key) and (key, value) != ("training.lora", None)}
 
 
 def _is_free(key: str) -> bool:

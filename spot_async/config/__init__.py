@@ -16,6 +16,7 @@ from spot_async.config.base import (
 )
 from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
+from spot_async.config.lora import LoraConfig
 from spot_async.config.plugins import Place, PluginSettings, backend_section
 from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.config.schema import (
@@ -45,6 +46,7 @@ __all__ = [
     "DataConfig",
     "Duplicates",
     "EvaluationConfig",
+    "LoraConfig",
     "LossAggregation",
     "ModelConfig",
     "NonNegativeFloat",

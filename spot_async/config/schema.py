@@ -21,6 +21,7 @@ from spot_async.config.base import (
 )
 from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import EvaluationConfig, check_paper
+from spot_async.config.lora import LoraConfig
 from spot_async.config.plugins import BackendSettings, PolicySettings, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
 
@@ -164,6 +165,9 @@ class TrainingConfig(Section):
         None,
         description="weighs each token's policy term by min(recomputed / served probability, cap); off by default, but "
         "2.0 in a run with staleness. Needs `behavior: recomputed`",
+    )
+    lora: LoraConfig | None = Field(
+        None, description="train adapters of low rank beside frozen weights (docs/lora.md); default: train all weights"
     )
     ranks: PositiveInt = Field(1, description="trainer processes; each of `cluster.nodes` has an equal share")
     sharding: Literal["none", "fsdp2"] = Field(

@@ -64,11 +64,13 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "warmup_steps": "training.warmup_iterations",
 }
 # Features that people look for and that are not there, by the names that TRL, verl, PEFT or we would give them.
-_LORA = "there is no LoRA or other PEFT yet: all weights of the student are trained"
+_LORA = "LoRA is `training.lora: {rank, alpha, targets, rank_stabilised}`"
+_QUANTISED = "there is no training over quantised weights: LoRA is `training.lora`, over weights of training.dtype"
 CANNOT_RESUME = "runs are resumed by a command: `spot-async train --resume RUN`, `spot-async eval --resume RUN`"
 NOT_THERE: Mapping[str, str] = {
     **dict.fromkeys(("lora", "lora_rank", "lora_r", "lora_alpha", "use_lora", "lora_config"), _LORA),
-    **dict.fromkeys(("peft", "peft_config", "use_peft", "adapter", "qlora", "load_in_4bit"), _LORA),
+    **dict.fromkeys(("peft", "peft_config", "use_peft", "adapter"), _LORA),
+    **dict.fromkeys(("qlora", "load_in_4bit", "load_in_8bit"), _QUANTISED),
     **dict.fromkeys(
         ("resume", "resume_from", "resume_mode", "resume_from_checkpoint", "resume_from_path"), CANNOT_RESUME
     ),

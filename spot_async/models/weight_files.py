@@ -64,7 +64,7 @@ def complete_directory(final: Path) -> Iterator[Path]:
     try:
         partial.mkdir()
         yield partial
-        for file in partial.iterdir():
+        for file in partial.rglob("*"):
             flush_to_disk(file)
         flush_to_disk(partial)
         partial.rename(final)

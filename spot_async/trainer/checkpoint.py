@@ -1,4 +1,4 @@
-"""Saves and loads all that the next step depends on: parameters, AdamW's moments and steps, torch's random state.
+"""Saves and loads all that the next step depends on: what is trained, AdamW's moments and steps, torch's random state.
 
 Every rank of the first node writes one safetensors file, since each node holds the whole state. What all ranks hold is
 in rank 0's. Files have the form of torch's distributed checkpoints, so torch's own reader gives every rank its part, on
@@ -120,13 +120,15 @@ def _read(directory: Path, step: int, state: Mapping[str, Tensor], strategy: Str
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return parameters and the optimiser's state by name; tied parameters once.
+    """Return the parameters that are trained and the optimiser's state by name; tied parameters once.
 
     A parameter that has had no step gets the state with which AdamW would begin, so that names depend only on the
     model.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)

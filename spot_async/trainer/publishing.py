@@ -15,9 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.base.text import first_line
+from spot_async.config import LoraConfig
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import complete_directory, delete_weights
+from spot_async.trainer.lora import merged, write_adapter
 
+ADAPTER = "adapter"  # where published weights have the adapter that was merged into them
 # Files to copy from the initial student: tokenizer, chat template and generation settings.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 
@@ -26,13 +29,21 @@ class WeightPublisher:
     """Writes `weights/step-NNNNNN` directories and keeps the newest few."""
 
     def __init__(
-        self, directory: Path, *, student_directory: Path, end_token_ids: tuple[int, ...], dtype: torch.dtype, keep: int
+        self,
+        directory: Path,
+        *,
+        student_directory: Path,
+        end_token_ids: tuple[int, ...],
+        dtype: torch.dtype,
+        keep: int,
+        lora: LoraConfig | None = None,
     ) -> None:
         self._directory = directory
         self._student_directory = student_directory
         self._end_token_ids = end_token_ids
         self._dtype = dtype
         self._keep = keep
+        self._lora = lora
         directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
 
@@ -59,6 +70,10 @@ class WeightPublisher:
         for file in sorted(self._student_directory.iterdir()):
             if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
                 shutil.copyfile(file, directory / file.name)
+        if self._lora is not None:
+            # In a directory of its own: transformers would load one that lies beside model.safetensors on top of it.
+            write_adapter(directory / ADAPTER, model, state, self._lora, str(self._student_directory.absolute()))
+            state = merged(model, state, self._dtype)
         model.save_pretrained(directory, state_dict=_cast(state, self._dtype))
         config = copy.deepcopy(model.config)
         config.dtype = self._dtype  # the type of the files, which may differ from that in training
@@ -68,7 +83,7 @@ class WeightPublisher:
             generation.eos_token_id = list(self._end_token_ids)
             generation.save_pretrained(directory)
         mode = (directory / "config.json").stat().st_mode  # safetensors makes files that only their owner can read
-        for file in directory.iterdir():
+        for file in (each for each in directory.rglob("*") if each.is_file()):
             file.chmod(mode)
 
     def _remove_leftovers(self) -> None:

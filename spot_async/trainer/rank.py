@@ -31,6 +31,7 @@ from spot_async.trainer.batching import (
 )
 from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.feed import BatchFeed
+from spot_async.trainer.lora import add_adapters
 from spot_async.trainer.loss import (
     BranchTerm,
     LossParts,
@@ -110,13 +111,16 @@ class StudentTrainer:
         self._training = settings.training
         self._strategy = strategy
         self._device = device
+        dtype = torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32
         self.model = load_student(settings.model_directory)
+        if self._training.lora is not None:
+            add_adapters(self.model, self._training.lora, settings.seed, dtype)
         if self._training.recompute_layers:
             recompute_layers(self.model)
         student = ResponseLogprobs(self.model, settings.temperature)
         self._response_logprobs = strategy.prepare(student, decoder_layers(self.model), device, self._training.dtype)
         self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            (each for each in self.model.parameters() if each.requires_grad),
             lr=self._training.learning_rate,
             weight_decay=self._training.weight_decay,
             fused=True,
@@ -125,8 +129,9 @@ class StudentTrainer:
             settings.weights_directory,
             student_directory=Path(settings.model_directory),
             end_token_ids=settings.end_token_ids,
-            dtype=torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32,
+            dtype=dtype,
             keep=self._training.keep_weights,
+            lora=self._training.lora,
         )
         self._saver = CheckpointSaver(strategy, device)
         self._checkpoint_s = 0.0  # for which checkpoints held up training since the last report

@@ -62,10 +62,14 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("policy.num_generations=8", "unknown key; here it is `policy.samples` (of kind grpo)"),
         ("sampling.max_completion_length=8", "unknown key; here it is `sampling.max_response_tokens`"),
         (
-            "training.lora={rank: 8}",
-            "training.lora: unknown key; there is no LoRA or other PEFT yet: all weights of the",
+            "training.lora={rank: 8, use_dora: true}",
+            "training.lora: use_dora: DoRA is not there: vLLM and SGLang refuse it",
         ),
-        ("lora_rank=8", "lora_rank: unknown key; there is no LoRA or other PEFT yet"),
+        ("training.lora={modules_to_save: [lm_head]}", "training.lora: modules_to_save: whole layers are not trained"),
+        ("training.lora.targets=[q_proj, lm_head]", "lm_head: no adapter for the embedding or the output layer"),
+        ("training.lora.targets=embed_tokens", "embed_tokens: no adapter for the embedding or the output layer"),
+        ("training.lora.lora_alpha=8", "training.lora: lora_alpha: here it is `alpha`"),
+        ("lora_rank=8", "lora_rank: unknown key; LoRA is `training.lora: {rank, alpha, targets, rank_stabilised}`"),
         (
             "run.resume=runs/x",
             "run.resume: unknown key; runs are resumed by a command: `spot-async train",

@@ -1,0 +1,115 @@
+"""Adapters of low rank (LoRA) beside frozen linear layers: put into a student, merged, and written in PEFT's format.
+
+A layer keeps its place and its name, so loss, sharding and checkpoints see one more pair of parameters and nothing
+else. PEFT itself is not needed: its file format is the contract, and its reader is tried in the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from spot_async.base.seeds import derive_seed
+from spot_async.config import LoraConfig
+from spot_async.config.lora import TARGETS
+from spot_async.errors import DataError
+
+DOWN, UP = "lora_A", "lora_B"  # PEFT's names
+PEFT_PREFIX = "base_model.model."
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer W with an adapter: `W x + scale B A x`. A and B are float32."""
+
+    def __init__(self, frozen: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight, self.bias = frozen.weight, frozen.bias  # (out, in), (out,)
+        outputs, inputs = frozen.weight.shape
+        # As PEFT begins: A is uniform and B zero, so that the student begins as it was.
+        bound = 1 / math.sqrt(inputs)
+        self.lora_A = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, rank))
+        self.scale = scale
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return outputs (..., out) of inputs (..., in)."""
+        added = functional.linear(functional.linear(inputs, self.lora_A), self.lora_B)
+        return functional.linear(inputs, self.weight, self.bias) + self.scale * added
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, dtype: torch.dtype) -> None:
+    """Freeze a model, hold its matrices in `dtype`, and put adapters into the layers that `lora.targets` names.
+
+    They are drawn from the run's seed, the same on every rank. Raises `DataError` if no layer has such a name.
+    """
+    model.requires_grad_(False)
+    linear = {name: each for name, each in model.base_model.named_modules() if isinstance(each, nn.Linear)}
+    names = [name for name in linear if name.rpartition(".")[2] in TARGETS[lora.targets]]
+    if not names:
+        wanted = ", ".join(TARGETS[lora.targets])
+        there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        raise DataError(
+            f"training.lora.targets={lora.targets}: {type(model).__name__} has no layer {wanted} (linear layers that "
+            f"it has: {there})"
+        )
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.to(dtype)
+    for name in names:
+        generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+        model.base_model.set_submodule(name, AdaptedLinear(linear[name], lora.rank, lora.scale, generator))
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
+    """Yield the layers that have an adapter, with their names."""
+    return ((name, each) for name, each in model.named_modules() if isinstance(each, AdaptedLinear))
+
+
+@torch.no_grad()
+def merged(model: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a whole state with adapters added to their layers, under the names of a model without any.
+
+    They are added in float32, and the sum is then made `dtype`. `state` stays as it is.
+    """
+    sums = {}
+    for name, layer in adapted_layers(model):
+        down, up = state[f"{name}.{DOWN}"], state[f"{name}.{UP}"]
+        sums[f"{name}.weight"] = (state[f"{name}.weight"].float() + layer.scale * (up @ down)).to(dtype)
+    return {name: sums.get(name, each) for name, each in state.items() if name.rpartition(".")[2] not in (DOWN, UP)}
+
+
+def write_adapter(directory: Path, model: nn.Module, state: dict[str, Tensor], lora: LoraConfig, base: str) -> None:
+    """Write the adapter of a whole state into a new directory, in PEFT's format and float32. `base` is its model.
+
+    `alpha` is written such that alpha / rank is the factor, however it was given: SGLang reads no other.
+    """
+    directory.mkdir()
+    layers = dict(adapted_layers(model))
+    tensors = {
+        f"{PEFT_PREFIX}{name}.{part}.weight": state[f"{name}.{part}"].contiguous()
+        for name in layers
+        for part in (DOWN, UP)
+    }
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

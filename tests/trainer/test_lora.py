@@ -1,0 +1,308 @@
+"""Adapters against a dense float64 reference that adds B A to its weights, and what the trainer publishes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from spot_async.base import wire
+from spot_async.config import TrainingConfig
+from spot_async.errors import DataError, TrainerError
+from spot_async.trainer.checkpoint import load_checkpoint
+from spot_async.trainer.lora import AdaptedLinear
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.settings import ResumePoint
+from spot_async.types import Supervision
+
+MakeTrainer = Callable[..., StudentTrainer]
+LORA = {"rank": 4, "alpha": 8.0}
+VOCAB = 50
+ALL_LAYERS = 14  # seven in each of two
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def trained(trainer: StudentTrainer) -> dict[str, torch.nn.Parameter]:
+    return {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+
+
+@pytest.fixture
+def moved_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters do not begin with B = 0, where A has no gradient."""
+    begin = AdaptedLinear.__init__
+
+    def begin_moved(self: AdaptedLinear, frozen: Any, rank: int, scale: float, generator: torch.Generator) -> None:
+        begin(self, frozen, rank, scale, generator)
+        torch.nn.init.normal_(self.lora_B, std=0.1, generator=generator)
+
+    monkeypatch.setattr(AdaptedLinear, "__init__", begin_moved)
+
+
+class Reference(torch.nn.Module):
+    """A plain float64 model with `W + scale B A` in place of some weights."""
+
+    def __init__(self, student: Path, adapters: dict[str, torch.Tensor], scale: float) -> None:
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
+        self.adapters = {name: each.double().requires_grad_() for name, each in adapters.items()}
+        self.scale = scale
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        weights = {}
+        for name in {each.rpartition(".")[0] for each in self.adapters}:
+            delta = self.scale * self.adapters[f"{name}.lora_B"] @ self.adapters[f"{name}.lora_A"]
+            weights[f"{name}.weight"] = self.model.get_parameter(f"{name}.weight").detach() + delta
+        return functional_call(self.model, weights, (ids,))
+
+
+@pytest.mark.parametrize(
+    ("lora", "training", "scale", "adapted"),
+    [
+        ({}, {}, 2.0, ALL_LAYERS),
+        ({"targets": "attention", "rank_stabilised": True}, {"reference_kl": 0.1}, 4.0, 8),
+        ({"targets": "mlp"}, {"recompute_layers": True, "micro_batch_tokens": 40}, 2.0, 6),
+        ({}, {"sharding": "fsdp2", "recompute_layers": True, "micro_batch_tokens": 80}, 2.0, ALL_LAYERS),
+    ],
+    ids=["all", "attention, rank-stabilised", "mlp, recomputed layers", "sharded, recomputed layers"],
+)
+@pytest.mark.usefixtures("moved_adapters")
+def test_loss_and_gradients_of_adapters_equal_a_dense_float64_reference(
+    student: Path,
+    make_trainer: MakeTrainer,
+    mixed_batch: Callable[[], list[Supervision]],
+    dense_loss: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    lora: dict[str, Any],
+    training: dict[str, Any],
+    scale: float,
+    adapted: int,
+) -> None:
+    choices = {"max_grad_norm": 1e9, "lora": {**LORA, **lora}, **training}
+    trainer = make_trainer(student, tmp_path, **choices)
+    adapters = {name: whole(each) for name, each in trained(trainer).items()}
+    assert len(adapters) == 2 * adapted
+    batch = mixed_batch()
+    reference = Reference(student, adapters, scale)
+    expected = dense_loss(reference, batch, TrainingConfig(iterations=10, **choices), 1.0)
+    expected.backward()
+    metrics = trainer.train(Batch(0, tuple(batch))).metrics
+
+    norm = math.sqrt(sum(float(each.grad.square().sum()) for each in reference.adapters.values()))
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for name, parameter in trainer.model.named_parameters():
+        if name in adapters:
+            gradient = whole(parameter.grad).double()
+            torch.testing.assert_close(gradient, reference.adapters[name].grad, rtol=1e-4, atol=2e-6 * norm)
+        else:
+            assert parameter.grad is None
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_what_is_published_is_merged_and_has_the_adapter_beside_it(
+    random_model: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+    sharding: str,
+) -> None:
+    # With 0.3, as elsewhere, rounding the weights to float32 alone makes 3e-6 nats, however they were merged.
+    student = random_model(initializer_range=0.1)
+    trainer = make_trainer(student, tmp_path, sharding=sharding, lora=LORA, learning_rate=1e-2)
+    for iteration in range(3):
+        report = trainer.train(Batch(iteration, tuple(mixed_batch())))
+    published = Path(report.snapshot.directory)
+    assert all(each.stat().st_mode & 0o444 == 0o444 for each in published.rglob("*"))
+    ids = torch.arange(VOCAB)[None]
+    # In float64, so that what differs is the merge and not the forward passes.
+    merged = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float64).eval()
+    base = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
+    assert merged.state_dict().keys() == base.state_dict().keys()
+    adapters = {name: whole(each).double() for name, each in trained(trainer).items()}
+    with torch.no_grad():
+        expected = Reference(student, adapters, 2.0)(ids).logits.log_softmax(-1)
+        found = merged(ids).logits.log_softmax(-1)
+        before = base(ids).logits.log_softmax(-1)
+    assert (found - before).abs().max() > 0.1
+    assert (found - expected).abs().max() < 2e-6
+
+    peft = pytest.importorskip("peft")
+    with torch.no_grad():
+        beside = peft.PeftModel.from_pretrained(base, published / "adapter")(ids).logits.log_softmax(-1)
+    assert (beside - found).abs().max() < 2e-6
+
+
+def test_an_adapter_is_written_as_servers_read_it(
+    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
+) -> None:
+    lora = {**LORA, "rank_stabilised": True, "targets": "attention"}
+    report = make_trainer(student, tmp_path, lora=lora, dtype="bfloat16").train(Batch(0, tuple(mixed_batch())))
+    adapter = Path(report.snapshot.directory) / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    # SGLang knows no other factor than lora_alpha / r.
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 16.0, False)
+    assert config["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    assert tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"].shape == (4, 32)
+    assert len(tensors) == 16
+    assert {each.dtype for each in tensors.values()} == {torch.float32}  # of a student in bfloat16
+    assert {each.dtype for each in AutoModelForCausalLM.from_pretrained(adapter.parent).parameters()} == {
+        torch.bfloat16
+    }
+
+
+def test_bfloat16_holds_frozen_matrices_in_bfloat16_and_trains_adapters_in_float32(
+    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
+) -> None:
+    gradients = []
+    for name, choices in (("exact", {}), ("none", {"dtype": "bfloat16"}), ("fsdp2", {"dtype": "bfloat16"})):
+        sharding = "fsdp2" if name == "fsdp2" else "none"
+        trainer = make_trainer(student, tmp_path / name, lora=LORA, sharding=sharding, **choices)
+        trainer.train(Batch(0, tuple(mixed_batch())))
+        gradients.append(torch.cat([whole(each.grad).flatten() for each in trained(trainer).values()]))
+        assert {each.dtype for each in trained(trainer).values()} == {torch.float32}
+        frozen = {each.dtype for each in trainer.model.parameters() if not each.requires_grad and each.ndim > 1}
+        assert frozen == {torch.bfloat16 if choices else torch.float32}
+    exact, *others = gradients
+    assert all(0 < (each - exact).norm() < 0.1 * exact.norm() for each in others)
+
+
+def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
+    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
+) -> None:
+    def train(trainer: StudentTrainer, until: int) -> None:
+        for iteration in range(trainer.step, until):
+            trainer.train(Batch(iteration, tuple(mixed_batch())))
+
+    choices = {"lora": LORA, "mini_batch_size": 2, "iterations": 4}
+    straight = make_trainer(student, tmp_path / "straight", **choices)
+    train(straight, 2)
+    straight.begin_to_save(tmp_path / "tensors", lambda seconds, failure: None)
+    straight._saver.wait()
+    (file,) = (tmp_path / "tensors").iterdir()
+    assert sum("lora_" not in name for name in load_file(file)) == 2  # the step and the random state
+    resumed = make_trainer(student, tmp_path / "resumed", **choices)
+    load_checkpoint(tmp_path / "tensors", 2, resumed.model, resumed._optimizer, resumed._strategy)
+    resumed.step = 2
+    for trainer in (straight, resumed):
+        train(trainer, 4)
+    for name, parameter in straight.model.named_parameters():
+        assert torch.equal(parameter, resumed.model.get_parameter(name)), name
+    plain = make_trainer(student, tmp_path / "plain", iterations=4)
+    with pytest.raises(TrainerError, match=r"cannot load checkpoint .*: tensor parameter\.model\S+ is missing"):
+        load_checkpoint(tmp_path / "tensors", 2, plain.model, plain._optimizer, plain._strategy)
+
+
+def test_a_student_without_the_layers_names_those_that_it_has(
+    random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as failure:
+        make_trainer(random_architecture("mixtral"), tmp_path, lora={"targets": "mlp"})
+    assert str(failure.value) == (
+        "training.lora.targets=mlp: MixtralForCausalLM has no layer gate_proj, up_proj, down_proj "
+        "(linear layers that it has: k_proj, o_proj, q_proj, v_proj)"
+    )
+
+
+RANKS = """
+import json, os, sys
+from pathlib import Path
+import torch
+import transformers.models.qwen3.modeling_qwen3
+from spot_async.base import wire
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.parallel import process_group, strategy_of, this_rank
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.settings import TrainerSettings
+
+torch.set_num_threads(1)
+channel, *runs = sys.argv[1:]
+for number, (ranks, run) in enumerate(each.split(":") for each in runs):
+    meeting = Path(channel) / str(number)
+    meeting.mkdir(parents=True)
+    pids = []
+    for rank in range(int(ranks)):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=ranks)
+            try:
+                settings = TrainerSettings.load(str(Path(run) / "trainer.json"))
+                with process_group(str(meeting), torch.device("cpu"), settings.training.sharding):
+                    trainer = StudentTrainer(settings, strategy_of(settings.training), torch.device("cpu"))
+                    said = []
+                    for batch in sorted(Path(channel).parent.glob("batch-*")):
+                        batch = wire.decode(batch.read_bytes(), Batch)
+                        if batch.iteration < trainer.step:
+                            continue
+                        metrics = trainer.train(batch).metrics
+                        said.append([metrics["loss"], metrics["grad_norm"]])
+                        if batch.iteration == 1:
+                            trainer.begin_to_save(Path(run) / "tensors", lambda seconds, failure: None)
+                            trainer._saver.wait()
+                    if this_rank() == 0:
+                        (Path(run) / "said.json").write_text(json.dumps(said))
+                    del trainer
+                os._exit(0)
+            finally:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+        pids.append(pid)
+    if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        sys.exit(f"run {run} failed")
+"""
+
+
+@pytest.mark.long
+def test_ranks_and_sharding_change_no_adapter_and_a_checkpoint_of_any_goes_on(
+    student: Path,
+    trainer_settings: Callable[..., Any],
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+) -> None:
+    """On 4 ranks some have no branch positions, and a rank has no part of some adapters."""
+    for iteration in range(3):
+        (tmp_path / f"batch-{iteration}").write_bytes(wire.encode(Batch(iteration, tuple(mixed_batch()))))
+
+    def run(name: str, sharding: str, resume: str | None = None) -> str:
+        settings = trainer_settings(
+            student, tmp_path / name, sharding=sharding, lora={**LORA, "rank": 3}, mini_batch_size=4, iterations=4
+        )
+        if resume is not None:
+            point = ResumePoint(directory=str(tmp_path / resume / "tensors"), step=2)
+            settings = settings.model_copy(update={"resume": point})
+        settings.save()
+        return f"{name.split()[-1]}:{tmp_path / name}"
+
+    names = {f"{sharding} {ranks}": sharding for ranks in (1, 2, 4) for sharding in ("none", "fsdp2")}
+    runs = [run(name, sharding) for name, sharding in names.items()]
+    runs += [run("resumed 1", "none", "none 1"), run("sharded after 2", "fsdp2", "none 1")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path / "channel"), *runs], check=True, env=environment)
+
+    def adapter(name: str) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / name / "weights" / "step-000003" / "adapter" / "adapter_model.safetensors")
+
+    expected = adapter("none 1")
+    said = {name: json.loads((tmp_path / name / "said.json").read_text()) for name in names}
+    for name in [*names, "sharded after 2"]:
+        for tensor, found in adapter(name).items():
+            torch.testing.assert_close(found, expected[tensor], rtol=0, atol=1e-6)
+    for name in names:
+        torch.testing.assert_close(torch.tensor(said[name]), torch.tensor(said["none 1"]), rtol=1e-5, atol=1e-7)
+    assert all(torch.equal(found, expected[tensor]) for tensor, found in adapter("resumed 1").items())
