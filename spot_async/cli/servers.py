@@ -112,6 +112,10 @@ def forecast(
         int | None, typer.Option(min=1, help="begin no further problem once so many tokens were generated")
     ] = None,
     worth: Annotated[float, typer.Option(min=0.0, help="smallest gain in value a decision that counts as help")] = 0.01,
+    earlier: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="compute from an earlier forecast's file, and ask no server"),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.forecast.json beside CONFIG")
     ] = None,
@@ -124,29 +128,40 @@ def forecast(
     and which keys would change that. Writes a page and a file for programs. Budgets of the configuration hold.
     """
     from spot_async.checks.plan import plan_training
-    from spot_async.tools.forecast.results import check_output
-    from spot_async.tools.forecast.running import ForecastOptions, check_options, forecast_config, forecast_notes
+    from spot_async.tools.forecast import command
+    from spot_async.tools.forecast.results import check_output, read_forecast
+    from spot_async.tools.forecast.running import (
+        ForecastOptions,
+        check_measurement,
+        check_options,
+        forecast_config,
+        forecast_notes,
+    )
+    from spot_async.tools.scratch import working_directory
 
     output = output or config.with_name(f"{config.stem}.forecast.json")
     options = ForecastOptions(prompts, rollouts, probes, limit_tokens, worth)
     try:
         given = load_config(config, overrides or ())
         settings = forecast_config(given)
-        check_options(settings, options)
         check_output(output)
-        plan = plan_training(settings)
+        if earlier is not None:
+            measurement = read_forecast(earlier).measurement
+            check_measurement(settings, measurement)
+        else:
+            check_options(settings, options)
+            plan = plan_training(settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
 
-    from spot_async.tools.forecast import command
-    from spot_async.tools.scratch import working_directory
-
     try:
-        with working_directory(directory) as path:
-            command.run(
-                screen, settings, plan, path, options, notes=forecast_notes(given), name=config.stem, output=output,
-                overrides=overrides or (),
-            )  # fmt: skip
+        if earlier is None:
+            with working_directory(directory) as path:
+                measurement = command.measured_with_progress(screen, settings, plan, path, options)
+        command.show(
+            screen, settings, measurement, worth=worth, notes=forecast_notes(given), name=config.stem, output=output,
+            overrides=overrides or (),
+        )  # fmt: skip
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
         fail(cause, code=exit_code(cause))

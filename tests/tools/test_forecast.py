@@ -23,17 +23,24 @@ from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, Simu
 from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.forecast.forecast import make_forecast
-from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedCandidate, ProbedPosition
+from spot_async.tools.forecast.measurement import (
+    MeasuredPrompt,
+    Measurement,
+    PolicyKeys,
+    ProbedCandidate,
+    ProbedPosition,
+)
 from spot_async.tools.forecast.results import ForecastFile, check_output, read_forecast, write
 from spot_async.tools.forecast.running import (
     ForecastOptions,
     ProbingPolicy,
+    check_measurement,
     check_options,
     forecast_config,
     forecast_notes,
     measure_all,
+    measured_settings,
 )
-from spot_async.tools.forecast.sums import PolicyKeys
 from spot_async.tools.forecast.verdict import judge
 from spot_async.tools.forecast.view import forecast_page, terminal_tables
 
@@ -65,7 +72,7 @@ def measured_over(student, *, options=OPTIONS, at_once=3, prompts=8):
 
 
 def test_positions_and_candidates_are_those_that_the_policy_itself_selects_and_probes():
-    found, stages, progress = measured_over(SimulatedStudent())
+    (measured_prompts, notes), stages, progress = measured_over(SimulatedStudent())
     alone = stages_for(
         make_policy(SpotPolicy), simulated_vocabulary(), student=SimulatedStudent(), teacher=SimulatedTeacher(),
         verifier=SimulatedVerifier(),
@@ -75,7 +82,7 @@ def test_positions_and_candidates_are_those_that_the_policy_itself_selects_and_p
         (sample,) = await make_policy(SpotPolicy).supervise(prompt, alone.for_prompt(prompt))
         return sample
 
-    for prompt, measured in zip(simulated_prompts(8), found.prompts, strict=True):
+    for prompt, measured in zip(simulated_prompts(8), measured_prompts, strict=True):
         sample = run_on_virtual_time(supervise(prompt))
         branches = sample.record["branches"]
         assert [each.position for each in measured.positions] == sample.record["selected_positions"]
@@ -91,14 +98,14 @@ def test_positions_and_candidates_are_those_that_the_policy_itself_selects_and_p
         assert measured.teacher_outcome in (0.0, 1.0)
     assert stages.teacher_response.counters.completed == 8
     assert progress == [(done, 8) for done in range(1, 9)]
-    assert found.notes == []
+    assert notes == []
 
 
 def test_a_budget_ends_the_measurement_and_what_was_measured_is_kept():
     options = ForecastOptions(prompts=8, rollouts=3, probes=5, limit_tokens=1, worth=0.01)
-    limited, _, _ = measured_over(SimulatedStudent(), options=options, at_once=2)
-    assert [each.problem_id for each in limited.prompts] == ["p0", "p1"]
-    assert limited.notes == ["2 of 8 prompts were measured within --limit-tokens 1"]
+    (limited, notes), _, _ = measured_over(SimulatedStudent(), options=options, at_once=2)
+    assert [each.problem_id for each in limited] == ["p0", "p1"]
+    assert notes == ["2 of 8 prompts were measured within --limit-tokens 1"]
 
     class Broke(SimulatedStudent):
         asked = itertools.count()
@@ -108,9 +115,9 @@ def test_a_budget_ends_the_measurement_and_what_was_measured_is_kept():
                 raise BudgetSpentError("student.backend.budget is spent")
             return await super().generate(*request, **more)
 
-    spent, _, _ = measured_over(Broke())
-    assert 0 < len(spent.prompts) < 8
-    assert "student.backend.budget is spent. Those with short responses finish first" in spent.notes[0]
+    (spent, notes), _, _ = measured_over(Broke())
+    assert 0 < len(spent) < 8
+    assert "student.backend.budget is spent. Those with short responses finish first" in notes[0]
 
 
 def test_a_prompt_whose_requests_fail_is_left_out_and_told_and_if_all_do_that_is_the_error():
@@ -122,9 +129,9 @@ def test_a_prompt_whose_requests_fail_is_left_out_and_told_and_if_all_do_that_is
                 raise PermanentError("no")
             return await super().generate(prompt_ids, *request, **more)
 
-    found, _, _ = measured_over(Refusing())
-    assert [each.problem_id for each in found.prompts] == [f"p{n}" for n in range(8) if n != 4]
-    assert found.notes == ["1 prompt left out, whose requests failed: no"]
+    (found, notes), _, _ = measured_over(Refusing())
+    assert [each.problem_id for each in found] == [f"p{n}" for n in range(8) if n != 4]
+    assert notes == ["1 prompt left out, whose requests failed: no"]
     nobody = Refusing()
     nobody.refused = 0
     with pytest.raises(PermanentError, match="no"):
@@ -238,15 +245,22 @@ def test_of_fewer_positions_those_of_the_best_scores_count():
     assert one.gain.value > 1.9 * found.figures["gain"].value
 
 
-def file_of(forecast, **changes):
-    fields = {"name": "run", "measured": "2026-11-23T12:00+00:00", "overrides": [], "worth": 0.01, "notes": [],
-              "verdict": judge(forecast, 0.01), "forecast": forecast, "prompts": []}  # fmt: skip
+def measurement_of(prompts, **changes):
+    settings = measured_settings(forecast_config(config_from(RUN)))
+    fields = {"when": "2026-11-23T12:00+00:00", "settings": settings, "keys": KEYS, "rollouts": 8, "probes": 16,
+              "notes": [], "prompts": prompts}  # fmt: skip
+    return Measurement(**{**fields, **changes})
+
+
+def file_of(forecast, prompts=(), **changes):
+    fields = {"name": "run", "overrides": [], "worth": 0.01, "notes": [], "verdict": judge(forecast, 0.01),
+              "forecast": forecast, "measurement": measurement_of(list(prompts))}  # fmt: skip
     return ForecastFile(**{**fields, **changes})
 
 
 def test_what_is_written_is_read_back_and_no_file_of_someone_else_is_written_over(tmp_path):
     prompts = prompts_of((0.1, 0.9, 0.1, 0.9))
-    found = file_of(make_forecast(prompts, KEYS, rollouts=8, probes=16), prompts=prompts)
+    found = file_of(make_forecast(prompts, KEYS, rollouts=8, probes=16), prompts)
     path = tmp_path / "run.forecast.json"
     check_output(path)
     write(found, path, "page")
@@ -310,6 +324,39 @@ def test_what_cannot_be_forecast_is_refused_before_anything_starts(changes, said
         check_options(forecast_config(config_from({**RUN, **changes})), OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy": {"kind": "spot", "gamma": 4.0, "beta": 2.0, "probes": 2, "gate": False}}, None),
+        ({"policy": {"kind": "spot", "positions": 1, "probe_top_k": 2}}, None),
+        ({"policy": {"kind": "spot", "positions": 3}}, r"policy\.positions=3: only 2 were measured"),
+        ({"policy": {"kind": "spot", "score_variant": "HG"}}, r"--from: measured with policy\.score_variant=Full"),
+        ({"student": {"model": "other"}}, r"--from: measured with student\.model=s, and here it is other"),
+        ({"policy": {"kind": "spot", "probes": 16}}, r"--probes 16: must be above policy\.probes=16"),
+    ],
+)
+def test_an_earlier_measurement_serves_other_keys_but_nothing_that_decides_what_is_measured(changes, said):
+    config = forecast_config(config_from({**RUN, **changes}))
+    if said is None:
+        check_measurement(config, measurement_of([]))
+    else:
+        with pytest.raises(ConfigError, match=said):
+            check_measurement(config, measurement_of([]))
+
+
+def test_tiers_have_figures_of_their_own():
+    easy, hard = prompts_of((0.0, 1.0, 0.0, 0.0), prompts=20), prompts_of((0.0,) * 4, prompts=30)
+    both = [*(msgspec.structs.replace(each, tier="easy") for each in easy),
+            *(msgspec.structs.replace(each, tier="hard") for each in hard)]  # fmt: skip
+    found = make_forecast(both, KEYS, rollouts=8, probes=16)
+    alone = make_forecast(easy, KEYS, rollouts=8, probes=16)
+    assert [(row.tier, row.prompts) for row in found.by_tier] == [("easy", 20), ("hard", 30)]
+    assert found.by_tier[0].settled_gain == alone.figures["settled_gain"]
+    assert found.by_tier[1].settled_gain.value == 0.0
+    assert "By tier" in Tags(forecast_page(file_of(found))).text
+    assert alone.by_tier == []
+
+
 @pytest.mark.long
 def test_forecast_measures_real_servers(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -318,6 +365,14 @@ def test_forecast_measures_real_servers(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["forecast", "configs/quickstart.yaml", *options])
     assert done.exit_code == 0, done.output
     found = read_forecast(output)
-    assert (len(found.prompts), found.forecast.positions) == (6, 12)
+    assert (len(found.measurement.prompts), found.forecast.positions) == (6, 12)
     assert found.verdict.sentence in " ".join(done.output.split())
     assert "Gain a decision by gamma" in output.with_suffix(".html").read_text()
+
+    other = ["forecast", "configs/quickstart.yaml", "policy.gamma=4", "--from", str(output), "-o"]
+    done = CliRunner().invoke(app, [*other, str(tmp_path / "other.json")])
+    assert done.exit_code == 0, done.output
+    again = read_forecast(tmp_path / "other.json")
+    assert again.measurement == found.measurement
+    (same,) = (row for row in found.forecast.by_keys if row.changes == {"gamma": 4.0})
+    assert again.forecast.figures["settled_gain"] == same.settled_gain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,41 +14,43 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.spending.account import FREE
 from spot_async.tools.forecast.forecast import make_forecast
+from spot_async.tools.forecast.measurement import Measurement
 from spot_async.tools.forecast.results import ForecastFile, write
-from spot_async.tools.forecast.running import ForecastOptions, Measured, measure, policy_keys
+from spot_async.tools.forecast.running import ForecastOptions, measure, policy_keys
 from spot_async.tools.forecast.verdict import judge
 from spot_async.tools.forecast.view import OUTCOME_STYLES, forecast_page, terminal_tables
 
 
-def run(
+def show(
     screen: Console,
     config: Config,
-    plan: TrainPlan,
-    directory: Path,
-    options: ForecastOptions,
+    measurement: Measurement,
     *,
+    worth: float,
     notes: Sequence[str],
     name: str,
     output: Path,
     overrides: Sequence[str],
 ) -> None:
-    """Forecast, and show and write the results. Raises what `measure` raises, and DataError for files."""
-    measured = measured_with_progress(screen, config, plan, directory, options)
+    """Compute the forecast, show it, and write the file and the page. Raises DataError if they cannot be written."""
     prices = getattr(config.student.backend, "prices", None) or FREE
     with screen.status("computing"):
         forecast = make_forecast(
-            measured.prompts, policy_keys(config), rollouts=options.rollouts, probes=options.probes, prices=prices
+            measurement.prompts,
+            policy_keys(config),
+            rollouts=measurement.rollouts,
+            probes=measurement.probes,
+            prices=prices,
         )
-    verdict = judge(forecast, options.worth)
+    verdict = judge(forecast, worth)
     found = ForecastFile(
         name=name,
-        measured=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
         overrides=list(overrides),
-        worth=options.worth,
+        worth=worth,
         verdict=verdict,
-        notes=[*notes, *measured.notes],
+        notes=[*notes, *measurement.notes],
         forecast=forecast,
-        prompts=measured.prompts,
+        measurement=measurement,
     )
     for table in terminal_tables(forecast):
         screen.print(table)
@@ -64,7 +65,7 @@ def run(
 
 def measured_with_progress(
     screen: Console, config: Config, plan: TrainPlan, directory: Path, options: ForecastOptions
-) -> Measured:
+) -> Measurement:
     """Measure, with a bar of the prompts that are finished."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip

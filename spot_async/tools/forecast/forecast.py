@@ -15,9 +15,8 @@ from spot_async.spending.account import FREE
 from spot_async.spending.prices import PER_MILLION, Prices
 from spot_async.tools.forecast import values
 from spot_async.tools.forecast.estimates import Estimate, Sums, estimate, ratio
-from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedPosition
+from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
 from spot_async.tools.forecast.sums import (
-    PolicyKeys,
     Positions,
     best,
     decision_sums,
@@ -41,6 +40,18 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 
     share: float
     value: Estimate | None
+
+
+class TierRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The problems of one tier."""
+
+    tier: str
+    prompts: int
+    student_accuracy: Estimate | None
+    value_variance: Estimate | None
+    kept_share: Estimate | None
+    gain: Estimate | None
+    settled_gain: Estimate | None
 
 
 class GammaRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +97,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     figures: dict[str, Estimate | None]
     by_teacher_rank: list[RankRow]
     by_student_rank: list[RankRow]
+    by_tier: list[TierRow]  # empty where problems have no tiers
     by_gamma: list[GammaRow]
     by_beta: list[BetaRow]
     by_keys: list[KeyRow]
@@ -120,6 +132,7 @@ def make_forecast(
         },
         by_teacher_rank=rank_rows(positions, positions.prior, np.arange(positions.prior.shape[-1])),
         by_student_rank=student_rank_rows(positions),
+        by_tier=tier_rows(measured, keys),
         by_gamma=gamma_rows(positions, keys),
         by_beta=[
             BetaRow(
@@ -220,6 +233,28 @@ def student_rank_rows(positions: Positions) -> list[RankRow]:
     """Return a row for each rank among the candidates by the student's probability, where that is known."""
     some = positions.where(positions.student_is_known)
     return rank_rows(some, some.student_shares, np.argsort(-some.student_shares, axis=-1, kind="stable"))
+
+
+def tier_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list[TierRow]:
+    """Return the main figures of each tier, in alphabetical order."""
+    rows = []
+    for tier in sorted({prompt.tier for prompt in measured if prompt.tier is not None}):
+        prompts = [prompt for prompt in measured if prompt.tier == tier]
+        positions = positions_of(prompts, keys)
+        variance = values.value_variance(positions.prior, positions.correct, positions.judged)
+        sums = rollout_sums(prompts) | decision_sums(positions, keys) | {"variance": positions.per_prompt(variance)}
+        rows.append(
+            TierRow(
+                tier=tier,
+                prompts=len(prompts),
+                student_accuracy=estimate(sums, ratio("correct", "judged"), least=0.0, most=1.0),
+                value_variance=estimate(sums, ratio("variance", "positions")),
+                kept_share=estimate(sums, ratio("kept", "positions"), least=0.0, most=1.0),
+                gain=estimate(sums, ratio("gain", "positions")),
+                settled_gain=estimate(sums, partial(settled_gain, keys)),
+            )
+        )
+    return rows
 
 
 def gamma_rows(positions: Positions, keys: PolicyKeys) -> list[GammaRow]:

@@ -17,6 +17,21 @@ from spot_async.protocols import Policy, PromptStages
 from spot_async.types import Prompt, Verdict
 
 
+class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of `policy` that a forecast depends on, and that it varies."""
+
+    gamma: float
+    beta: float
+    positions: int
+    probe_top_k: int
+    probes: int
+    gate: bool
+
+    @property
+    def probes_per_prompt(self) -> int:
+        return self.positions * self.probe_top_k * self.probes
+
+
 class ProbedCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """One of the teacher's candidates at a position, in the order of the teacher's probabilities."""
 
@@ -41,6 +56,7 @@ class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """What one prompt showed. Outcomes are 1 or 0; None without a verdict."""
 
     problem_id: str
+    tier: str | None = None
     prompt_tokens: int
     rollout_tokens: list[int]  # of each rollout; the first is the one that was probed
     outcomes: list[float | None]  # of each rollout
@@ -48,6 +64,18 @@ class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     positions: list[ProbedPosition]
     probe_requests: int
     probe_tokens: int
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that was measured, from which forecasts for other keys can be computed too."""
+
+    when: str  # in ISO 8601 with the time zone
+    settings: dict[str, Any]  # by dotted key, those that decide what is measured
+    keys: PolicyKeys  # of the run whose positions and candidates were probed
+    rollouts: int  # for each prompt
+    probes: int  # for each candidate
+    notes: list[str]  # why there is less than was wanted, and what was spent
+    prompts: list[MeasuredPrompt]
 
 
 async def measure_prompt(
@@ -74,6 +102,7 @@ async def measure_prompt(
     (sample,) = samples
     return MeasuredPrompt(
         problem_id=prompt.problem.id,
+        tier=prompt.problem.tier,
         prompt_tokens=len(prompt.token_ids),
         rollout_tokens=[len(sample.record["response_ids"]), *(tokens for tokens, _ in others)],
         outcomes=[Verdict(sample.record["verdict"]).reward, *(reward for _, reward in others)],

@@ -8,7 +8,7 @@ import msgspec
 
 from spot_async.errors import ConfigError, DataError
 from spot_async.tools.forecast.forecast import Forecast
-from spot_async.tools.forecast.measurement import MeasuredPrompt
+from spot_async.tools.forecast.measurement import Measurement
 from spot_async.tools.forecast.verdict import Verdict
 
 FORMAT = 1  # raised when the file can no longer be read as before
@@ -19,13 +19,12 @@ class ForecastFile(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     name: str  # of the configuration
-    measured: str  # when, in ISO 8601 with the time zone
     overrides: list[str]
     worth: float
     verdict: Verdict
     notes: list[str]
     forecast: Forecast
-    prompts: list[MeasuredPrompt]
+    measurement: Measurement
 
 
 def read_forecast(path: Path) -> ForecastFile:

@@ -5,29 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from spot_async.tools.forecast import values
-from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedPosition
+from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
 from spot_async.types import BoolArray, Float64Array, Int64Array
 
 CERTAIN_GAMMA = 64.0  # so large that the target is the prior over the best candidates
-
-
-class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `policy` that a forecast depends on, and that it varies."""
-
-    gamma: float
-    beta: float
-    positions: int
-    probe_top_k: int
-    probes: int
-    gate: bool
-
-    @property
-    def probes_per_prompt(self) -> int:
-        return self.positions * self.probe_top_k * self.probes
 
 
 @dataclass(frozen=True)

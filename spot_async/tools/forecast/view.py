@@ -10,7 +10,7 @@ from rich.text import Text
 
 from spot_async.base.text import visible
 from spot_async.tools.forecast.estimates import Estimate
-from spot_async.tools.forecast.forecast import Forecast, KeyRow, RankRow
+from spot_async.tools.forecast.forecast import Forecast, KeyRow, RankRow, TierRow
 from spot_async.tools.forecast.results import ForecastFile
 from spot_async.tools.forecast.verdict import ends, words
 from spot_async.tools.inspect.plots import Plot, Section
@@ -20,6 +20,7 @@ from spot_async.tools.pages.series import Series, short_number
 from spot_async.tools.pages.templates import templates
 
 HEADINGS = ("figure", "estimate", "± SE", "95 % interval", "what it is")
+TIER_HEADINGS = ("tier", "prompts", "student", "Var_p(V)", "kept", "gain", "reached", "95 % interval")
 KEY_HEADINGS = ("keys of policy", "gain", "kept", "reached", "95 % interval", "probes")
 OUTCOME_STYLES = {"helps": "bold green", "cannot help": "bold red", "unclear": "bold yellow"}
 SHARE, PLAIN = "share", "plain"
@@ -79,18 +80,29 @@ def interval(each: Estimate, kind: str) -> str:
 
 
 def key_row(row: KeyRow) -> tuple[str, ...]:
+    return (
+        words(row).replace("policy.", "") or "as configured",
+        *gain_cells(row),
+        str(row.probes_per_prompt),
+    )
+
+
+def tier_row(row: TierRow) -> tuple[str, ...]:
+    variance = "–" if row.value_variance is None else short_number(row.value_variance.value)
+    accuracy = "–" if row.student_accuracy is None else f"{row.student_accuracy.value:.0%}"
+    kept, gain, *reached = (gain_cells(row)[i] for i in (1, 0, 2, 3))
+    return visible(row.tier), str(row.prompts), accuracy, variance, kept, gain, *reached
+
+
+def gain_cells(row: KeyRow | TierRow) -> tuple[str, str, str, str]:
+    """Return the gain, the share that B+ keeps, the gain that is reached, and the interval of this."""
+
     def share(each: Estimate | None) -> str:
         return "–" if each is None else f"{100 * each.value:.2f} %"
 
+    kept = "–" if row.kept_share is None else f"{row.kept_share.value:.0%}"
     reached = row.settled_gain
-    return (
-        words(row).replace("policy.", "") or "as configured",
-        share(row.gain),
-        "–" if row.kept_share is None else f"{row.kept_share.value:.0%}",
-        share(reached),
-        "–" if reached is None else ends(reached),
-        str(row.probes_per_prompt),
-    )
+    return share(row.gain), kept, share(reached), "–" if reached is None else ends(reached)
 
 
 def terminal_tables(found: Forecast) -> list[Table]:
@@ -104,6 +116,8 @@ def terminal_tables(found: Forecast) -> list[Table]:
         tables.append(
             _table("Value by rank of the candidate", ("rank", "by teacher", "share", "by student", "share"), ranks)
         )
+    if found.by_tier:
+        tables.append(_table("By tier", TIER_HEADINGS, [tier_row(row) for row in found.by_tier]))
     tables.append(_table("With other keys", KEY_HEADINGS, [key_row(row) for row in found.by_keys]))
     return tables
 
@@ -231,6 +245,8 @@ def forecast_page(found: ForecastFile) -> str:
             found=found,
             headings=HEADINGS,
             groups=groups,
+            tier_headings=TIER_HEADINGS,
+            tier_rows=[tier_row(row) for row in found.forecast.by_tier],
             key_headings=KEY_HEADINGS,
             key_rows=[key_row(row) for row in found.forecast.by_keys],
             sections=sections(found.forecast),
