@@ -111,8 +111,8 @@ def reasons(forecast: Forecast) -> Iterator[str]:
         )
     if value is not None and most is not None:
         yield (
-            f"Always taking the best candidate would bring {points(most)} points over the prior's "
-            f"{100 * value.value:.1f}. No gamma can bring more."
+            f"Always taking the best candidate, as far as probes show it, would bring {points(most)} points over the "
+            f"prior's {100 * value.value:.1f}. No gamma can bring more."
         )
     if prior_gain is not None and prior_gain.low > 0:
         yield (
@@ -195,8 +195,13 @@ def expected(row: KeyRow) -> str:
 
 def points(estimate: Estimate, *, sign: int = 1) -> str:
     """Return a gain in percentage points, with its standard error."""
-    return f"{100 * sign * estimate.value:.2g} ± {100 * estimate.standard_error:.2g}"
+    return f"{_points(sign * estimate.value)} ± {_points(estimate.standard_error)}"
 
 
 def ends(estimate: Estimate) -> str:
-    return f"{100 * estimate.low:.2g} to {100 * estimate.high:.2g}"
+    return f"{_points(estimate.low)} to {_points(estimate.high)}"
+
+
+def _points(share: float) -> str:
+    """Return a share in percentage points, without the rounding errors of what is 0."""
+    return f"{round(100 * share, 9) + 0.0:.2g}"

@@ -98,7 +98,7 @@ def gain_cells(row: KeyRow | TierRow) -> tuple[str, str, str, str]:
     """Return the gain, the share that B+ keeps, the gain that is reached, and the interval of this."""
 
     def share(each: Estimate | None) -> str:
-        return "–" if each is None else f"{100 * each.value:.2f} %"
+        return "–" if each is None else f"{round(100 * each.value, 9) + 0.0:.2f} %"
 
     kept = "–" if row.kept_share is None else f"{row.kept_share.value:.0%}"
     reached = row.settled_gain
@@ -205,7 +205,8 @@ def position_section(found: Forecast) -> Section:
     """Return plots of what the score selects."""
     if not found.positions:
         return Section("Selected positions", ())
-    parts = {PART_LABELS.get(name, visible(name)): mean for name, mean in found.score_parts.items()}
+    labels = {name: PART_LABELS.get(name, visible(name)).partition(" (")[0] for name in found.score_parts}
+    parts = {labels[name]: mean for name, mean in found.score_parts.items()}
     names = [f"“{visible(row.token)}”".replace("\n", "⏎") for row in found.tokens]
     shares = [count / found.positions for count in found.places]
     edges = [100 * i // len(found.places) for i in range(len(found.places) + 1)]
