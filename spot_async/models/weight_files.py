@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -38,17 +37,17 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def parameter_count(directory: Path) -> int:
-    """Return how many numbers the directory's weights have, from the headers of its files. Raises `DataError`."""
-    count = 0
+def weight_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the directory's weights by name, from the headers of its files. Raises `DataError`."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(directory):
         try:
             with path.open("rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            count += sum(math.prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
+            shapes |= {name: tuple(each["shape"]) for name, each in header.items() if name != "__metadata__"}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
             raise DataError(f"{path}: is no safetensors file: {error}") from error
-    return count
+    return shapes
 
 
 @contextlib.contextmanager

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
+from spot_async.config import LoraConfig
+from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError
-from spot_async.models.weight_files import parameter_count
+from spot_async.models.weight_files import weight_shapes
 from spot_async.run_directory.manifest import CheckpointFile
 
 # A parameter and its two moments, in float32.
 BYTES_OF_PARAMETER = 12
 
 
-def bytes_of_first(student: Path) -> int:
+def bytes_of_first(student: Path, lora: LoraConfig | None) -> int:
     """Return what the first checkpoint of a student takes; 0 if its weights are in files that are no safetensors."""
-    with suppress(DataError):
-        return BYTES_OF_PARAMETER * parameter_count(student)
-    return 0
+    try:
+        shapes = weight_shapes(student)
+    except DataError:
+        return 0
+    if lora is None:
+        return BYTES_OF_PARAMETER * sum(map(math.prod, shapes.values()))
+    ends = tuple(f".{each}.weight" for each in TARGETS[lora.targets])
+    return BYTES_OF_PARAMETER * lora.rank * sum(sum(shape) for name, shape in shapes.items() if name.endswith(ends))
 
 
 def bytes_of(files: tuple[CheckpointFile, ...]) -> int:

@@ -303,7 +303,7 @@ class TrainingRun:
             iterations=self._plan.schedule.iterations,
             beginning=self._part.beginning,
             ledger=self._ledger,
-            expected_bytes=bytes_of_first(self._plan.student.directory),
+            expected_bytes=bytes_of_first(self._plan.student.directory, self._config.training.lora),
         )
         return make_orchestrator(
             self._config,

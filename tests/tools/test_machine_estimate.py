@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from spot_async.config import LoraConfig
 from spot_async.tools.estimate.device_memory import GIB, per_device, server_on, trainer_memory
 from spot_async.tools.estimate.model_size import size_of
 from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
@@ -157,6 +158,25 @@ def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
     outer, layer = 155_583_488, 15_730_944
     assert rank.copies == pytest.approx((8 * outer + 10 * layer) / 2**30)
     assert rank.activations == pytest.approx(1_000 * (28 * 2 * 1_024 + 71_680) / 2**30)
+
+
+def test_with_lora_a_rank_holds_frozen_weights_in_their_type_and_sixteen_bytes_for_each_number_that_is_trained():
+    def rank(**choices):
+        return trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, **choices)
+
+    # 28 layers: q and o 1,024 + 2,048, k and v 1,024 + 1,024, three of 1,024 + 3,072, each 16 times.
+    adapters = 28 * 16 * (2 * 3_072 + 2 * 2_048 + 3 * 4_096)
+    memory = rank(is_bfloat16=True, lora=LoraConfig(rank=16))
+    assert memory.weights == pytest.approx((2 * 596_049_920 + 4 * adapters) / 2**30)
+    assert memory.gradients == memory.optimiser / 2 == pytest.approx(4 * adapters / 2**30)
+    assert memory.copies == pytest.approx(2 * adapters / 2**30)
+    attention = rank(is_bfloat16=False, lora=LoraConfig(rank=16, targets="attention"))
+    assert attention.weights == pytest.approx((4 * 596_049_920 + 4 * 28 * 16 * 10_240) / 2**30)
+    assert attention.copies == 0
+    sharded = rank(is_bfloat16=True, shards=4, lora=LoraConfig(rank=16))
+    assert sharded.weights == pytest.approx(memory.weights / 4)
+    outer, layer = 155_583_488, 15_730_944
+    assert sharded.copies == pytest.approx((2 * outer + 4 * layer + 6 * adapters / 28) / 2**30)
 
 
 def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settings(tmp_path, monkeypatch):

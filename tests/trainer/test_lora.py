@@ -19,8 +19,9 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from spot_async.base import wire
-from spot_async.config import TrainingConfig
+from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.errors import DataError, TrainerError
+from spot_async.run_directory.room import bytes_of_first
 from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.lora import AdaptedLinear
 from spot_async.trainer.messages import Batch
@@ -197,6 +198,8 @@ def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
     straight._saver.wait()
     (file,) = (tmp_path / "tensors").iterdir()
     assert sum("lora_" not in name for name in load_file(file)) == 2  # the step and the random state
+    numbers = sum(each.numel() for each in trained(straight).values())
+    assert bytes_of_first(student, LoraConfig(**LORA)) == 12 * numbers
     resumed = make_trainer(student, tmp_path / "resumed", **choices)
     load_checkpoint(tmp_path / "tensors", 2, resumed.model, resumed._optimizer, resumed._strategy)
     resumed.step = 2

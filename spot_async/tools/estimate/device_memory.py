@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spot_async.config import LoraConfig
+from spot_async.config.lora import TARGETS
 from spot_async.tools.estimate.model_size import ModelSize, Precision
 
 GIB = float(1 << 30)
@@ -48,22 +50,29 @@ def trainer_memory(
     is_bfloat16: bool,
     shards: int | None = None,
     is_recomputed: bool = False,
+    lora: LoraConfig | None = None,
 ) -> TrainerMemory:
-    """Return what one trainer rank needs.
+    """Return what one trainer rank needs. With `lora` activations are counted as without, which is a little too much.
 
     `longest_tokens` matters since a sequence longer than `micro_batch_tokens` is a micro-batch by itself. `shards` is
     how many ranks hold a part each; None if each holds the whole student.
     """
     tokens = max(micro_batch_tokens, longest_tokens)
-    state = {name: size * student.parameters / (shards or 1) / GIB for name, size in STATE_BYTES.items()}
     width = 2 if is_bfloat16 else 4
+    trained, frozen, trained_of_layer = student.parameters, 0, student.layer_parameters
+    if lora is not None:
+        trained_of_layer = student.adapter_parameters(lora.rank, TARGETS[lora.targets])
+        trained, frozen = student.layers * trained_of_layer, student.parameters
+    state = {name: size * trained / (shards or 1) / GIB for name, size in STATE_BYTES.items()}
+    state["weights"] += width * frozen / (shards or 1) / GIB
+    trained_outside = 0 if lora is not None else student.outer_parameters
     if shards is not None:
         # Gradients are whole before they are summed over ranks: those of the outer parameters and of a layer, with
         # float32 copies.
         gathered = student.outer_parameters + GATHERED_LAYERS * student.layer_parameters
-        copies = width * gathered + (width + 4) * (student.outer_parameters + student.layer_parameters)
+        copies = width * gathered + (width + 4) * (trained_outside + trained_of_layer)
     else:
-        copies = width * student.parameters if is_bfloat16 else 0
+        copies = width * trained if is_bfloat16 else 0
     precision: Precision = "float32" if not is_bfloat16 else "autocast" if shards is None else "bfloat16"
     per_token = student.activation_bytes_per_token(precision, is_recomputed=is_recomputed)
     return TrainerMemory(**state, copies=copies / GIB, activations=tokens * per_token / GIB)

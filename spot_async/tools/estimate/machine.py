@@ -126,6 +126,7 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
         is_bfloat16=training.dtype == "bfloat16",
         shards=training.ranks if training.sharding == "fsdp2" else None,
         is_recomputed=training.recompute_layers,
+        lora=training.lora,
     )
 
 

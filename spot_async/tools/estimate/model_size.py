@@ -5,7 +5,7 @@ It is exact for decoders like Qwen2, Qwen3, Llama and Mistral, and refuses other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -62,6 +62,17 @@ class ModelSize:
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.outer_parameters
+
+    def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
+        """Return the parameters of a layer's adapters. `targets` are of `config.lora.TARGETS`."""
+        widths = {
+            "q_proj": self.hidden + self.queries,
+            "k_proj": self.hidden + self.keys,
+            "v_proj": self.hidden + self.keys,
+            "o_proj": self.queries + self.hidden,
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden + self.feed_forward),
+        }
+        return rank * sum(widths[each] for each in targets)
 
     @property
     def cache_bytes_per_token(self) -> int:
