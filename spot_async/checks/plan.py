@@ -23,6 +23,7 @@ from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
+from spot_async.models.adapted import check_targets
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, read_model, softmax_width
 from spot_async.models.vocabulary import stop_token_ids
@@ -81,6 +82,8 @@ def plan_training(config: Config) -> TrainPlan:
     common = CommonVocabulary({role: model.vocab_size for role, model in {"student": student, **others}.items()})
     _check_ends(common, {"student": student, **others})
     _check_context(config, {"student": student, **others})
+    if config.training.lora is not None:
+        check_targets(student.directory, config.training.lora)
     policy = make_policy(config, teacher or student, common)
     _check_roles(config, policy.needs)
     is_summing = sums_ends(config, policy.needs, student, teacher)

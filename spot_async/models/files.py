@@ -71,6 +71,11 @@ def _text_config(role: str, directory: Path) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
+        if (directory / "adapter_config.json").is_file():
+            raise DataError(
+                f"{role}.model: {directory} holds an adapter, and no whole model: give the directory of the model that "
+                "it is merged into, as a run's `student` is"
+            ) from None
         said = f"{role}.model: {directory} has no config.json, so it is no Hugging Face model directory"
         raise DataError(said) from None
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from spot_async.config import LoraConfig
-from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError
+from spot_async.models.adapted import adapted_weights
 from spot_async.models.weight_files import weight_shapes
 from spot_async.run_directory.manifest import CheckpointFile
 
@@ -24,8 +24,7 @@ def bytes_of_first(student: Path, lora: LoraConfig | None) -> int:
         return 0
     if lora is None:
         return BYTES_OF_PARAMETER * sum(map(math.prod, shapes.values()))
-    ends = tuple(f".{each}.weight" for each in TARGETS[lora.targets])
-    return BYTES_OF_PARAMETER * lora.rank * sum(sum(shape) for name, shape in shapes.items() if name.endswith(ends))
+    return BYTES_OF_PARAMETER * lora.rank * sum(map(sum, adapted_weights(shapes, lora).values()))
 
 
 def bytes_of(files: tuple[CheckpointFile, ...]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import arguments, assert_refused, invoke
+from safetensors.numpy import load_file, save_file
 
 from spot_async.config.loading import load_config
 from spot_async.run_directory import room
@@ -114,6 +115,24 @@ def test_a_problem_line_that_cannot_be_used_is_named_by_number(tmp_path, refused
 
 def test_an_evaluation_that_would_never_be_due_is_one_line(refused):
     refused("evaluation={problems: examples/running_sum/data/heldout.jsonl, eval_every: 3}", "ends after iteration 2")
+
+
+def test_a_student_without_layers_to_adapt_and_an_adapter_in_place_of_a_model_are_one_line(
+    monkeypatch, tmp_path, refused
+):
+    model = tmp_path / "model"
+    shutil.copytree(EXAMPLE / "student", model)
+    weights = load_file(model / "model.safetensors")
+    other = {name.replace(".self_attn.", ".attn.").replace("_proj.", "_map."): each for name, each in weights.items()}
+    save_file(other, model / "model.safetensors")
+    overrides = [f"student.model={model}", "training.lora={targets: attention}"]
+    assert_refused(
+        invoke(monkeypatch, *arguments(tmp_path / "run", *overrides)),
+        f"training.lora.targets=attention: {model} has no layer q_proj, k_proj, v_proj, o_proj; matrices of its "
+        "layers: down_map, gate_map, k_map, o_map, q_map, up_map, v_map",
+    )
+    (model / "config.json").rename(model / "adapter_config.json")
+    refused(f"student.model={model}", f"student.model: {model} holds an adapter, and no whole model: give the dir")
 
 
 def test_responses_beyond_the_context_are_one_line(refused):
