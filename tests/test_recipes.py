@@ -288,6 +288,29 @@ def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, froz
     )  # rounded parts
 
 
+@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b"])
+def test_lora_fits_one_gpu_by_the_estimate_where_all_weights_of_the_larger_would_not(size, tmp_path, monkeypatch):
+    qwen = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
+    widths = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "tie_word_embeddings")
+    shapes = {
+        "Qwen3-0.6B-Base": (28, 1024, 3072, 16, True),
+        "Qwen3-1.7B-Base": (28, 2048, 6144, 16, True),
+        "Qwen3-4B-Base": (36, 2560, 9728, 32, True),
+        "Qwen3-8B": (36, 4096, 12288, 32, False),
+    }
+    configs = {name: qwen | dict(zip(widths, shape, strict=True)) for name, shape in shapes.items()}
+    monkeypatch.setattr(machine, "read_size", lambda directory: size_of(configs[directory.name]))
+    recipe = f"table1/qwen3-{size}-spot.yaml"
+
+    def estimate(*overrides):
+        config = load_config(with_servers(tmp_path, recipe, "lora.yaml"), [*here(recipe), *overrides])
+        return machine.estimate_machine(config, plan_training(config))
+
+    assert [each.device for each in estimate().devices] == [0]
+    assert machine.misfits(estimate()) == []
+    assert (machine.misfits(estimate("training.lora=null")) != []) == (size != "0.6b")
+
+
 @pytest.mark.parametrize(
     ("recipe", "servers"),
     [
