@@ -14,6 +14,7 @@ import yaml
 from conftest import StartServer, TinyModels
 
 from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.tools.forecast.results import read_forecast
 
 HERE = Path(__file__).parent
 ITERATIONS = 3
@@ -27,8 +28,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(folder: Path, models: TinyModels, problems: Path, student: Any, teacher: Any) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl of a run that ended well."""
+def write_config(folder: Path, models: TinyModels, problems: Path, student: Any, teacher: Any) -> Path:
     config = {
         "student": {"model": str(models.student), "backend": student},
         "teacher": {"model": str(models.teacher), "backend": teacher},
@@ -45,15 +45,26 @@ def train(folder: Path, models: TinyModels, problems: Path, student: Any, teache
         },
         "run": {"directory": str(folder / "run")},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def run(*arguments: str) -> None:
+    """Run a command of ours to a good end."""
     finished = subprocess.run(
-        [sys.executable, "-m", "spot_async", "train", str(folder / "config.yaml")],
+        [sys.executable, "-m", "spot_async", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert finished.returncode == 0, finished.stderr
+
+
+def train(folder: Path, models: TinyModels, problems: Path, student: Any, teacher: Any) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl of a run that ended well."""
+    run("train", str(write_config(folder, models, problems, student, teacher)))
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == ITERATIONS
     samples = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
@@ -99,3 +110,18 @@ def test_student_on_the_local_engine_and_a_teacher_on_sglang(
 ) -> None:
     started = {"kind": "sglang", "launch": sglang_launch.model_dump()}
     check(train(tmp_path, models, problems, {"kind": "local"}, started))
+
+
+def test_a_forecast_with_a_student_on_vllm_that_shows_only_the_top_of_its_distributions(
+    vllm_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    started = {"kind": "vllm", "launch": vllm_launch.model_dump()}
+    config = write_config(tmp_path, models, problems, started, {"kind": "local"})
+    run("forecast", str(config), "--prompts", "6", "--rollouts", "2", "--probes", "4")
+    found = read_forecast(tmp_path / "config.forecast.json")
+    assert len(found.measurement.prompts) == 6
+    positions = [position for prompt in found.measurement.prompts for position in prompt.positions]
+    assert len(positions) > 6
+    assert all(each.judged == 4 for position in positions for each in position.candidates)
+    assert any(each.student is not None for position in positions for each in position.candidates)
+    assert found.forecast.figures["gain"] is not None
