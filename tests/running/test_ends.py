@@ -182,7 +182,7 @@ def test_a_launcher_that_somebody_stopped_says_so_and_not_that_all_went_well(mon
     monkeypatch.setattr(launcher.TrainerSettings, "load", lambda path: settings)
     monkeypatch.setattr(launcher, "elastic_launch", lambda config, entrypoint: launch)
     monkeypatch.setattr(launcher.os, "environ", dict(os.environ))
-    assert launcher.main("settings", "channel") == 143
+    assert launcher.main(["settings", "channel"]) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM\n"
 
 
