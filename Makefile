@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-long test-nodes test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
+.PHONY: install quickstart test test-long test-nodes test-ray test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -38,6 +38,19 @@ test-long: install
 # Runs over several machines, which are network namespaces here, with all that may happen to them. Needs root.
 test-nodes: install
 	$(BIN)/python -m pytest -m nightly tests/running/test_several_nodes.py
+
+# Runs with servers on a Ray cluster of two network namespaces. Needs root. SPOT_RAY_PYTHON names an environment with
+# spot-async and ray that is installed already, to use in place of this target's own.
+SPOT_RAY_PYTHON ?=
+test-ray: install $(if $(SPOT_RAY_PYTHON),,.venv-ray/installed)
+	SPOT_RAY_PYTHON=$(or $(SPOT_RAY_PYTHON),$(CURDIR)/.venv-ray/bin/python) \
+	$(BIN)/python -m pytest -m nightly tests/running/test_ray.py
+
+.venv-ray/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-ray
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	touch $@
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models.
 test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
@@ -89,4 +102,4 @@ docs: install
 	$(BIN)/python -m spot_async.tools.config_docs > docs/configuration.md
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

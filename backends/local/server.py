@@ -48,7 +48,7 @@ class LocalLaunch(ProcessSettings):
     @pydantic.model_validator(mode="after")
     def _check_prefix(self) -> Self:
         if not self.is_elsewhere:
-            raise ValueError("prefix: required here: without launch the server starts on this machine")
+            raise ValueError("prefix: required here, or resources: without launch the server starts on this machine")
         return self
 
 

@@ -84,6 +84,12 @@ class LaunchSettings(ProcessSettings):
 
     @pydantic.model_validator(mode="after")
     def _check_devices(self) -> Self:
+        if self.resources and self.devices is not None:
+            raise ValueError("devices: Ray chooses the devices of a server with resources: remove one of them")
+        if self.resources and self.resources.get("GPU", 1) < self.tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices: set resources.GPU to that"
+            )
         given = None if self.devices is None else len(self.devices.split(","))
         if given is not None and 1 < self.tensor_parallel_size != given:
             raise ValueError(
@@ -94,7 +100,12 @@ class LaunchSettings(ProcessSettings):
 
 
 def check_installed(settings: ProcessSettings, section: str, package: str) -> None:
-    """Check that the server is installed, as `PluginSettings.check_installed`."""
+    """Check that the server is installed, as `PluginSettings.check_installed`.
+
+    Nothing is known yet of a node that Ray is to choose.
+    """
+    if settings.resources and not settings.prefix:
+        return
     try:
         installed_version(settings.model_copy(update={"python": settings.interpreter}), package)
     except ConfigError as error:
@@ -106,13 +117,14 @@ def check_together(launches: Sequence[LaunchSettings]) -> None:
 
     If several servers name a device, each must give its share, and the shares may sum to at most 1. Which devices the
     machine has is not known here. So servers pass if none of them names a device. Those of another prefix are taken to
-    run on another machine.
+    run on another machine, and Ray gives those that it places their own devices.
     """
     ports = [(each.host, each.port) for each in launches if each.port is not None]
     if twice := sorted({port for host, port in ports if ports.count((host, port)) > 1}):
         raise ValueError(f"port={twice[0]} is given twice: give each server a port of its own, or none for free ones")
-    for prefix in dict.fromkeys(tuple(each.prefix) for each in launches):
-        _check_devices_of([each for each in launches if tuple(each.prefix) == prefix])
+    chosen = [each for each in launches if not each.resources]
+    for prefix in dict.fromkeys(tuple(each.prefix) for each in chosen):
+        _check_devices_of([each for each in chosen if tuple(each.prefix) == prefix])
 
 
 def _check_devices_of(launches: Sequence[LaunchSettings]) -> None:
@@ -201,6 +213,8 @@ class LaunchedServer:
     async def __aenter__(self) -> Self:
         """Start the server. Raises `ConfigError` for an interpreter, package or port that cannot be used."""
         section = f"{self._role}.backend.launch"
+        if self._settings.resources and not self._settings.prefix:
+            raise ConfigError(f"{section}.resources: this command places no servers: train, eval and doctor do")
         self._settings.check_machine(section)
         async with contextlib.AsyncExitStack() as stack:
             start = self._start_there if self._settings.is_elsewhere else self._start_here

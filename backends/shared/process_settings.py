@@ -29,6 +29,11 @@ class ProcessSettings(Section):
         description="command that runs another command where the server belongs, such as `[ssh, node2]`, "
         "`[srun, --overlap, -N1, -n1, -w, node2]` or `[docker, run, --rm, -i, IMAGE]`; default: this machine",
     )
+    resources: dict[str, PositiveFloat] = Field(
+        {},
+        description="with `cluster.kind: ray`: what the server takes of a node, by Ray's names, such as "
+        "`{GPU: 1, CPU: 4}`; Ray chooses the node",
+    )
     host: str = Field(
         LOOPBACK,
         min_length=1,
@@ -56,7 +61,11 @@ class ProcessSettings(Section):
 
     @pydantic.model_validator(mode="after")
     def _check_place(self) -> Self:
-        if not self.prefix:
+        if self.resources:
+            for name in ("prefix", "host"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: Ray chooses the node of a server with resources: remove one of them")
+        elif not self.prefix:
             for name in ("host", "pass_environment"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(
@@ -70,8 +79,8 @@ class ProcessSettings(Section):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a prefix starts the server, perhaps on another machine."""
-        return bool(self.prefix)
+        """Whether a prefix or Ray starts the server, perhaps on another machine."""
+        return bool(self.prefix or self.resources)
 
     @property
     def address(self) -> str:

@@ -36,6 +36,7 @@ from spot_async.config.schema import (
     TrainingConfig,
     WandbConfig,
     nearest_divisor,
+    resources_of,
 )
 
 __all__ = [
@@ -74,4 +75,5 @@ __all__ = [
     "backend_section",
     "leaves",
     "nearest_divisor",
+    "resources_of",
 ]

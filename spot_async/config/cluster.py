@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Literal, Self
+
+import pydantic
 from pydantic import Field
 
 from spot_async.config.base import PositiveFloat, PositiveInt, Section
@@ -10,16 +13,26 @@ from spot_async.config.base import PositiveFloat, PositiveInt, Section
 class ClusterConfig(Section):
     """The machines (nodes) that the trainer's ranks are spread over. Each runs the same command.
 
-    What is not given is taken from the scheduler's environment variables (docs/distributed.md).
+    What is not given is taken from the scheduler's environment variables (docs/distributed.md). With `kind: ray` the
+    cluster has servers instead, and the trainer stays on this machine.
     """
 
+    kind: Literal["ray"] | None = Field(
+        None,
+        description="`ray`: Ray chooses the nodes of servers with `launch.resources`; needs `spot-async[ray]`",
+    )
     nodes: PositiveInt | None = Field(
         None, description="how many machines; default: as many as the scheduler says, else 1"
     )
     node_rank: int | None = Field(
         None, ge=0, description="this machine's number, from 0: node 0 has the run, its files and its servers"
     )
-    address: str | None = Field(None, min_length=1, description="node 0's address or name, as the other nodes reach it")
+    address: str | None = Field(
+        None,
+        min_length=1,
+        description="node 0's address or name, as the other nodes reach it; with kind=ray: HOST:PORT of Ray's head, "
+        "default: the cluster that this machine is a node of",
+    )
     port: int | None = Field(
         None,
         ge=1,
@@ -35,3 +48,15 @@ class ClusterConfig(Section):
     heartbeat_timeout_s: PositiveFloat = Field(
         60.0, description="a node that is silent for so long is lost: its machine or the network is down"
     )
+    start_timeout_s: PositiveFloat = Field(
+        30.0,
+        description="with kind=ray: longest wait for Ray to place the servers; raise it where nodes are still to come",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.kind == "ray":
+            for name in ("nodes", "node_rank", "port", "run_id"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: with kind=ray the trainer is on one machine: remove this key, or kind")
+        return self

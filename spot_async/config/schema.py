@@ -6,6 +6,7 @@ A section with a `kind` holds the settings of that plug-in (`plugins.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import pydantic
@@ -354,9 +355,18 @@ class Config(Section):
                 f"training: importance_cap={cap:g} needs behavior=recomputed: with the served pi_old there is nothing "
                 "to weigh it against"
             )
+        self._check_resources()
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
         return self
+
+    def _check_resources(self) -> None:
+        models = {"student": self.student, "teacher": self.teacher, "reference": self.reference}
+        asked = resources_of({role: model for role, model in models.items() if model is not None})
+        if asked and self.cluster.kind != "ray":
+            raise ValueError(f"launch.resources of {next(iter(asked))}: needs cluster.kind=ray")
+        if self.cluster.kind == "ray" and not asked:
+            raise ValueError("cluster.kind=ray: give the servers to place launch.resources, or remove it")
 
     def _check_queue(self) -> None:
         capacity, batch = self.queue.capacity_prompts, self.training.batch_size
@@ -379,6 +389,16 @@ class Config(Section):
     @property
     def queue_capacity_prompts(self) -> int:
         return self.queue.capacity_prompts or self._batches_at_once * self.training.batch_size
+
+
+def resources_of(served: Mapping[str, ModelConfig]) -> dict[str, dict[str, float]]:
+    """Return what each server that Ray should place takes of a node, by its name."""
+    return {
+        each.server_name(role): dict(launch.resources)
+        for role, model in served.items()
+        for each in model.backend.servers()
+        if (launch := getattr(each, "launch", None)) is not None and getattr(launch, "resources", None)
+    }
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

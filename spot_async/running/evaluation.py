@@ -68,7 +68,7 @@ async def evaluate_student(
         stack.enter_context(watchdog)
         for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
             screen.warn(warning)
-        opening = open_services(served, directory.path, spending=spending, listener=listener)
+        opening = open_services(served, directory.path, cluster=config.cluster, spending=spending, listener=listener)
         try:
             async with alongside(watchdog.watch), opening as services:
                 ledger_file.write(0)  # what was asked during the start

@@ -16,11 +16,12 @@ from spot_async.base.processes.cores import CoreShares, confined
 from spot_async.base.tasks import running, watched, watching
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
-from spot_async.config import Config, ModelConfig
+from spot_async.config import ClusterConfig, Config, ModelConfig
 from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.running.backend_factories import backend_factories, core_shares
 from spot_async.running.initial_weights import send_initial_weights
+from spot_async.running.ray_places import placed
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.types import Capabilities
@@ -78,6 +79,7 @@ async def open_services(
     directory: Path,
     *,
     run: tuple[Config, TrainPlan] | None = None,
+    cluster: ClusterConfig | None = None,
     is_used: bool = True,
     directly: bool = False,
     spending: RunSpending | None = None,
@@ -89,6 +91,7 @@ async def open_services(
     """Start or attach what is `served`, by role, and yield it once it has answered. Logs go under `directory`.
 
     * `run`: what the services are checked for. Without it they are only asked what they offer.
+    * `cluster`: where servers with `launch.resources` are placed first; by default the run's.
     * `is_used`: unsafe services are refused (`ConfigError`), the teacher's scores are kept, and the student's servers
       get their first weights. False for a caller that only looks.
     * `directly`: only the first server of each role is opened, without a pool. If it ends, so does the `async with`.
@@ -100,23 +103,28 @@ async def open_services(
     """
     spending = RunSpending(served) if spending is None else spending
     cores = core_shares(served) if cores is None else cores
-    make = _first_server if directly else _pool
-    backends = {role: make(role, model, directory, spending, cores, listener) for role, model in served.items()}
-    if (replayed := spending.replayed_teacher) is not None:
-        backends["teacher"] = replayed
-    entered = [*(spending.resources if is_used else ()), *backends.values(), *beside]
-    with confined(cores):
-        for warning in cores.warnings:
-            listener.warn(warning)
-        listener.starting(backends)
-        async with running(*entered), watching(*(each.watch for each in backends.values()), *watches):
-            found, diagnosis = await _ask(run, backends, listener)
-            kept_scores = None
-            if is_used:
-                _accept(diagnosis, listener)
-                kept_scores = await spending.kept_scores(found)
-                found = await _give_first_weights(run, served, backends, found, listener)
-            yield OpenServices(backends, found, spending, kept_scores, diagnosis)
+    if cluster is None:
+        cluster = ClusterConfig() if run is None else run[0].cluster
+    async with placed(served, cluster, directory) as there:
+        make = _first_server if directly else _pool
+        backends = {
+            role: make(role, model, directory, spending, cores, listener) for role, model in there.served.items()
+        }
+        if (replayed := spending.replayed_teacher) is not None:
+            backends["teacher"] = replayed
+        entered = [*(spending.resources if is_used else ()), *backends.values(), *beside]
+        with confined(cores):
+            for warning in cores.warnings:
+                listener.warn(warning)
+            listener.starting(backends)
+            async with running(*entered), watching(*(each.watch for each in backends.values()), *watches, there.watch):
+                found, diagnosis = await _ask(run, backends, listener)
+                kept_scores = None
+                if is_used:
+                    _accept(diagnosis, listener)
+                    kept_scores = await spending.kept_scores(found)
+                    found = await _give_first_weights(run, there.served, backends, found, listener)
+                yield OpenServices(backends, found, spending, kept_scores, diagnosis)
 
 
 def _pool(

@@ -111,7 +111,8 @@ def _rows(
     properties = schema.model_json_schema()["properties"]
     defaults = _defaults(schema) if instance is None else {name: getattr(instance, name) for name in properties}
     for name, field in schema.model_fields.items():
-        if name == "kind" or (only is not None and name not in only):
+        names_plugin = name == "kind" and issubclass(schema, PluginSettings)
+        if names_plugin or (only is not None and name not in only):
             continue
         if not field.description:
             raise ValueError(f"{schema.__name__}.{name} has no description")

@@ -53,7 +53,7 @@ class _Told:
 
 def topology(environ: Environ, cluster: ClusterConfig) -> Topology | None:
     """Return which node this is; None for a run on one machine. Raises ConfigError, in one line, for half an answer."""
-    if cluster.nodes == 1:
+    if cluster.nodes == 1 or cluster.kind == "ray":
         return None
     told = next((told for read in _READERS if (told := read(environ)) is not None), _Told("the configuration"))
     nodes = cluster.nodes or told.nodes or 1

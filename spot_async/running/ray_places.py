@@ -1,0 +1,109 @@
+"""Asks Ray where a run's servers should be, and turns the answer into settings that say so.
+
+A server with `launch.resources` gets a prefix that leads to its place (`ray_shell.py`), and the address of its node as
+`host`. From then on it is like any other server behind a prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spot_async.base.processes import ray_shell
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.base.processes.ray_messages import ANSWER, SHELLS, Placed, Request
+from spot_async.base.tasks import while_alive
+from spot_async.config import ClusterConfig, ModelConfig, resources_of
+from spot_async.errors import ConfigError, ProcessDiedError
+
+HELPER = "spot_async.base.processes.ray_helper"
+CONNECT_TIMEOUT_S = 120.0  # for Ray to let us in
+ANSWER_BYTES = 1 << 17
+
+
+@dataclass(frozen=True)
+class PlacedServers:
+    """What is served, with each server's place, and the helper that holds the places."""
+
+    served: Mapping[str, ModelConfig]
+    helper: ChildProcess | None = None
+
+    async def watch(self) -> None:
+        """Run for as long as the helper does, or for ever if none was needed."""
+        if self.helper is not None:
+            await self.helper.watch()
+        else:
+            await asyncio.get_running_loop().create_future()
+
+
+@asynccontextmanager
+async def placed(
+    served: Mapping[str, ModelConfig], cluster: ClusterConfig, directory: Path
+) -> AsyncIterator[PlacedServers]:
+    """Have Ray choose the nodes of servers with `launch.resources`. Raises `ConfigError` for what it cannot place."""
+    asked = resources_of(served)
+    if not asked or cluster.kind != "ray":
+        yield PlacedServers(served)
+        return
+    request = Request(cluster.address or "auto", asked, cluster.start_timeout_s)
+    with private_directory("spot-ray-") as sockets, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as answers:
+        check_length(sockets)
+        answers.setblocking(False)
+        answers.bind(str(sockets / ANSWER))
+        helper = await ChildProcess.start(
+            "ray",
+            [sys.executable, "-m", HELPER, msgspec.json.encode(request).decode(), str(sockets)],
+            log_path=directory / "logs" / "ray.log",
+        )
+        try:
+            addresses = await _answer(helper, answers, cluster)
+            yield PlacedServers(with_places(served, addresses, sockets / SHELLS), helper)
+        finally:
+            await helper.stop()
+
+
+async def _answer(helper: ChildProcess, answers: socket.socket, cluster: ClusterConfig) -> Mapping[str, str]:
+    """Return each server's address."""
+    receiving = asyncio.get_running_loop().sock_recv(answers, ANSWER_BYTES)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S + cluster.start_timeout_s):
+            answer = msgspec.json.decode(await while_alive(receiving, helper.watch), type=Placed)
+    except TimeoutError:
+        raise ProcessDiedError(f"no answer from Ray (log: {helper.log_path})") from None
+    if answer.problem is not None:
+        raise ConfigError(answer.problem)
+    return answer.addresses
+
+
+def with_places(
+    served: Mapping[str, ModelConfig], addresses: Mapping[str, str], shells: Path
+) -> Mapping[str, ModelConfig]:
+    """Return the models with a prefix and a host for each server that has a place. Places count in their order."""
+    numbers = {name: number for number, name in enumerate(addresses)}
+
+    def launch_of(server: Any, role: str) -> Any:
+        name = server.server_name(role)
+        if name not in numbers:
+            return server.launch
+        prefix = [sys.executable, "-I", "-S", ray_shell.__file__, str(shells), str(numbers[name])]
+        return server.launch.model_copy(update={"prefix": prefix, "host": addresses[name]})
+
+    def placed_model(role: str, model: ModelConfig) -> ModelConfig:
+        servers = model.backend.servers()
+        if not any(each.server_name(role) in numbers for each in servers):
+            return model
+        launches = [launch_of(each, role) for each in servers]
+        one_each = {"replicas": 1} if hasattr(model.backend, "replicas") else {}
+        backend = model.backend.model_copy(update={"launch": launches, **one_each})
+        return model.model_copy(update={"backend": backend})
+
+    return {role: placed_model(role, model) for role, model in served.items()}

@@ -1,0 +1,232 @@
+"""Runs whose servers are on a real Ray cluster: nodes in network namespaces, with addresses of their own.
+
+`make test-ray` runs these. SPOT_RAY_PYTHON is the interpreter of an environment with spot-async and ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from kill_drill import ROOT
+from network_namespaces import Machine, machines
+
+PYTHON = os.environ.get("SPOT_RAY_PYTHON", "")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PYTHON, reason="SPOT_RAY_PYTHON names no interpreter with ray"),
+]
+PATIENCE_S = 120.0
+SERVER = "-m spot_async.serving "
+PORT = 6390
+
+
+def wait_until(is_so: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def pids(machine: Machine, word: str) -> list[int]:
+    """Return the processes on a machine with this text on their command line."""
+    found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
+    chosen = []
+    for pid in map(int, found.stdout.split()):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode():
+                chosen.append(pid)
+    return chosen
+
+
+def kill(found: Sequence[int]) -> None:
+    assert found
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ray_node(machine: Machine, directory: str, *where: str) -> Iterator[None]:
+    """Start a node of Ray. One after another: two that start together may time out."""
+    log = Path(directory) / f"{machine.name}.log"
+    command = machine.command(
+        PYTHON, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={machine.address}", "--num-cpus=2",
+        "--object-store-memory=80000000", f"--temp-dir={directory}/ray", "--block",
+        f"--resources={json.dumps({machine.name.split('-')[1]: 1})}",
+    )  # fmt: skip
+    with log.open("wb") as output:
+        node = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        wait_until(lambda: b"Ray runtime started" in log.read_bytes() or node.poll() is not None, "no node of Ray")
+        assert node.poll() is None, log.read_text()
+        yield
+    finally:
+        kill([node.pid])
+        node.wait()
+        for pid in pids(machine, "ray"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not pids(machine, ""), "processes of Ray are left")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[Machine]]:
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets need a short path
+    try:
+        with machines(2) as (head, other), contextlib.ExitStack() as stack:
+            stack.enter_context(ray_node(head, directory, "--head", f"--port={PORT}", "--include-dashboard=false"))
+            stack.enter_context(ray_node(other, directory, f"--address={head.address}:{PORT}"))
+            yield [head, other]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class RayRun:
+    """A run on the head, with its student on the other node and its teacher on the head."""
+
+    def __init__(self, cluster: Sequence[Machine], directory: Path, *keys: str, student: str = "m1: 1") -> None:
+        self.cluster = cluster
+        self.path = directory / "run"
+        self._log = directory / "command.log"
+        words = [
+            PYTHON, "-m", "spot_async", "train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={self.path}",
+            "cluster.kind=ray", f"cluster.address={cluster[0].address}:{PORT}", "cluster.start_timeout_s=5",
+            "student.serving.own_cores=0", f"student.backend={{launch: {{resources: {{{student}}}}}}}",
+            "teacher.backend={launch: {resources: {m0: 1}}}", "training.iterations=3", "training.batch_size=8",
+            "training.mini_batch_size=8", "training.warmup_iterations=0", "sampling.max_response_tokens=64",
+            "evaluation=null", *keys,
+        ]  # fmt: skip
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                cluster[0].command(*words), cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def __enter__(self) -> RayRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        wait_until(lambda: not self.left(), "processes of the run are left", 30)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def iterations(self) -> int:
+        path = self.path / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def until(self, iterations: int) -> None:
+        wait_until(lambda: self.iterations() >= iterations or self.process.poll() is not None, "no iteration")
+        assert self.process.poll() is None, self.said
+
+    def left(self) -> list[int]:
+        """Return what is left of the run on both nodes: its servers, their guards, and all that leads to them."""
+        words = (SERVER, "SPOT_ASYNC_GUARD", "spot_async")
+        return [pid for machine in self.cluster for word in words for pid in pids(machine, word)]
+
+    def ended(self) -> int:
+        wait_until(lambda: self.process.poll() is not None, f"the run goes on: {self.said}")
+        return int(self.process.returncode)
+
+
+def test_the_quickstart_trains_with_its_servers_on_two_nodes_and_leaves_nothing(cluster, tmp_path):
+    with RayRun(cluster, tmp_path) as run:
+        run.until(1)
+        assert [len(pids(machine, SERVER)) > 0 for machine in cluster] == [True, True]
+        assert run.ended() == 0, run.said
+        wait_until(lambda: not run.left(), "something is left", 5)
+        assert run.iterations() == 3
+        assert (run.path / "logs" / "student.log").read_text()
+
+
+def test_what_cannot_be_placed_is_one_line_with_what_is_asked_and_free(cluster, tmp_path):
+    with RayRun(cluster, tmp_path, student="GPU: 1") as run:
+        assert run.ended() == 2, run.said
+        line = next(line for line in run.said.splitlines() if "could not place" in line)
+        assert "no node has what a server takes" in line
+        assert "student {GPU: 1}; teacher {m0: 1}" in line
+        assert f"{cluster[1].address} {{CPU: 2, m1: 1}}" in line
+        assert not run.left()
+
+
+LONG = "training.iterations=2000"
+
+
+@pytest.mark.parametrize("victim", ["orchestrator", "helper"])
+def test_nothing_is_left_on_any_node_when_this_end_is_killed(cluster, tmp_path, victim):
+    with RayRun(cluster, tmp_path, LONG) as run:
+        run.until(1)
+        kill(
+            [run.process.pid] if victim == "orchestrator" else pids(cluster[0], "spot_async.base.processes.ray_helper")
+        )
+        wait_until(lambda: not run.left(), "something is left", 20)
+        assert run.ended() != 0
+        assert victim == "orchestrator" or "ray (pid" in run.said
+
+
+@pytest.mark.parametrize("victim", ["ray::Worker", SERVER])
+def test_a_worker_or_a_server_that_is_killed_takes_all_of_it_along_and_the_pool_starts_it_again(
+    cluster, tmp_path, victim
+):
+    with RayRun(cluster, tmp_path, LONG) as run:
+        run.until(1)
+        before = pids(cluster[1], SERVER)
+        kill(pids(cluster[1], victim))
+        wait_until(lambda: not set(before) & set(pids(cluster[1], SERVER)), "the server is left", 20)
+        wait_until(lambda: pids(cluster[1], SERVER), f"not started again: {run.said}")
+        seen = run.iterations()
+        run.until(seen + 3)
+
+
+KILLED_BY_RAY = """
+import sys, time, ray
+from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.ray_helper import BETWEEN, Worker
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+worker = ray.remote(Worker).options(resources={"m1": 1}).remote({}, BETWEEN)
+number, address, pid = ray.get(worker.start.remote())
+program = FarProgram([], sys.executable, ["sh", "-c", "sleep 6001 & setsid sleep 6002 & echo; wait"], {}, silence_s=60)
+ray.get(worker.write.remote(number, program.script(1).encode()))
+ray.get(worker.read.remote(number, "stdout", 1))
+print("running", flush=True)
+sys.stdin.readline()
+ray.kill(worker)
+sys.stdin.readline()
+"""
+
+
+def test_what_a_server_has_started_ends_when_ray_kills_the_worker(cluster):
+    """Ray then kills the worker's direct children by SIGKILL; the far guard is none of those."""
+    head, other = cluster
+    driver = subprocess.Popen(
+        head.command(PYTHON, "-c", KILLED_BY_RAY, f"{head.address}:{PORT}"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with driver:
+        assert driver.stdout.readline() == "running\n"
+        assert len(pids(other, "sleep 600")) >= 2
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        wait_until(lambda: not pids(other, "sleep 600"), "something is left", 10)
+        driver.kill()
+
+
+def test_nothing_is_left_on_a_node_that_ray_has_lost(cluster, tmp_path):
+    """The last test: it takes a node from the cluster."""
+    with RayRun(cluster, tmp_path, LONG) as run:
+        run.until(1)
+        kill(pids(cluster[1], "raylet/raylet"))
+        wait_until(lambda: not pids(cluster[1], "spot_async"), "something is left", 20)
