@@ -12,6 +12,7 @@ from typing import Protocol, Self, runtime_checkable
 from spot_async.models.end_tokens import EndTokens
 from spot_async.spending.account import Account
 from spot_async.types import (
+    BehindUrl,
     Capabilities,
     FloatArray,
     Generation,
@@ -177,6 +178,15 @@ class TrafficSource(Protocol):
     @property
     def traffic(self) -> Traffic:
         """The counts so far. Callers enter the backend first."""
+        ...
+
+
+@runtime_checkable
+class SharedAddress(Protocol):
+    """Says how many servers answer at a server's address. Optional, for one that may be a router's or a balancer's."""
+
+    async def behind_url(self, *, deadline: float) -> BehindUrl | None:
+        """Ask over several connections. Return None if the server was started by this run."""
         ...
 
 

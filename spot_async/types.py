@@ -275,6 +275,15 @@ CandidateSupport = Literal["batched", "single", "none"]
 LogprobTemperature = Literal["request", "one"]
 
 
+class BehindUrl(msgspec.Struct, frozen=True, kw_only=True):
+    """What answered at one server's address, over several connections."""
+
+    servers: int | None  # at least so many; None if nothing tells them apart
+    differing: tuple[str, ...]  # what they said differently: process, version, weights
+    session_header: str | None = None  # which was tried, where there are several
+    session_keeps: bool | None = None  # whether requests that share its value reached one server
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What discovery found that a backend offers. `PolicyNeeds` is what a policy needs of it.
 

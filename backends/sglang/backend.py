@@ -35,6 +35,7 @@ from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError
 from spot_async.models.alignment import branch_prefix_length
 from spot_async.spending.prices import Size
 from spot_async.types import (
+    BehindUrl,
     Capabilities,
     FloatArray,
     Generation,
@@ -46,6 +47,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from ..shared.behind import ask_behind
 from ..shared.discovery import differences, noise_nats, temperature_convention
 from ..shared.health import Standstill
 from ..shared.held_weights import WeightNames
@@ -58,7 +60,7 @@ from ..shared.stepwise import Steps
 from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
 from . import sleeping as sglang_sleeping
-from .discovery import GENERATE, check_end, check_ready, check_vocabulary, plain_prompt, server_info
+from .discovery import GENERATE, SAYINGS, check_end, check_ready, check_vocabulary, plain_prompt, server_info
 from .generation import generate_below
 from .launch import PACKAGE, sglang_command
 from .replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
@@ -129,6 +131,10 @@ class SglangBackend(RemoteBackend):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._exit_stack.__aexit__(kind, error, trace)
+
+    async def behind_url(self, *, deadline: float) -> BehindUrl | None:
+        """Return how many servers answer at its address."""
+        return await ask_behind(self._server, SAYINGS, deadline=deadline)
 
     async def watch(self) -> None:
         await self._server.watch()

@@ -5,6 +5,7 @@ Raises `ConfigError` if it does not. It sends only requests that every version s
 
 from __future__ import annotations
 
+import re
 import uuid
 
 import msgspec
@@ -13,11 +14,18 @@ import numpy as np
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError
 from spot_async.types import Generation, IntArray, SamplingSettings
 
+from ..shared.behind import PROCESS, Saying
 from ..shared.remote import RemoteServer
 from .weights import ServerInfo
 
 GENERATE = "/generate"
 SERVER_INFO = "/server_info"
+# What only one server says. Its seed is drawn when it starts, unless --random-seed names one.
+SAYINGS = {
+    PROCESS: Saying(SERVER_INFO, re.compile(rb'"random_seed":\s*(\d+)')),
+    "version": Saying(SERVER_INFO, re.compile(rb'"version":\s*"([^"]*)"')),
+    "weights": Saying("/model_info", re.compile(rb'"weight_version":\s*"([^"]*)"')),
+}
 NO_ROUTE = (404, 405)
 CHOSEN_IDS_CHECKED = (0, 5, 14)  # from here on; before, a chosen id outside the vocabulary crashed the server
 PLAIN_TEXT = "The sum of two and three is five, and the product of two and three is six."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
@@ -200,7 +200,7 @@ class RemoteServer:
         async with contextlib.AsyncExitStack() as stack:
             if not isinstance(self._where, str):
                 self._launched = await stack.enter_async_context(self._launch(self._where))
-            self.endpoint = await stack.enter_async_context(self._connection())
+            self.endpoint = await stack.enter_async_context(self.connection({}))
             if self._launched is not None:
                 await self._launched.until_ready(
                     lambda deadline: self.endpoint.get(self._ready_path, deadline=deadline)
@@ -337,7 +337,8 @@ class RemoteServer:
         variable = self.settings.api_key_env
         return read_secret(f"{self.role}.backend", variable) if variable is not None else None
 
-    def _connection(self) -> HttpEndpoint:
+    def connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
+        """Return a connection pool to the server, to be entered, with these headers besides those of the settings."""
         settings, section, launched = self.settings, f"{self.role}.backend", self._launched
         url = self.url
         return HttpEndpoint(
@@ -345,7 +346,7 @@ class RemoteServer:
             url,
             uds=launched.uds if launched is not None else None,
             api_key=launched.key if launched is not None else self._configured_key,
-            headers=settings.headers,
+            headers={**settings.headers, **headers},
             secret_headers={name: read_secret(section, each) for name, each in settings.secret_headers.items()},
             read_error=self._read_error,
             verify=tls_context(self.role, settings.ca_certificates),

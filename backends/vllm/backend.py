@@ -20,6 +20,7 @@ from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
 from spot_async.models.alignment import branch_prefix, decision_row
 from spot_async.types import (
+    BehindUrl,
     CandidateSupport,
     Capabilities,
     FinishReason,
@@ -34,6 +35,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from ..shared.behind import ask_behind
 from ..shared.health import Standstill
 from ..shared.held_weights import INITIAL, WeightNames
 from ..shared.launch import LaunchSettings
@@ -46,7 +48,7 @@ from ..shared.student_settings import StudentServerSettings
 from . import health as vllm_health
 from . import sleeping as vllm_sleeping
 from .client import Sampled, VllmClient, check_temperature, read_error
-from .discovery import ServerFacts, discover
+from .discovery import SAYINGS, ServerFacts, discover
 from .launch import PACKAGE, vllm_command
 from .replies import version_spans
 from .transfer import make_updater, transfer_config
@@ -130,6 +132,10 @@ class VllmBackend(RemoteBackend):
             await self._updater.close()
         finally:
             await self._server.__aexit__(kind, error, trace)
+
+    async def behind_url(self, *, deadline: float) -> BehindUrl | None:
+        """Return how many servers answer at its address."""
+        return await ask_behind(self._server, SAYINGS, deadline=deadline)
 
     async def watch(self) -> None:
         await self._server.watch()

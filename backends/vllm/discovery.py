@@ -18,6 +18,7 @@ from spot_async.checks.discovery import NOISE_MARGIN
 from spot_async.errors import ConfigError, DataError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.models.alignment import decision_row
 
+from ..shared.behind import PROCESS, Saying
 from ..shared.discovery import noise_nats
 from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, VllmClient
@@ -31,6 +32,12 @@ COMPARED_TOP_K = 8
 LARGEST_NOISE_NATS = 0.5  # more is not noise: the numbers are log-probabilities of different things
 SURE = -1e-4
 ON_A_CPU = "device_config=cpu"
+# What only one server says. A vLLM of several API servers leaves its start out.
+SAYINGS = {
+    PROCESS: Saying("/metrics", re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)),
+    "version": Saying("/version", re.compile(rb'"version":\s*"([^"]*)"')),
+    "weights": Saying("/weight_info", re.compile(rb'"weight_version":\s*"([^"]*)"')),
+}
 MAX_ALLOWED = re.compile(r"max allowed: (\d+)")
 
 

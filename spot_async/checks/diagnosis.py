@@ -27,7 +27,7 @@ from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Backend, Generator, Scorer
+from spot_async.protocols import Backend, Generator, Scorer, SharedAddress
 from spot_async.spending.teacher_cache import ReplayedTeacher
 from spot_async.types import Capabilities, LogprobTemperature, WeightVersion
 
@@ -142,6 +142,8 @@ class _ServerDiagnosis:
     async def run(self) -> None:
         self._state_what_is_said()
         self._judge_model()
+        if isinstance(self.backend, SharedAddress):
+            await self._discover_behind(self.backend)
         if self._scores:
             await self._discover_scores()
         if self._samples and self.said.sampled_token_ids:
@@ -203,6 +205,25 @@ class _ServerDiagnosis:
             f"{self.section}: the server serves {served}, but {self.role}.model is {meant}: scores are those of the "
             "former; give the server that is meant, or its directory"
         )
+
+    async def _discover_behind(self, backend: SharedAddress) -> None:
+        """Refuse a student whose weights would reach one of several servers; warn where these are not alike."""
+        deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
+        found = await backend.behind_url(deadline=deadline)
+        if found is None:
+            return
+        self.facts["servers_behind_url"] = found.servers
+        self.facts["session_header"] = found.session_header
+        self.facts["session_keeps_server"] = found.session_keeps
+        if found.servers is None or found.servers == 1:
+            return
+        line = f"{self.section}: at least {found.servers} servers answer at one url"
+        if self.role == "student":
+            self.refusals.append(
+                f"{line}, and new weights would reach one of them: give a list of urls, each server's own"
+            )
+        elif unlike := [what for what in found.differing if what != "process"]:
+            self.warnings.append(f"{line}, which differ in their {' and '.join(unlike)}: scores are those of either")
 
     async def _discover_scores(self) -> None:
         top_k = min(TOP_K, self.said.max_top_k)

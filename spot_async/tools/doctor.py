@@ -154,9 +154,22 @@ def _milliseconds(facts: Facts) -> str:
     return "unknown" if seconds is None else f"{float(seconds) * 1000:.1f} ms"
 
 
+def _behind(facts: Facts) -> str:
+    if "servers_behind_url" not in facts:
+        return ""
+    servers = facts["servers_behind_url"]
+    if servers is None or servers == 1:
+        return "unknown" if servers is None else "one"
+    if facts["session_header"] is None:
+        return f"at least {servers}"
+    keeps = "keeps requests on one" if facts["session_keeps_server"] else "does not keep requests on one"
+    return f"at least {servers}; {facts['session_header']} {keeps}"
+
+
 ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("backend", lambda facts: _plain(facts["backend"])),
     ("server", lambda facts: _plain(facts["server"])),
+    ("servers behind the url", _behind),
     ("model", lambda facts: _plain(facts["model"])),
     ("vocabulary", _fingerprint),
     ("end token", _end_tokens),

@@ -1,0 +1,134 @@
+"""How many servers are behind one url: stand-ins of vLLM behind a balancer that takes turns, or keeps to sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import AsyncIterator
+
+import pytest
+from vllm_stand_in import StandIn
+
+from spot_async.backends.shared.behind import behind
+from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.checks.diagnosis import _ServerDiagnosis
+from spot_async.models.vocabulary import load_tokenizer
+from spot_async.tools.doctor import ROWS
+from spot_async.types import BehindUrl
+
+
+class Process(StandIn):
+    """A server that says when it started."""
+
+    started: str | None = None
+
+    def answer(self, path, body):
+        if path == "/metrics" and self.started is not None:
+            self.metrics = [f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.started}\n"]
+        return super().answer(path, body)
+
+
+@contextlib.asynccontextmanager
+async def balancer(servers: list[StandIn], *, keeps_sessions: bool) -> AsyncIterator[str]:
+    """Give each connection to the next server, or all of a session to one."""
+    turns = itertools.cycle(servers)
+    sessions: dict[str, StandIn] = {}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        session = re.search(rb"x-session-id: (\S+)", head, re.I)
+        chosen = next(turns)
+        if session and keeps_sessions:
+            chosen = sessions.setdefault(session[1].decode(), chosen)
+        again = asyncio.StreamReader()
+        again.feed_data(head)
+
+        async def rest() -> None:
+            while data := await reader.read(1 << 16):
+                again.feed_data(data)
+            again.feed_eof()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(rest())
+            await chosen.serve(again, writer)
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+@pytest.fixture
+def model(random_model):
+    return random_model(max_position_embeddings=64)
+
+
+async def found(model, tmp_path, started, *, keeps_sessions=False, versions=("0.32.0", "0.32.0")) -> BehindUrl:
+    servers = []
+    for start, version in zip(started, versions, strict=False):
+        servers.append(Process(model, load_tokenizer(str(model)), version=version))
+        servers[-1].started = start
+    async with balancer(servers, keeps_sessions=keeps_sessions) as url:
+        backend = VllmBackend(VllmBackend.Settings(url=url), role="teacher", model=str(model), run_directory=tmp_path)
+        async with backend:
+            return await backend.behind_url(deadline=asyncio.get_running_loop().time() + 30)
+
+
+@pytest.mark.parametrize("keeps_sessions", [True, False])
+async def test_two_servers_at_one_url_are_told_apart_and_whether_sessions_are_kept(model, tmp_path, keeps_sessions):
+    said = await found(model, tmp_path, ["1.5", "2.5"], keeps_sessions=keeps_sessions, versions=("0.32.0", "0.31.0"))
+    assert (said.servers, said.session_keeps) == (2, keeps_sessions)
+    assert said.differing == ("process", "version")
+
+
+async def test_one_server_is_one_and_one_that_says_nothing_is_unknown(model, tmp_path):
+    assert (await found(model, tmp_path, ["1.5"])).servers == 1
+    assert (await found(model, tmp_path, [None])).servers is None
+
+
+async def judged(role: str, said: BehindUrl) -> _ServerDiagnosis:
+    class Address:
+        async def behind_url(self, *, deadline: float) -> BehindUrl:
+            return said
+
+    judge = _ServerDiagnosis(role, role, Address(), None, None, None, None)  # nothing else is asked for
+    await judge._discover_behind(judge.backend)
+    return judge
+
+
+async def test_a_student_behind_a_balancer_is_refused_and_unlike_teachers_are_warned_of():
+    alike = BehindUrl(servers=2, differing=("process",))
+    unlike = BehindUrl(servers=2, differing=("process", "version", "weights"))
+    one = BehindUrl(servers=1, differing=())
+    (refusal,) = (await judged("student", alike)).refusals
+    assert refusal.startswith("student.backend: at least 2 servers answer at one url, and new weights would reach one")
+    teacher = await judged("teacher", unlike)
+    assert teacher.refusals == []
+    assert "differ in their version and weights" in teacher.warnings[0]
+    for role, said in (("student", one), ("teacher", one), ("teacher", alike)):
+        judge = await judged(role, said)
+        assert (judge.refusals, judge.warnings) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({}, ""),
+        ({"servers_behind_url": None}, "unknown"),
+        ({"servers_behind_url": 1}, "one"),
+        ({"servers_behind_url": 2, "session_header": None}, "at least 2"),
+        (
+            {"servers_behind_url": 2, "session_header": "X-Session-ID", "session_keeps_server": True},
+            "at least 2; X-Session-ID keeps requests on one",
+        ),
+    ],
+)
+def test_doctor_shows_how_many_servers_are_behind_a_url(facts, words):
+    assert dict(ROWS)["servers behind the url"](facts) == words
+
+
+def test_different_versions_or_weights_are_two_servers_also_without_a_start():
+    assert behind({"process": [], "weights": ["1.0", "1.0", "1.1"]}).servers == 2
+    assert behind({"process": [], "weights": ["1.0", "1.0"]}).servers is None
+    assert behind({"process": ["a", "b", "c"], "version": ["1"] * 3}).servers == 3
