@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-long test-nodes test-ray test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
+.PHONY: install quickstart test test-long test-nodes test-ray test-slurm test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -51,6 +51,10 @@ test-ray: install $(if $(SPOT_RAY_PYTHON),,.venv-ray/installed)
 	.venv-ray/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch
 	.venv-ray/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	touch $@
+
+# deploy/slurm.sbatch on a real Slurm of three nodes on this machine. Needs root, slurmctld, slurmd and munge.
+test-slurm: install
+	$(BIN)/python -m pytest -m nightly tests/running/test_slurm.py
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models.
 test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
