@@ -26,6 +26,7 @@ from spot_async.checks.prompt_warnings import plan_warnings
 from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles
+from spot_async.models.hub import local_path
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Scorer, SharedAddress
 from spot_async.spending.teacher_cache import ReplayedTeacher
@@ -199,7 +200,7 @@ class _ServerDiagnosis:
         elsewhere, whose model is no directory on this machine.
         """
         served, meant = self.said.model, self._model.model
-        if self.role == "student" or not os.path.isdir(served) or os.path.samefile(served, meant):  # noqa: PTH112, PTH121
+        if self.role == "student" or not os.path.isdir(served) or os.path.samefile(served, local_path(meant)):  # noqa: PTH112, PTH121
             return
         self.warnings.append(
             f"{self.section}: the server serves {served}, but {self.role}.model is {meant}: scores are those of the "

@@ -26,6 +26,7 @@ from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.models.adapted import check_targets
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, read_model, softmax_width
+from spot_async.models.hub import local_path
 from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.spending.teacher_cache import teacher_model
@@ -302,7 +303,7 @@ def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) ->
 def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
     """Return the ids that an evaluation samples from: the same as training's, if the other models' files are here."""
     others = {"teacher": config.teacher, "reference": config.reference}
-    names = {role: Path(model.model) for role, model in others.items() if model is not None}
+    names = {role: Path(local_path(model.model)) for role, model in others.items() if model is not None}
     widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
     return CommonVocabulary({"student": student.vocab_size, **widths})
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
-from spot_async.cli.ending import fail, screen
+from spot_async.cli.ending import fail, remark, screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 
@@ -40,7 +40,7 @@ def check_data(
         if command.is_config(target):
             if layout or model:
                 raise ConfigError("--layout and --model are for files; CONFIG names both")
-            check = command.check_of_config(Path(target), settings or (), against or (), verifier)
+            check = command.check_of_config(Path(target), settings or (), against or (), verifier, remark)
         else:
             chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
             check = command.check_of_file(target, chosen, against or (), verifier, model)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from spot_async.base.text import counted
 from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides, TrainingConfigPath
-from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, saved, screen
+from spot_async.cli.ending import exit_code, fail, hung, remark, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError, StorageError
@@ -61,6 +61,7 @@ def train(
     """
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.checks.room import check_room
+    from spot_async.models.hub import with_downloads
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
     from spot_async.tools.estimate.machine import estimate_machine, show_machine
 
@@ -71,7 +72,7 @@ def train(
             _join(*node)
         begun = None
         if resume is not None:
-            begun = _run_to_resume(resume, config, overrides or ())
+            begun = _run_to_resume(resume, config, overrides or (), weights=not dry_run)
         if begun is not None:
             settings, plan, path = begun.config, begun.plan, begun.directory.path
         else:
@@ -80,6 +81,7 @@ def train(
             settings = load_config(config, overrides or ())
             path = RunDirectory.choose_path(settings, name_of(config))
             RunDirectory.check_usable(path)
+            settings = with_downloads(settings, remark, weights=not dry_run)
             plan = plan_training(settings)
         check_room(path, settings.training, plan.student.directory)
         estimates = estimate_run(settings, plan, earlier)
@@ -147,16 +149,18 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
 
 def _join(topology: Topology, config: Config) -> NoReturn:
     """Take part in the run of node 0, and exit when it is over."""
+    from spot_async.models.hub import with_downloads
     from spot_async.trainer.nodes.agent import run_agent
 
     try:
+        config = with_downloads(config, remark)
         code = run_agent(topology, config.cluster, config, lambda line: screen.print(Text(line), soft_wrap=True))
     except SpotError as error:
         fail(error, code=exit_code(error))
     raise typer.Exit(code)
 
 
-def _run_to_resume(resume: str, config: Path | None, overrides: Sequence[str]) -> ResumedRun | None:
+def _run_to_resume(resume: str, config: Path | None, overrides: Sequence[str], *, weights: bool) -> ResumedRun | None:
     """Return the run that `--resume` names; None where `auto` finds none, which is then begun.
 
     Without CONFIG the first override stands in its place.
@@ -165,13 +169,14 @@ def _run_to_resume(resume: str, config: Path | None, overrides: Sequence[str]) -
     from spot_async.running.resuming import open_run
 
     if resume != "auto":
-        return open_run(Path(resume), [*([] if config is None else [str(config)]), *overrides])
+        overrides = [*([] if config is None else [str(config)]), *overrides]
+        return open_run(Path(resume), overrides, remark, weights=weights)
     if config is None:
         raise ConfigError("--resume auto: give CONFIG, whose run.directory is looked at")
     path = load_config(config, overrides).run.directory
     if path is None:
         raise ConfigError("--resume auto: run.directory must be set, or nobody could find the run")
-    return open_run(Path(path), overrides) if committed(Path(path)) else None
+    return open_run(Path(path), overrides, remark, weights=weights) if committed(Path(path)) else None
 
 
 def show_outcome(outcome: TrainOutcome, path: Path) -> None:
@@ -221,6 +226,7 @@ def evaluate(
     from spot_async.evaluation.figures import read_figures
     from spot_async.evaluation.response_log import count_kept
     from spot_async.models.files import read_model
+    from spot_async.models.hub import with_downloads
     from spot_async.running.measuring import add_pass_k, is_complete
     from spot_async.telemetry.figures_table import figures_table
     from spot_async.tools.estimate.endpoints import evaluation_estimate
@@ -237,6 +243,7 @@ def evaluate(
                     f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
                     "(run.directory=null takes that of the configuration away)"
                 )
+            settings = with_downloads(settings, remark, weights=not dry_run)
             student = read_model("student", settings.student.model)
             benchmarks = plan_evaluation(settings, student)
             if dry_run:

@@ -83,7 +83,10 @@ class ServingConfig(Section):
 class ModelConfig(Section):
     """A model in one role (student, teacher or reference) and the backend that serves it."""
 
-    model: str = Field(description="Hugging Face model directory with tokenizer and chat template")
+    model: str = Field(
+        description="Hugging Face model directory with tokenizer and chat template, or a model of the hub "
+        "(`org/name`, `org/name@revision`), which is downloaded"
+    )
     backend: BackendSettings = Field(
         default_factory=dict, validate_default=True, description="how the model is served; a backend's own settings"
     )

@@ -16,6 +16,7 @@ import msgspec
 
 from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.hub import local_path
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import PolicyContext
 
@@ -44,13 +45,13 @@ def read_model(role: str, name: str) -> ModelFiles:
     Unchanged files are read once per process, because a large tokenizer takes a second to read, and each backend that
     is made reads its model again.
     """
-    directory = Path(name)
+    directory = Path(local_path(name))
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: {no_directory(name)}")
     text_config = _text_config(role, directory)
     context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
     if context is None or "vocab_size" not in text_config:
-        raise DataError(f"{role}.model: {name}/config.json names no vocab_size or no context length")
+        raise DataError(f"{role}.model: {directory}/config.json names no vocab_size or no context length")
     return ModelFiles(
         directory=directory,
         vocab_size=int(text_config["vocab_size"]),

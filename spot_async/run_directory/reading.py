@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from spot_async.errors import DataError
+from spot_async.models.hub import local_path
 from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
 from spot_async.run_directory.layout import ENDS_EARLY, RESUMED, STALLED, RunDirectory
 
@@ -239,7 +240,7 @@ def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:
     from spot_async.models.vocabulary import Vocabulary  # imports transformers
 
     begun_as = str(run.config().get("student", {}).get("model", ""))
-    for directory in (run.path / "student", Path(begun_as)):
+    for directory in (run.path / "student", Path(local_path(begun_as))):
         if not (directory / "tokenizer_config.json").exists():
             continue
         try:

@@ -18,6 +18,7 @@ from spot_async.config import Config
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Checkpoints, PromptLedger, Resumption
+from spot_async.models.hub import local_path
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.manifest import Checkpoint
@@ -149,7 +150,7 @@ def trainer_settings(
         resume=resume,
         lineage=lineage,
         training=training_under_staleness(config.training, config.max_staleness),
-        model_directory=str(Path(config.student.model).resolve()),
+        model_directory=str(Path(local_path(config.student.model)).resolve()),
         run_directory=str(directory.path),
         temperature=config.sampling.temperature,
         seed=config.run.seed,

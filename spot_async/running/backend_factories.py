@@ -13,6 +13,7 @@ from typing import TypeAlias
 from spot_async.base import registry
 from spot_async.base.processes.cores import CoreShares, available_cores, share_cores
 from spot_async.config import ModelConfig, PluginSettings
+from spot_async.models.hub import local_path
 from spot_async.protocols import Backend, Billed
 from spot_async.spending.account import Account
 
@@ -35,7 +36,7 @@ def backend_factories(
 
     def factory(settings: PluginSettings) -> MakeBackend:
         def make() -> Backend:
-            made: Backend = backend(settings, role=role, model=model.model, run_directory=run_directory)
+            made: Backend = backend(settings, role=role, model=local_path(model.model), run_directory=run_directory)
             if account is not None and isinstance(made, Billed):
                 made.account = account
             return made

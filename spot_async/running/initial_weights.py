@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import ModelConfig
+from spot_async.models.hub import local_path
 from spot_async.protocols import WeightSink
 from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
 
@@ -30,4 +31,4 @@ async def send_initial_weights(
 
 def initial_weights(model: ModelConfig, lineage: int = 0) -> WeightSnapshot:
     """Return the model's directory as step 0. Its path is absolute, since servers may run in another directory."""
-    return WeightSnapshot(directory=str(Path(model.model).absolute()), version=WeightVersion(lineage, 0))
+    return WeightSnapshot(directory=str(Path(local_path(model.model)).absolute()), version=WeightVersion(lineage, 0))

@@ -22,6 +22,7 @@ from spot_async.config import Config, SamplingConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, SpotError
 from spot_async.models.common_vocabulary import CommonVocabulary
+from spot_async.models.hub import with_downloads
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
@@ -75,7 +76,7 @@ async def resume_async(
     """Go on as `resume` does, in a program that has an event loop. Cancelling it stops the run and all processes."""
     with _alone():
         _check_overrides(overrides)
-        found = await asyncio.to_thread(open_run, Path(directory), overrides)
+        found = await asyncio.to_thread(open_run, Path(directory), overrides, print if progress else None)
         check_room(found.directory.path, found.config.training, found.plan.student.directory)
         return await _train(found.config, found.plan, found.directory, found.checkpoint, progress=progress)
 
@@ -101,6 +102,7 @@ def _alone() -> Iterator[None]:
 
 async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -> TrainOutcome:
     settings, name = _resolve(config, overrides)
+    settings = await asyncio.to_thread(with_downloads, settings, print if progress else None)
     plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
     path = RunDirectory.choose_path(settings, name)
     check_room(path, settings.training, plan.student.directory)

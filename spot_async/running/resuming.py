@@ -11,6 +11,7 @@ from spot_async.checks.resuming import check_same_numbers, check_same_prompts, d
 from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.hub import Say, with_downloads
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.manifest import Checkpoint, Manifest
@@ -26,8 +27,11 @@ class ResumedRun:
     checkpoint: Checkpoint
 
 
-def open_run(path: Path, overrides: Sequence[str] = ()) -> ResumedRun:
-    """Return a run that ended early. Raises ConfigError or DataError, in one line, and changes nothing."""
+def open_run(path: Path, overrides: Sequence[str] = (), say: Say | None = None, *, weights: bool = True) -> ResumedRun:
+    """Return a run that ended early. Raises ConfigError or DataError, in one line, and changes nothing.
+
+    Models of the hub that are no longer in its cache are downloaded: `say` and `weights` are as in `with_downloads`.
+    """
     directory = RunDirectory.open(path)
     if directory.purpose == "eval":
         raise DataError(f"{path} holds an evaluation: spot-async eval --resume {path}")
@@ -39,6 +43,7 @@ def open_run(path: Path, overrides: Sequence[str] = ()) -> ResumedRun:
     checkpoint = manifest.newest(path)
     if checkpoint.manifest.keys != digest_of_keys(config):
         raise ConfigError(f"{path / 'config.yaml'}: was changed since the run began, in a key that decides numbers")
+    config = with_downloads(config, say, weights=weights)
     plan = plan_training(config)
     check_same_prompts(checkpoint.manifest.data, plan)
     step, iterations = checkpoint.manifest.step, plan.schedule.iterations

@@ -24,6 +24,7 @@ import numpy as np
 from spot_async.config import TeacherConfig
 from spot_async.errors import ConfigError, DataError, ReplayMissError
 from spot_async.models.files import ModelFiles
+from spot_async.models.hub import local_path
 from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
 
@@ -155,7 +156,7 @@ def teacher_model(teacher: TeacherConfig) -> str:
     Raises DataError when the weights cannot be read.
     """
     try:
-        weights = weights_digest(Path(teacher.model)).hex()
+        weights = weights_digest(Path(local_path(teacher.model))).hex()
     except OSError as error:
         raise DataError(f"teacher.model: cannot read {error.filename}: {error.strerror}") from None
     names = [getattr(teacher.backend, "served_model", None), getattr(teacher.backend, "request_fields", None)]

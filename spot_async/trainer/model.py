@@ -33,7 +33,9 @@ def load_student(directory: str) -> PreTrainedModel:
     that `ResponseLogprobs` would leave out (soft caps, scales).
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise DataError(f"student {directory} cannot be loaded: {first_line(error)}") from error
     model.train()

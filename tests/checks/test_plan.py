@@ -334,7 +334,11 @@ def test_a_server_that_ended_must_have_the_time_to_start_again(command):
 
     def plan(*overrides):
         config = quickstart(["student.backend.start_timeout_s=1800", *overrides])
-        return plan_training(config) if command == "train" else plan_evaluation(config, read_model("student", STUDENT))
+        return (
+            plan_training(config)
+            if command == "train"
+            else plan_evaluation(config, read_model("student", str(STUDENT)))
+        )
 
     with pytest.raises(ConfigError, match=r"student\.serving\.recovery_timeout_s=600: shorter than the .*=1800"):
         plan()

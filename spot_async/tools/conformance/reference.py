@@ -34,7 +34,9 @@ class Reference:
 
         disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
+            )
         except (OSError, ValueError) as error:
             raise DataError(f"{directory}: transformers cannot load it: {first_line(error)}") from None
         self._model: Any = model.eval().to(device)

@@ -24,6 +24,7 @@ from spot_async.data.problem_set import ProblemSet, load_problem_set, require_an
 from spot_async.data.prompts import PromptRenderer, render_all
 from spot_async.errors import ConfigError
 from spot_async.models.files import no_directory, read_model
+from spot_async.models.hub import Say, local_path, with_downloads
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Verifier
 from spot_async.tools.data_check.check import GoldCheck, Spread, answer_type, check_golds, count_by, find_repeated
@@ -58,19 +59,21 @@ class Check:
     run: Config | None = None  # the configuration, whose policy may need answers; None if there is none
 
 
-def check_of_config(path: Path, overrides: Sequence[str], against: Sequence[str], verifier: str | None) -> Check:
+def check_of_config(
+    path: Path, overrides: Sequence[str], against: Sequence[str], verifier: str | None, say: Say
+) -> Check:
     """Return the check of a run's training problems, with its verifier and prompts, against its evaluation problems.
 
     `verifier` replaces the run's; evaluation sets keep their own.
     """
-    config = load_config(path, overrides)
+    config = with_downloads(load_config(path, overrides), say, weights=False)
     owner = config.teacher if config.prompt.template == "teacher" and config.teacher else config.student
     return Check(
         key="data.train",
         problems=config.data.train,
         verifier=read_verifier(verifier) if verifier else config.verifier,
         against=[*evaluation_sets(config), *(EvaluationSet(each, ProblemSetConfig(path=each)) for each in against)],
-        model=owner.model,
+        model=local_path(owner.model),
         prompt=config.prompt,
         max_prompt_tokens=config.sampling.max_prompt_tokens,
         run=config,

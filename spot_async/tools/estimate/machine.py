@@ -19,6 +19,7 @@ from rich.text import Text
 
 from spot_async.checks.plan import TrainPlan, sleeps_while_training
 from spot_async.config import Config, ModelConfig, TrainingConfig
+from spot_async.models.hub import local_path
 from spot_async.run_directory.reading import RunFiles
 from spot_async.tools.estimate.device_memory import (
     CONTEXT_GIB,
@@ -89,7 +90,7 @@ def estimate_machine(
     `earlier` is the directory of a run whose lengths of responses are assumed.
     """
     roles = {role: model for role, model in plan.served.items() if _launches(model)}
-    sizes = {role: read_size(Path(model.model)) for role, model in roles.items()}
+    sizes = {role: read_size(Path(local_path(model.model))) for role, model in roles.items()}
     student = read_size(plan.student.directory)
     servers = [
         server for role, model in roles.items() if (size := sizes[role]) for server in _servers(role, model, size)

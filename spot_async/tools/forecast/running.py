@@ -19,6 +19,7 @@ from spot_async.checks.plan import TrainPlan, make_policy
 from spot_async.config import Config
 from spot_async.config.loading import config_from
 from spot_async.errors import BudgetSpentError, ConfigError, RequestError
+from spot_async.models.hub import is_same_model
 from spot_async.protocols import Policy, PromptStages, Verifier
 from spot_async.running.assembly import make_spending, make_stages
 from spot_async.running.services import StartListener, open_services
@@ -83,7 +84,8 @@ def measured_settings(config: Config) -> dict[str, Any]:
 def check_measurement(config: Config, found: Measurement) -> None:
     """Raise ConfigError if a forecast of this configuration cannot be computed from what was measured."""
     for name, value in measured_settings(config).items():
-        if found.settings.get(name) != value:
+        before = found.settings.get(name)
+        if before != value and not (name.endswith(".model") and before and value and is_same_model(before, value)):
             raise ConfigError(
                 f"--from: measured with {name}={found.settings.get(name)}, and here it is {value}: measure again"
             )

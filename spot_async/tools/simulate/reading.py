@@ -17,6 +17,7 @@ import msgspec
 
 from spot_async.config import Config
 from spot_async.errors import DataError
+from spot_async.models.hub import is_same_model
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.telemetry.totals import Rows, total, training_s
@@ -74,7 +75,7 @@ def read_run(path: Path, config: Config) -> Recorded:
         raise DataError(f"--from {path}: is an evaluation; give a training run")
     trained = files.config()
     student = str((trained.get("student") or {}).get("model", ""))
-    if not _same_path(student, config.student.model):
+    if not is_same_model(student, config.student.model):
         raise DataError(
             f"--from {path}: that run trained {student}, and its rates and lengths say nothing of "
             f"{config.student.model}: give a run of this student, or state them (--rate)"
@@ -272,8 +273,4 @@ def _same_role(trained: Mapping[str, Any], config: Config, role: str) -> bool:
     ours, theirs = getattr(config, role), trained.get(role)
     if ours is None or theirs is None:
         return ours is None and theirs is None and role == "reference"
-    return _same_path(str(theirs.get("model", "")), ours.model)
-
-
-def _same_path(one: str, other: str) -> bool:
-    return one == other or Path(one).resolve() == Path(other).resolve()
+    return is_same_model(str(theirs.get("model", "")), ours.model)
