@@ -27,7 +27,7 @@ PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(
     path.relative_to(PAPER).as_posix() for path in PAPER.glob("table[123]/*.yaml")
 )
-SIZES = ("Qwen3-0.6B-Base", "Qwen3-1.7B-Base", "Qwen3-4B-Base", "Qwen3-8B")
+SIZES = ("Qwen3-0.6B-Base", "Qwen3-1.7B-Base", "Qwen3-4B-Base", "Qwen3-4B", "Qwen3-8B")
 LLAMAS = ("Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct")
 TEMPLATE = (
     "{% for message in messages %}user {{ message.content }} {% endfor %}assistant"
@@ -288,27 +288,43 @@ def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, froz
     )  # rounded parts
 
 
-@pytest.mark.parametrize("size", ["0.6b", "1.7b", "4b"])
-def test_lora_fits_one_gpu_by_the_estimate_where_all_weights_of_the_larger_would_not(size, tmp_path, monkeypatch):
+@pytest.fixture
+def real_sizes(monkeypatch):
+    """The stand-ins count as models of the real sizes."""
     qwen = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
     widths = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "tie_word_embeddings")
     shapes = {
         "Qwen3-0.6B-Base": (28, 1024, 3072, 16, True),
         "Qwen3-1.7B-Base": (28, 2048, 6144, 16, True),
         "Qwen3-4B-Base": (36, 2560, 9728, 32, True),
+        "Qwen3-4B": (36, 2560, 9728, 32, True),
         "Qwen3-8B": (36, 4096, 12288, 32, False),
     }
     configs = {name: qwen | dict(zip(widths, shape, strict=True)) for name, shape in shapes.items()}
     monkeypatch.setattr(machine, "read_size", lambda directory: size_of(configs[directory.name]))
-    recipe = f"table1/qwen3-{size}-spot.yaml"
 
+
+@pytest.mark.parametrize(
+    ("size", "lora"),
+    [("0.6b", "lora.yaml"), ("1.7b", "lora.yaml"), ("4b", "lora.yaml"), ("0.6b", "lora-24gb.yaml"),
+     ("1.7b", "lora-24gb.yaml")],
+)  # fmt: skip
+def test_lora_fits_one_gpu_by_the_estimate_where_all_weights_of_the_larger_would_not(size, lora, tmp_path, real_sizes):
     def estimate(*overrides):
-        config = load_config(with_servers(tmp_path, recipe, "lora.yaml"), [*here(recipe), *overrides])
+        recipe = f"table1/qwen3-{size}-spot.yaml"
+        config = load_config(with_servers(tmp_path, recipe, lora), [*here(recipe), *overrides])
         return machine.estimate_machine(config, plan_training(config))
 
-    assert [each.device for each in estimate().devices] == [0]
+    assert [(each.device, each.size) for each in estimate().devices] == [(0, 24 if "24gb" in lora else 80)]
     assert machine.misfits(estimate()) == []
-    assert (machine.misfits(estimate("training.lora=null")) != []) == (size != "0.6b")
+    too_much = machine.misfits(estimate("training.lora=null"))
+    assert (too_much != []) == ((size, lora) != ("0.6b", "lora.yaml"))
+    if "24gb" in lora:
+        (line,) = machine.misfits(estimate("teacher.model=models/Qwen3-8B"))
+        assert line == (
+            "on device 0 the teacher's server has 10.8 GiB, and its weights and workspace take 17.3: raise its "
+            "memory_fraction"
+        )
 
 
 @pytest.mark.parametrize(

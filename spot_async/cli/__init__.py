@@ -59,6 +59,7 @@ app.command(
 app.command(help=flowing(servers.doctor))(servers.doctor)
 app.command(help=flowing(servers.tune))(servers.tune)
 app.command(help=flowing(servers.forecast))(servers.forecast)
+app.command(help=flowing(files.plan))(files.plan)
 app.command(help=flowing(files.simulate))(files.simulate)
 app.command(help=flowing(servers.conformance))(servers.conformance)
 data_app.command("check", help=flowing(files.check_data))(files.check_data)

@@ -150,6 +150,33 @@ def simulate(
         fail(error, code=1)
 
 
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="a run of this student, whose speeds and lengths are taken"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+) -> None:
+    """Say what a run of CONFIG will take: memory of each rank and GPU, what is sent and kept, and disk.
+
+    Speeds are those that `tune` or an earlier run has measured. Nothing is started. Exit code 2 when the configuration
+    is wrong.
+    """
+    from spot_async.checks.plan import plan_training
+    from spot_async.models.hub import with_downloads
+    from spot_async.run_directory.layout import RunDirectory, name_of
+    from spot_async.tools.estimate import command
+
+    try:
+        settings = with_downloads(load_config(config, overrides or ()), remark, weights=False)
+        path = RunDirectory.choose_path(settings, name_of(config))
+        command.run(screen, config, settings, plan_training(settings), path, run, is_json=json)
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+
+
 def compare_runs(
     runs: Annotated[
         list[str],

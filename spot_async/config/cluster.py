@@ -9,6 +9,8 @@ from pydantic import Field
 
 from spot_async.config.base import PositiveFloat, PositiveInt, Section
 
+DEVICE_GIB = 80.0  # of the GPUs that the paper's recipes are for
+
 
 class ClusterConfig(Section):
     """The machines (nodes) that the trainer's ranks are spread over. Each runs the same command.
@@ -17,6 +19,9 @@ class ClusterConfig(Section):
     cluster has servers instead, and the trainer stays on this machine.
     """
 
+    device_gib: PositiveFloat = Field(
+        DEVICE_GIB, description="memory of each GPU, for the estimate of what a run needs; it decides nothing else"
+    )
     kind: Literal["ray"] | None = Field(
         None,
         description="`ray`: Ray chooses the nodes of servers with `launch.resources`; needs `spot-async[ray]`",

@@ -31,6 +31,13 @@ def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: Policy
     return needs.samples_per_prompt * (trajectory + texts + BYTES_PER_SAMPLE)
 
 
+def payload_bytes(prompt_tokens: float, response_tokens: float, needs: PolicyNeeds) -> float:
+    """Return the bytes of one prompt's supervision, which the trainer is sent."""
+    per_token = BYTES_PER_RESPONSE_TOKEN + needs.soft_target_bytes_per_token
+    trajectory = 4 * prompt_tokens + per_token * response_tokens + needs.soft_target_bytes
+    return needs.samples_per_prompt * trajectory
+
+
 def held_bytes(samples: Sequence[Sample]) -> int:
     """Return the bytes that samples take. What they share is counted once.
 

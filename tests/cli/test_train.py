@@ -52,6 +52,26 @@ def finished_run(tmp_path_factory):
     return run, out
 
 
+def test_plan_says_before_what_a_run_keeps_and_after_it_what_it_measured(finished_run, monkeypatch):
+    run, _ = finished_run
+    shown = invoke(
+        monkeypatch, "plan", "configs/quickstart.yaml", *QUICK[:-1], "run.directory=runs/new", "training.ranks=2",
+        "evaluation=null", "--from", str(run), "--json",
+    )  # fmt: skip
+    assert shown.exit_code == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    sizes = found["expected"]
+    weights = (run / "student" / "model.safetensors").stat().st_size
+    assert sizes["publish_bytes"] == pytest.approx(weights, rel=0.02)
+    checkpoints = [sum(file.stat().st_size for file in each.iterdir()) for each in (run / "checkpoints").iterdir()]
+    assert sizes["checkpoint_bytes"] == pytest.approx(checkpoints[0], rel=0.05)
+    assert sizes["checkpoints_kept_bytes"] == pytest.approx(sum(checkpoints), rel=0.05)
+    assert sizes["samples_bytes"] == pytest.approx((run / "samples.jsonl").stat().st_size, rel=0.3)
+    assert found["measured_by"] == [str(run)]
+    assert found["speeds"].keys() == {"student", "teacher", "trainer"}
+    assert found["warnings"] == []
+
+
 def few_problems(folder: Path) -> Path:
     lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
     path = folder / "heldout.jsonl"

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spot_async.config import LoraConfig
+from spot_async.config.cluster import DEVICE_GIB
 from spot_async.config.lora import TARGETS
 from spot_async.tools.estimate.model_size import ModelSize, Precision
 
 GIB = float(1 << 30)
-DEVICE_GIB = 80.0  # of the GPUs that the recipes are for
-USABLE_GIB = 0.95 * DEVICE_GIB  # the rest is for gaps of the allocator, the driver, and what is not counted here
+USABLE_SHARE = 0.95  # the rest is for gaps of the allocator, the driver, and what is not counted here
 CONTEXT_GIB = 0.8  # of each process on a device: CUDA, libraries, NCCL
 WORKSPACE_GIB = 2.0  # of a server, besides weights and cache: activations, graphs
 LOGITS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
@@ -90,10 +90,17 @@ class ServerOnDevice:
 
 
 def server_on(
-    role: str, device: int, size: ModelSize, *, memory_fraction: float, parallel: int, sleeps: bool
+    role: str,
+    device: int,
+    size: ModelSize,
+    *,
+    memory_fraction: float,
+    parallel: int,
+    sleeps: bool,
+    device_gib: float = DEVICE_GIB,
 ) -> ServerOnDevice:
     """Return a server's part of one device. `parallel` devices share the model, in 16 bits."""
-    taken = memory_fraction * DEVICE_GIB
+    taken = memory_fraction * device_gib
     return ServerOnDevice(role, device, taken, taken - 2 * size.parameters / parallel / GIB - WORKSPACE_GIB, sleeps)
 
 
@@ -104,13 +111,20 @@ class DeviceMemory:
     device: int
     sampling: float
     training: float
+    size: float = DEVICE_GIB
+
+    @property
+    def usable(self) -> float:
+        return USABLE_SHARE * self.size
 
     @property
     def fits(self) -> bool:
-        return max(self.sampling, self.training) <= USABLE_GIB
+        return max(self.sampling, self.training) <= self.usable
 
 
-def per_device(servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int) -> list[DeviceMemory]:
+def per_device(
+    servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int, device_gib: float = DEVICE_GIB
+) -> list[DeviceMemory]:
     """Return what each device holds, for all devices with a server or a rank."""
     found = []
     for device in sorted({each.device for each in servers} | set(range(ranks))):
@@ -121,6 +135,7 @@ def per_device(servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks:
                 device,
                 sampling=sum(each.gib for each in here) + has_rank * trainer.resting,
                 training=sum(CONTEXT_GIB if each.sleeps else each.gib for each in here) + has_rank * trainer.training,
+                size=device_gib,
             )
         )
     return found

@@ -23,10 +23,8 @@ from spot_async.models.hub import local_path
 from spot_async.run_directory.reading import RunFiles
 from spot_async.tools.estimate.device_memory import (
     CONTEXT_GIB,
-    DEVICE_GIB,
     GIB,
     LOGITS_GIB,
-    USABLE_GIB,
     DeviceMemory,
     ServerOnDevice,
     TrainerMemory,
@@ -93,7 +91,10 @@ def estimate_machine(
     sizes = {role: read_size(Path(local_path(model.model))) for role, model in roles.items()}
     student = read_size(plan.student.directory)
     servers = [
-        server for role, model in roles.items() if (size := sizes[role]) for server in _servers(role, model, size)
+        server
+        for role, model in roles.items()
+        if (size := sizes[role])
+        for server in _servers(role, model, size, config.cluster.device_gib)
     ]
     if student is None or not servers:
         return None
@@ -107,7 +108,7 @@ def estimate_machine(
     load = _Loads(config, plan, {"student": student} | {role: size for role, size in sizes.items() if size}, servers)
     return MachineEstimate(
         trainer=trainer,
-        devices=per_device(servers, trainer, training.ranks),
+        devices=per_device(servers, trainer, training.ranks, config.cluster.device_gib),
         servers=servers,
         expected=load.at(expected, ASSUMED_SHARE),
         at_most=load.at(float(longest), 1.0),
@@ -139,7 +140,7 @@ def _launches(model: ModelConfig) -> list[Any]:
     return [each for each in named if all(device.strip().isdecimal() for device in each.devices.split(","))]
 
 
-def _servers(role: str, model: ModelConfig, size: ModelSize) -> Iterator[ServerOnDevice]:
+def _servers(role: str, model: ModelConfig, size: ModelSize, device_gib: float) -> Iterator[ServerOnDevice]:
     for launch in _launches(model):
         for device in launch.devices.split(","):
             yield server_on(
@@ -149,6 +150,7 @@ def _servers(role: str, model: ModelConfig, size: ModelSize) -> Iterator[ServerO
                 memory_fraction=launch.memory_fraction or SERVER_FRACTION,
                 parallel=launch.tensor_parallel_size,
                 sleeps=sleeps_while_training(model),
+                device_gib=device_gib,
             )
 
 
@@ -244,13 +246,21 @@ def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
 
 
 def misfits(estimate: MachineEstimate) -> list[str]:
-    """Return a line for each kind of device that is too small; devices with the same need share a line."""
+    """Return a line for each kind of server or device that has too little; devices with the same need share a line."""
     alike: dict[str, list[int]] = {}
     for each in estimate.devices:
         if not each.fits:
-            needed = f"{max(each.sampling, each.training):.0f} GiB, and {USABLE_GIB:.0f} are safe"
+            needed = f"{max(each.sampling, each.training):.0f} GiB, and {each.usable:.0f} are safe"
             alike.setdefault(f"{needed}: {', or '.join(_remedies(each, estimate.training))}", []).append(each.device)
-    return [
+    cramped: dict[str, list[int]] = {}
+    for server in estimate.servers:
+        if server.cache_gib <= 0:
+            words = (
+                f"{server.gib:.1f} GiB, and its weights and workspace take {server.gib - server.cache_gib:.1f}: raise "
+                "its memory_fraction"
+            )
+            cramped.setdefault(f"{server.role}'s server has {words}", []).append(server.device)
+    return [f"on {_named(devices)} the {line}" for line, devices in cramped.items()] + [
         f"{_named(devices)} would {'each ' if len(devices) > 1 else ''}need {line}" for line, devices in alike.items()
     ]
 
@@ -259,9 +269,9 @@ def _remedies(device: DeviceMemory, training: TrainingConfig) -> Iterator[str]:
     if device.device < training.ranks:  # a trainer's rank is on it
         if training.sharding == "none" and training.ranks > 1:
             yield "set training.sharding=fsdp2"
-        if device.training > USABLE_GIB and not training.recompute_layers:
+        if device.training > device.usable and not training.recompute_layers:
             yield "set training.recompute_layers=true"
-        if device.training > USABLE_GIB:
+        if device.training > device.usable:
             yield "lower training.micro_batch_tokens"
     yield "lower a memory_fraction"
 
@@ -293,7 +303,7 @@ def memory_table(estimate: MachineEstimate) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for each in estimate.devices:
-        table.add_row(f"device {each.device}", f"{each.sampling:.1f}", f"{each.training:.1f}", f"{DEVICE_GIB:.0f}")
+        table.add_row(f"device {each.device}", f"{each.sampling:.1f}", f"{each.training:.1f}", f"{each.size:.0f}")
     return table
 
 
@@ -316,9 +326,9 @@ def assumptions(estimate: MachineEstimate) -> list[str]:
         ),
         f"assumes {estimate.assumption}, in evaluations likewise; a batch's longest response at its limit; nothing "
         "overlaps",
-        f"assumes devices of {DEVICE_GIB:.0f} GiB, {OPERATIONS_PER_S / 1e12:.0f} TFLOP/s and {BYTES_PER_S / 1e12:.1f} "
-        f"TB/s (A800); training reaches {TRAINING_SHARE:.0%} of that, scoring {SCORING_SHARE:.0%}, decoding "
-        f"{DECODING_SHARE:.0%}",
+        f"assumes devices of {estimate.devices[0].size:.0f} GiB (cluster.device_gib), {OPERATIONS_PER_S / 1e12:.0f} "
+        f"TFLOP/s and {BYTES_PER_S / 1e12:.1f} TB/s (A800); training reaches {TRAINING_SHARE:.0%} of "
+        f"that, scoring {SCORING_SHARE:.0%}, decoding {DECODING_SHARE:.0%}",
         "None of it is measured",
     ]
 
