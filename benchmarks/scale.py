@@ -217,6 +217,7 @@ def cost_us(runs: Callable[[int], Coroutine[Any, Any, None]], in_flight: int) ->
 
 def measure(in_flight: int) -> tuple[Cost, Cost]:
     """Return what a prompt costs in all, and without the orchestrator."""
+    tune_gc(prompts=in_flight)  # as a run does
     return cost_us(run, in_flight), cost_us(run_bare, in_flight)
 
 
@@ -224,7 +225,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of a prompt by the number in flight.")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    tune_gc()  # as a run does
     cost_us(run, IN_FLIGHT[0])  # warms up
     rounds = [{in_flight: measure(in_flight) for in_flight in IN_FLIGHT} for _ in range(arguments.rounds)]
     rows = []

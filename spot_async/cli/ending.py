@@ -63,10 +63,13 @@ screen = Screen()
 stderr = Screen(stderr=True, soft_wrap=True, highlight=False)
 
 
-def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory, wish: StopRequest | None = None) -> T:
+def run_until_stopped(
+    run: Coroutine[Any, Any, T], directory: RunDirectory, wish: StopRequest | None = None, *, prompts: int = 0
+) -> T:
     """Run to the end. On a failure or a signal, print one line that says why and what is saved, and exit.
 
-    While `wish` is heard, SIGTERM and SIGUSR1 say it, and the run ends by itself. Otherwise signals cancel it.
+    * `wish`: while it is heard, SIGTERM and SIGUSR1 say it, and the run ends by itself. Otherwise signals cancel it.
+    * `prompts`: how many may be in flight at once.
     """
     received: list[signal.Signals] = []
     wish = wish or StopRequest()
@@ -102,7 +105,7 @@ def run_until_stopped(run: Coroutine[Any, Any, T], directory: RunDirectory, wish
             loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
         return await run
 
-    tune_gc()
+    tune_gc(prompts=prompts)
     raise_open_file_limit()
     try:
         result = asyncio.run(stoppable())

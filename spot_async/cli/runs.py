@@ -122,7 +122,7 @@ def train(
         stop=stop,
         topology=None if node is None else node[0],
     )
-    outcome = run_until_stopped(training, directory, stop)
+    outcome = run_until_stopped(training, directory, stop, prompts=settings.queue_capacity_prompts)
     show_outcome(outcome, path)
     if outcome.spent is not None:
         fail(outcome.spent, code=exit_code(outcome.spent), note=saved(directory))

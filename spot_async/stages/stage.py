@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
 import structlog
@@ -34,6 +35,7 @@ class StageCounters:
     """What a stage has done so far."""
 
     completed: int = 0
+    work: int = 0  # tokens that the completed requests amounted to, where they say so
     failed: int = 0
     retried: int = 0
     ended: int = 0  # completed, failed or cancelled after they had a slot
@@ -46,6 +48,10 @@ class StageCounters:
 
     def count_failure(self, error: RequestError) -> None:
         setattr(self, error.failure_class, getattr(self, error.failure_class) + 1)
+
+
+# Most requests never fail, so they share it.
+NONE_YET: Mapping[FailureClass, int] = MappingProxyType({})
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +67,8 @@ class OpenRequest(Errand):
     longest_retry_after_s: float = 0.0  # the longest pause that an endpoint has asked for
     paused_s: float = 0.0  # the sum of the pauses that endpoints asked for
     attempts: int = 0  # so far
-    failures: dict[FailureClass, int] = field(default_factory=dict)  # attempts that failed: each class has its retries
+    # Attempts that failed: each class has its retries.
+    failures: Mapping[FailureClass, int] = field(default_factory=lambda: NONE_YET)
     replica: str | None = None  # the one that has it; None while it waits for one, empty where the role has only one
     timer: asyncio.Timeout | None = None  # ends the attempt that a server has now at the deadline
     stopped_s: float | None = None  # since when its server stands still for new weights, and its clock with it
@@ -166,60 +173,67 @@ class Stage(Generic[S]):
         """
         asked_s = asyncio.get_running_loop().time()
         self._events.publish(RequestAsked(asked_s))
-        self._askers[priority[0]] += 1
         pending = OpenRequest(self.name, priority, session, tokens, kind, asked_s=asked_s)
-        self.open[pending] = None
+        self._open(pending)
         try:
-            return await self._serve(pending, request, work)
+            await self._room.enter(pending)
+            outcome = "cancelled"
+            try:
+                while True:
+                    try:
+                        result = await self._attempt(pending, request, work)
+                        break
+                    except RequestError as error:
+                        delay_s = self._note_failure(pending, error)
+                        if delay_s is None:
+                            raise
+                    self.counters.retried += 1
+                    pending.replica = None
+                    await asyncio.sleep(delay_s)
+                outcome = "done"
+            except RequestError as error:
+                self.counters.failed += 1
+                outcome = type(error).__name__
+                raise
+            finally:
+                self._note_end(pending, outcome)
         finally:
-            del self.open[pending]
-            self._askers[priority[0]] -= 1
-            if not self._askers[priority[0]]:
-                del self._askers[priority[0]]
-
-    async def _serve(
-        self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
-    ) -> T:
-        loop = asyncio.get_running_loop()
-        await self._room.enter(pending)
-        outcome = "cancelled"
-        try:
-            while True:
-                try:
-                    result = await self._attempt(pending, request, work)
-                    break
-                except RequestError as error:
-                    delay_s = self._note_failure(pending, error)
-                    if delay_s is None:
-                        raise
-                self.counters.retried += 1
-                pending.replica = None
-                await asyncio.sleep(delay_s)
-            outcome = "done"
-        except RequestError as error:
-            self.counters.failed += 1
-            outcome = type(error).__name__
-            raise
-        finally:
-            ended = loop.time()
-            started = ended if pending.started_s is None else pending.started_s
-            self._events.publish(
-                RequestEnded(
-                    self.name,
-                    pending.priority,
-                    pending.asked_s,
-                    started,
-                    ended,
-                    outcome,
-                    pending.replica or "",
-                    pending.work if pending.kind == self.name else 0,
-                )
-            )
-            self._free_slot()
-            self.counters.ended += 1
-            self.counters.busy_s += ended - started
+            self._close(pending)
         self.counters.completed += 1
+        if work is not None:
+            self.counters.work += pending.work
         return result
+
+    def _open(self, pending: OpenRequest) -> None:
+        self.open[pending] = None
+        self._askers[pending.priority[0]] += 1
+
+    def _close(self, pending: OpenRequest) -> None:
+        prompt = pending.priority[0]
+        del self.open[pending]
+        self._askers[prompt] -= 1
+        if not self._askers[prompt]:
+            del self._askers[prompt]
+
+    def _note_end(self, pending: OpenRequest, outcome: str) -> None:
+        """Note how a request ended that had a slot, and free the slot."""
+        ended_s = asyncio.get_running_loop().time()
+        started_s = ended_s if pending.started_s is None else pending.started_s
+        self._events.publish(
+            RequestEnded(
+                self.name,
+                pending.priority,
+                pending.asked_s,
+                started_s,
+                ended_s,
+                outcome,
+                pending.replica or "",
+                pending.work if pending.kind == self.name else 0,
+            )
+        )
+        self._free_slot()
+        self.counters.ended += 1
+        self.counters.busy_s += ended_s - started_s
 
     async def _attempt(
         self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
@@ -260,7 +274,8 @@ class Stage(Generic[S]):
     def _note_failure(self, pending: OpenRequest, error: RequestError) -> float | None:
         """Return the seconds until the next attempt; None if there is none."""
         failure_class = error.failure_class
-        count = pending.failures[failure_class] = pending.failures.get(failure_class, 0) + 1
+        count = pending.failures.get(failure_class, 0) + 1
+        pending.failures = {**pending.failures, failure_class: count}
         attempts = sum(pending.failures.values())
         self.counters.count_failure(error)
         error.stage, error.attempts = self.name, attempts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -23,7 +23,7 @@ from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.waiting_room import Priority
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import PermanentError
-from spot_async.models.alignment import branch_prefix
+from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
 from spot_async.models.end_tokens import EndTokens, with_summed_last
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
@@ -129,7 +129,6 @@ class Stages:
         self.kept_scores = kept_scores
         self.weights_may_change = weights_may_change
         self.events = events or Channel()
-        self.tokens_generated = 0  # by rollouts, probes and the teacher's responses so far
         self.stop_token_ids = stop_token_ids(student, teacher)
         self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
         self.student_gate = Gate()  # closed while the student's servers are drained
@@ -163,6 +162,11 @@ class Stages:
         used += [self.teacher_response] if services.teacher_generator is not None else []
         used += [self.reference] if services.reference is not None else []
         self.all = tuple(used)
+
+    @property
+    def tokens_generated(self) -> int:
+        """The tokens of all rollouts, probes and responses of the teacher so far."""
+        return sum(stage.counters.work for stage in (self.rollout, self.probe, self.teacher_response))
 
     def for_prompt(self, prompt: Prompt) -> BoundStages:
         return BoundStages(self, prompt)
@@ -325,12 +329,10 @@ class BoundStages:
         budget = self._stages.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
             return _empty_generation()  # the branch is verified as it stands
-        context_ids = branch_prefix(self._prompt.token_ids, response_ids, position)
-        prefix_ids = np.append(context_ids, candidate_id).astype(np.int32)
         return await self._generate(
             self._stages.probe,
             (self._prompt.ordinal, position),
-            prefix_ids,
+            branch_root(self._prompt.token_ids, response_ids, position, candidate_id),
             self._settings(budget, "probe", position, candidate_id, n),
         )
 
@@ -345,7 +347,7 @@ class BoundStages:
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.vocabulary.decode(token_ids)
 
-    async def _generate(
+    def _generate(
         self,
         stage: Stage[Generator],
         priority: Priority,
@@ -353,8 +355,8 @@ class BoundStages:
         settings: SamplingSettings,
         *,
         top_k: int = 0,
-    ) -> Generation:
-        generation = await stage.ask(
+    ) -> Coroutine[Any, Any, Generation]:
+        return stage.ask(
             priority,
             lambda generator, deadline: generator.generate(
                 prefix_ids, settings, top_k=top_k, session=self._session, deadline=deadline
@@ -363,8 +365,6 @@ class BoundStages:
             tokens=len(prefix_ids) + settings.max_tokens,
             work=_tokens_generated,
         )
-        self._stages.tokens_generated += len(generation.token_ids)
-        return generation
 
     def _settings(self, max_tokens: int, *request: int | str) -> SamplingSettings:
         sampling = self._stages.sampling

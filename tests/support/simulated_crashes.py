@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from simulated_methods import METHODS, STALENESS
 
+from spot_async.base.processes.memory import tune_gc
 from spot_async.testing.crash_plan import PlannedFault, planned_crashes
 from spot_async.testing.crashing_run import CrashingRun, crashing_run
 from spot_async.testing.faulty_run import shrunk
@@ -70,7 +71,7 @@ def main() -> int:
         return _replay(given.seed, given.faults)
     done = _read(given.state)
     firsts = range(given.first, given.first + given.seeds, SHARD)
-    with get_context("spawn").Pool(given.processes) as pool:
+    with get_context("spawn").Pool(given.processes, initializer=tune_gc) as pool:
         found = pool.imap_unordered(shard, [first for first in firsts if first not in done])
         _collect(found, firsts, done, given.state)
     wrong = sum(len(done[first]) for first in firsts)

@@ -37,7 +37,7 @@ def test_every_way_to_end_has_its_code():
 
 
 def test_a_cancellation_that_nobody_asked_for_ends_with_its_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr(ending, "tune_gc", lambda: None)
+    monkeypatch.setattr(ending, "tune_gc", lambda **given: None)
 
     async def forgotten():
         future = asyncio.get_running_loop().create_future()

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# New objects between two collections of the youngest generation; Python's own is 700. A prompt in flight has some 300
-# objects, and examining them is in vain: requests leave nothing in cycles, not even failed ones. A lost connection
-# leaves five small objects. So some 50 MB of them may wait for a collection.
+# New objects between two collections of the youngest generation; Python's own is 700. Requests leave nothing in cycles,
+# not even failed ones. A lost connection leaves five small objects. So some 50 MB of them may wait for a collection.
 COLLECTION_THRESHOLD = 500_000
+# Of a prompt in flight, with SPOT's rollout and eight probes. Examining them is in vain, so as many more objects may
+# wait as prompts can be in flight.
+PROMPT_OBJECTS = 400
 # The same for a server. What its libraries leave in cycles was not measured, so it looks more often.
 SERVER_COLLECTION_THRESHOLD = 20_000
 
@@ -52,11 +54,12 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def tune_gc(threshold: int = COLLECTION_THRESHOLD) -> None:
+def tune_gc(threshold: int = COLLECTION_THRESHOLD, *, prompts: int = 0) -> None:
     """Make garbage collections rare and cheap. Call this once everything long-lived is loaded.
 
     The half million objects that exist now, mostly the libraries', are never examined again. Requests and tasks make
-    thousands of new objects but few cycles, so collections can be rare: one for so many new objects (`threshold`).
+    thousands of new objects but few cycles. So a collection comes after `threshold` new objects, beyond those of
+    `prompts` in flight.
     """
     gc.freeze()
-    gc.set_threshold(threshold)
+    gc.set_threshold(threshold + PROMPT_OBJECTS * prompts)
