@@ -66,6 +66,7 @@ data_app.command("check", help=flowing(files.check_data))(files.check_data)
 app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)
 app.command(help=flowing(files.report))(files.report)
 app.command("verify-run", help=flowing(files.verify_run))(files.verify_run)
+app.command(help=flowing(files.push))(files.push)
 app.command("compare", help=flowing(files.compare_runs))(files.compare_runs)
 
 

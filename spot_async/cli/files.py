@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
 from spot_async.cli.ending import fail, remark, screen
@@ -175,6 +176,40 @@ def plan(
         command.run(screen, config, settings, plan_training(settings), path, run, is_json=json)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
+
+
+def push(
+    run: RunPath,
+    repository: Annotated[str, typer.Argument(metavar="REPO", help="on the Hugging Face hub, e.g. me/my-student")],
+    best: Annotated[
+        bool, typer.Option("--best", help="the best student of the run's evaluations, not the last")
+    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="a repository that everybody may read")] = False,
+    update: Annotated[bool, typer.Option("--update", help="a further commit to a repository that is there")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the files and the model card; send nothing")] = False,
+) -> None:
+    """Upload the student of a finished run to the Hugging Face hub, with a model card that the run fills in.
+
+    The repository is new, and private. The token is read from HF_TOKEN. The card states no licence: that is yours to
+    choose.
+    """
+    from spot_async.tools.push import command
+
+    try:
+        upload = command.prepare(run, repository, is_best=best)
+        if dry_run:
+            command.show(screen, upload, repository)
+            return
+        address = command.send(
+            upload,
+            repository,
+            f"{'best' if best else 'trained'} student of spot-async",
+            is_public=public,
+            is_update=update,
+        )
+    except (ConfigError, DataError) as error:
+        fail(error, code=2)
+    screen.print(Text(f"{address}\nIts card states no licence: add yours there"), soft_wrap=True)
 
 
 def compare_runs(

@@ -113,10 +113,13 @@ def refuse_newer(path: Path) -> None:
 class RunDirectory:
     """A run directory, made by `create` or found by `open`. Nothing in it is overwritten but links and the summary."""
 
-    def __init__(self, path: Path, purpose: Purpose | None = None, cores: int | None = None) -> None:
+    def __init__(
+        self, path: Path, purpose: Purpose | None = None, cores: int | None = None, version: str | None = None
+    ) -> None:
         self.path = path
         self.purpose = purpose
         self.cores = cores
+        self.version = version  # of the program that made it
 
     @classmethod
     def choose_path(cls, config: Config, config_name: str) -> Path:
@@ -219,7 +222,7 @@ class RunDirectory:
                 f"{path} has format {found.format}, newer than this spot-async can read ({RUN_FORMAT}): install a "
                 "newer one"
             )
-        return cls(path.resolve(), found.command, found.cores)
+        return cls(path.resolve(), found.command, found.cores, found.spot_async)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -26,18 +26,8 @@ def files():
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path, files):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
-    with hub_stand_in.running() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+    with hub_stand_in.reached(monkeypatch, tmp_path / "cache") as hub:
         hub.repositories["org/student"] = hub_stand_in.Repository()
         hub.repositories["org/student"].commit(files)
         yield hub

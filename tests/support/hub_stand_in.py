@@ -12,7 +12,9 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -196,6 +198,25 @@ class Hub:
 def refusal(status: int, code: str | None, message: str = "no") -> Response:
     headers = {"x-error-message": message} | ({"x-error-code": code} if code else {})
     return JSONResponse({"error": message}, status, headers=headers)
+
+
+@contextlib.contextmanager
+def reached(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
+    """Run a hub that this process's client asks, without a token and with a cache of its own."""
+    from huggingface_hub import constants
+
+    with running() as hub:
+        changes = {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(cache),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }
+        for name, value in changes.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield hub
 
 
 @contextlib.contextmanager
