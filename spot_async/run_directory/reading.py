@@ -17,7 +17,7 @@ import yaml
 from spot_async.errors import DataError
 from spot_async.models.hub import local_path
 from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
-from spot_async.run_directory.layout import ENDS_EARLY, RESUMED, STALLED, RunDirectory
+from spot_async.run_directory.layout import ENDS_EARLY, RESTARTED, RESUMED, STALLED, RunDirectory
 
 T = TypeVar("T")
 
@@ -97,6 +97,7 @@ class _Event(msgspec.Struct):
 
     event: str = ""
     reason: str = ""
+    step: int = 0
 
 
 class RunFiles:
@@ -165,6 +166,15 @@ class RunFiles:
             "The run ended early, or goes on on another machine. Its log does not say why it ended: perhaps it was "
             "killed, its disk was full, or its machine went down"
         )
+
+    def interruptions(self) -> list[str]:
+        """Return a line for each time that the run went on from a checkpoint."""
+        said = {RESUMED: "The run was resumed", RESTARTED: "The trainer was lost, and the run went on"}
+        return [
+            f"{said[each.event]} after iteration {each.step}{f': {each.reason}' if each.reason else ''}"
+            for each in self._events()
+            if each.event in said
+        ]
 
     def _events(self) -> Iterator[_Event]:
         """Return the events of the run's log. Lines that cannot be read are left out: pages need not fail for them."""

@@ -33,7 +33,7 @@ from spot_async.loop.stopping import StopRequest
 from spot_async.protocols import Backend, Verifier
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import manifest
-from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint, Manifest
 from spot_async.run_directory.reading import RunFiles
@@ -154,7 +154,7 @@ class TrainingRun:
             if self._part.beginning.step < self._plan.schedule.iterations:
                 put_last_evaluation_aside(directory.path)
             self._ledger_file.go_on(self._ledger.spending())
-            structlog.get_logger().info("resumed", step=self._part.beginning.step, lineage=self._part.beginning.lineage)
+            structlog.get_logger().info(RESUMED, step=self._part.beginning.step, lineage=self._part.beginning.lineage)
         stack.callback(self._ledger_file.write)  # whatever ends the run
         sinks = stack.enter_context(open_sinks(self._config, directory.path, lambda: self._results.stages))
         if self._part.checkpoint is not None:
@@ -263,7 +263,7 @@ class TrainingRun:
         self._part = self._go_back(beginning, checkpoint)
         most = self._config.training.restarts
         self._screen.warn(f"{loss}; going on after iteration {step} (restart {self._restarts.count} of {most})")
-        structlog.get_logger().warning("trainer restarted", reason=str(loss), step=step, lineage=beginning.lineage)
+        structlog.get_logger().warning(RESTARTED, reason=str(loss), step=step, lineage=beginning.lineage)
 
     def _make_trainer(self) -> TrainerProcess:
         part = self._part

@@ -27,7 +27,7 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.cli import ending
 from spot_async.cli.ending import Screen, leave_at_once, run_until_stopped
 from spot_async.errors import DataError, ProcessDiedError, StorageError, TrainerError
-from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.reading import RunFiles
 from spot_async.serving import server
 from spot_async.telemetry.run_log import log_events_to
@@ -206,6 +206,16 @@ def test_what_ends_a_run_is_in_its_log_and_readers_are_told(directory, error, re
     with log_events_to(directory.path / "logs" / "run.jsonl"):
         structlog.get_logger().info("resumed", step=2)
     assert "Its log does not say why" in RunFiles(directory.path).early_end()  # of its last part
+
+
+def test_readers_are_told_where_a_run_went_on_from_a_checkpoint(directory):
+    with log_events_to(directory.path / "logs" / "run.jsonl"):
+        structlog.get_logger().info(RESUMED, step=2, lineage=1)
+        structlog.get_logger().warning(RESTARTED, reason="rank 1 was ended by SIGKILL", step=4, lineage=2)
+    assert RunFiles(directory.path).interruptions() == [
+        "The run was resumed after iteration 2",
+        "The trainer was lost, and the run went on after iteration 4: rank 1 was ended by SIGKILL",
+    ]
 
 
 def test_of_a_run_that_goes_on_no_early_end_is_told_and_of_a_killed_one_that_nothing_says_why(directory):

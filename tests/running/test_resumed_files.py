@@ -59,6 +59,7 @@ def test_a_run_that_is_killed_in_its_third_iteration_goes_on_from_its_second(beg
     assert files.dead_letters() == []
     assert shown_steps(begun / "tensorboard", "train/loss") == [1, 2, 3]
     assert files.early_end() is None
+    assert files.interruptions() == ["The run was resumed after iteration 2"]
     # evaluations
     assert (begun / "evaluation-before.jsonl").read_bytes() == before
     assert (begun / "rolled-back" / "evaluation-000003.json").exists()

@@ -50,7 +50,8 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
         words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
         screen.print(words, style="dim", highlight=False, soft_wrap=True)
     screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
-    for line in (files.early_end(), described(dead) if (dead := files.dead_letters()) else None):
+    dead = files.dead_letters()
+    for line in (*files.interruptions(), files.early_end(), described(dead) if dead else None):
         if line:
             screen.print(Text(visible(line), style="yellow"), soft_wrap=True)
 
