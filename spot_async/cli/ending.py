@@ -177,11 +177,6 @@ def saved(directory: RunDirectory) -> str:
     return f"saved: {student.resolve().name} as {student}, metrics and samples beside it{go_on}"
 
 
-def remark(line: str) -> None:
-    """Print a line beside what the command shows, where it is in nobody's way who reads that."""
-    stderr.print(Text(line))
-
-
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
     """Print the failure, with its notes below it (the end of a server's log, say), and exit."""
     for line in str(error).splitlines():

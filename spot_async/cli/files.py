@@ -9,7 +9,8 @@ import typer
 from rich.text import Text
 
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
-from spot_async.cli.ending import fail, remark, screen
+from spot_async.cli.downloads import downloaded, ending_at_once, remark
+from spot_async.cli.ending import fail, screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 
@@ -41,7 +42,8 @@ def check_data(
         if command.is_config(target):
             if layout or model:
                 raise ConfigError("--layout and --model are for files; CONFIG names both")
-            check = command.check_of_config(Path(target), settings or (), against or (), verifier, remark)
+            with ending_at_once():  # it may download tokenizers
+                check = command.check_of_config(Path(target), settings or (), against or (), verifier, remark)
         else:
             chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
             check = command.check_of_file(target, chosen, against or (), verifier, model)
@@ -166,12 +168,11 @@ def plan(
     is wrong.
     """
     from spot_async.checks.plan import plan_training
-    from spot_async.models.hub import with_downloads
     from spot_async.run_directory.layout import RunDirectory, name_of
     from spot_async.tools.estimate import command
 
     try:
-        settings = with_downloads(load_config(config, overrides or ()), remark, weights=False)
+        settings = downloaded(load_config(config, overrides or ()), weights=False)
         path = RunDirectory.choose_path(settings, name_of(config))
         command.run(screen, config, settings, plan_training(settings), path, run, is_json=json)
     except (ConfigError, DataError) as error:

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from spot_async.base.text import counted
 from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides, TrainingConfigPath
-from spot_async.cli.ending import exit_code, fail, hung, remark, run_until_stopped, saved, screen
+from spot_async.cli.downloads import downloaded, ending_at_once, remark
+from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, saved, screen
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError, StorageError
@@ -61,7 +62,6 @@ def train(
     """
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.checks.room import check_room
-    from spot_async.models.hub import with_downloads
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
     from spot_async.tools.estimate.machine import estimate_machine, show_machine
 
@@ -72,7 +72,8 @@ def train(
             _join(*node)
         begun = None
         if resume is not None:
-            begun = _run_to_resume(resume, config, overrides or (), weights=not dry_run)
+            with ending_at_once():  # it may have to download its models again
+                begun = _run_to_resume(resume, config, overrides or (), weights=not dry_run)
         if begun is not None:
             settings, plan, path = begun.config, begun.plan, begun.directory.path
         else:
@@ -81,7 +82,7 @@ def train(
             settings = load_config(config, overrides or ())
             path = RunDirectory.choose_path(settings, name_of(config))
             RunDirectory.check_usable(path)
-            settings = with_downloads(settings, remark, weights=not dry_run)
+            settings = downloaded(settings, weights=not dry_run)
             plan = plan_training(settings)
         check_room(path, settings.training, plan.student.directory)
         estimates = estimate_run(settings, plan, earlier)
@@ -149,11 +150,10 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
 
 def _join(topology: Topology, config: Config) -> NoReturn:
     """Take part in the run of node 0, and exit when it is over."""
-    from spot_async.models.hub import with_downloads
     from spot_async.trainer.nodes.agent import run_agent
 
     try:
-        config = with_downloads(config, remark)
+        config = downloaded(config)
         code = run_agent(topology, config.cluster, config, lambda line: screen.print(Text(line), soft_wrap=True))
     except SpotError as error:
         fail(error, code=exit_code(error))
@@ -226,7 +226,6 @@ def evaluate(
     from spot_async.evaluation.figures import read_figures
     from spot_async.evaluation.response_log import count_kept
     from spot_async.models.files import read_model
-    from spot_async.models.hub import with_downloads
     from spot_async.running.measuring import add_pass_k, is_complete
     from spot_async.telemetry.figures_table import figures_table
     from spot_async.tools.estimate.endpoints import evaluation_estimate
@@ -243,7 +242,7 @@ def evaluate(
                     f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
                     "(run.directory=null takes that of the configuration away)"
                 )
-            settings = with_downloads(settings, remark, weights=not dry_run)
+            settings = downloaded(settings, weights=not dry_run)
             student = read_model("student", settings.student.model)
             benchmarks = plan_evaluation(settings, student)
             if dry_run:

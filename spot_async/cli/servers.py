@@ -9,7 +9,8 @@ import typer
 
 from spot_async.base.tasks import root_cause
 from spot_async.cli.arguments import ConfigPath, Overrides
-from spot_async.cli.ending import exit_code, fail, remark, screen
+from spot_async.cli.downloads import downloaded
+from spot_async.cli.ending import exit_code, fail, screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 
@@ -33,10 +34,9 @@ def doctor(
     server fails, 2 when the configuration is wrong.
     """
     from spot_async.checks.plan import plan_training
-    from spot_async.models.hub import with_downloads
 
     try:
-        settings = with_downloads(load_config(config, overrides or ()), remark)
+        settings = downloaded(load_config(config, overrides or ()))
         plan = plan_training(settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
@@ -76,7 +76,6 @@ def tune(
     server after the other. The file that is written is a configuration to train with: it has CONFIG as its base.
     """
     from spot_async.checks.plan import plan_training
-    from spot_async.models.hub import with_downloads
     from spot_async.tools.tune.results import check_output
     from spot_async.tools.tune.running import TuneOptions, check_options, without_files
     from spot_async.tools.tune.staleness import check_run
@@ -89,7 +88,7 @@ def tune(
         check_options(settings, options)
         if run is not None:
             check_run(run, settings)
-        settings = with_downloads(settings, remark)
+        settings = downloaded(settings)
         plan = plan_training(settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
@@ -131,7 +130,6 @@ def forecast(
     and which keys would change that. Writes a page and a file for programs. Budgets of the configuration hold.
     """
     from spot_async.checks.plan import plan_training
-    from spot_async.models.hub import with_downloads
     from spot_async.tools.forecast import command
     from spot_async.tools.forecast.results import check_output, read_forecast
     from spot_async.tools.forecast.running import (
@@ -154,7 +152,7 @@ def forecast(
             check_measurement(settings, measurement)
         else:
             check_options(settings, options)
-            settings = with_downloads(settings, remark)
+            settings = downloaded(settings)
             plan = plan_training(settings)
     except (ConfigError, DataError) as error:
         fail(error, code=2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import hub_stand_in
@@ -132,6 +135,24 @@ def test_a_path_is_never_asked_for_at_the_hub(hub, tmp_path):
     (tmp_path / "org" / "student").mkdir()
     assert with_downloads(config("org/student")).student.model == "org/student"
     assert hub.asked == []
+
+
+def test_ctrl_c_ends_a_command_that_downloads_at_once(tmp_path):
+    """Threads of a download hear of no signal, and Python waits for them at its end."""
+    program = tmp_path / "downloading.py"
+    program.write_text(
+        "import concurrent.futures, threading\n"
+        "from spot_async.cli.downloads import ending_at_once\n"
+        "with ending_at_once(), concurrent.futures.ThreadPoolExecutor() as threads:\n"
+        "    threads.submit(lambda: (print('begun', flush=True), threading.Event().wait()))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read().startswith("stopped by SIGINT")
 
 
 def test_the_commands_take_models_of_the_hub(hub, monkeypatch, files):
