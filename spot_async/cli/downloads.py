@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from spot_async.cli.ending import leave_at_once, stderr
 from spot_async.config import Config
+from spot_async.models.hub import ROLES, with_downloads
 
 
-def downloaded(config: Config, *, weights: bool = True) -> Config:
+def downloaded(config: Config, *, weights: Collection[str] = ROLES) -> Config:
     """Return the configuration with the models of the hub in the cache; see `with_downloads`. Raises as that does."""
-    from spot_async.models.hub import with_downloads
-
     with ending_at_once():
         return with_downloads(config, remark, weights=weights)
 

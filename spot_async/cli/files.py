@@ -172,7 +172,7 @@ def plan(
     from spot_async.tools.estimate import command
 
     try:
-        settings = downloaded(load_config(config, overrides or ()), weights=False)
+        settings = downloaded(load_config(config, overrides or ()), weights=())
         path = RunDirectory.choose_path(settings, name_of(config))
         command.run(screen, config, settings, plan_training(settings), path, run, is_json=json)
     except (ConfigError, DataError) as error:

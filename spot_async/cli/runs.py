@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -19,6 +19,7 @@ from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError, StorageError
 from spot_async.loop.stopping import StopRequest
+from spot_async.models.hub import ROLES
 from spot_async.run_directory.layout import RunDirectory, name_of
 
 if TYPE_CHECKING:  # these import transformers, and --help must not wait for that
@@ -73,7 +74,7 @@ def train(
         begun = None
         if resume is not None:
             with ending_at_once():  # it may have to download its models again
-                begun = _run_to_resume(resume, config, overrides or (), weights=not dry_run)
+                begun = _run_to_resume(resume, config, overrides or (), weights=() if dry_run else ROLES)
         if begun is not None:
             settings, plan, path = begun.config, begun.plan, begun.directory.path
         else:
@@ -82,7 +83,7 @@ def train(
             settings = load_config(config, overrides or ())
             path = RunDirectory.choose_path(settings, name_of(config))
             RunDirectory.check_usable(path)
-            settings = downloaded(settings, weights=not dry_run)
+            settings = downloaded(settings, weights=() if dry_run else ROLES)
             plan = plan_training(settings)
         check_room(path, settings.training, plan.student.directory)
         estimates = estimate_run(settings, plan, earlier)
@@ -153,14 +154,16 @@ def _join(topology: Topology, config: Config) -> NoReturn:
     from spot_async.trainer.nodes.agent import run_agent
 
     try:
-        config = downloaded(config)
+        config = downloaded(config, weights=("student",))  # what else is served is served by node 0
         code = run_agent(topology, config.cluster, config, lambda line: screen.print(Text(line), soft_wrap=True))
     except SpotError as error:
         fail(error, code=exit_code(error))
     raise typer.Exit(code)
 
 
-def _run_to_resume(resume: str, config: Path | None, overrides: Sequence[str], *, weights: bool) -> ResumedRun | None:
+def _run_to_resume(
+    resume: str, config: Path | None, overrides: Sequence[str], *, weights: Collection[str]
+) -> ResumedRun | None:
     """Return the run that `--resume` names; None where `auto` finds none, which is then begun.
 
     Without CONFIG the first override stands in its place.
@@ -242,7 +245,7 @@ def evaluate(
                     f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
                     "(run.directory=null takes that of the configuration away)"
                 )
-            settings = downloaded(settings, weights=not dry_run)
+            settings = downloaded(settings, weights=() if dry_run else ("student",))
             student = read_model("student", settings.student.model)
             benchmarks = plan_evaluation(settings, student)
             if dry_run:

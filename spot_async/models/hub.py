@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # slow to import, and most runs have no model of the hub
 CONNECT_TIMEOUT_S = 10.0
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 COMMIT = re.compile("[0-9a-f]{40}")
+ROLES = ("student", "teacher", "reference")
 FOLDERS = ("models", "runs")  # where our documents keep directories: no name in them is ever asked for
 CONFIG_FILE = "config.json"
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer
@@ -88,18 +89,19 @@ def is_same_model(one: str, other: str) -> bool:
     return first.revision is None or second.revision is None
 
 
-def with_downloads(config: Config, say: Say | None = None, *, weights: bool = True) -> Config:
+def with_downloads(config: Config, say: Say | None = None, *, weights: Collection[str] = ROLES) -> Config:
     """Download the models of the hub that a configuration names, and return it with their commits in the names.
 
-    Without `weights`, for commands that load no model, only small files are downloaded. `say` is given a line for each
-    download; without it, as without a terminal, there is no progress bar. Raise ConfigError or DataError, in one line.
+    `weights` names the roles whose models are loaded. Of other models only the small files are downloaded. `say` is
+    given a line for each download; without it, as without a terminal, there is no progress bar. Raise ConfigError or
+    DataError, in one line.
     """
     changes = {}
-    for role in ("student", "teacher", "reference"):
+    for role in ROLES:
         model: ModelConfig | None = getattr(config, role)
         name = None if model is None else hub_name(model.model)
         if model is not None and name is not None:
-            needed = weights and (role == "student" or not _is_elsewhere(model))
+            needed = role in weights and (role == "student" or not _is_elsewhere(model))
             changes[role] = model.model_copy(update={"model": str(_downloaded(role, name, needed, say))})
     return config.model_copy(update=changes) if changes else config
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from spot_async.checks.resuming import check_same_numbers, check_same_prompts, d
 from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.hub import Say, with_downloads
+from spot_async.models.hub import ROLES, Say, with_downloads
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.manifest import Checkpoint, Manifest
@@ -27,7 +27,9 @@ class ResumedRun:
     checkpoint: Checkpoint
 
 
-def open_run(path: Path, overrides: Sequence[str] = (), say: Say | None = None, *, weights: bool = True) -> ResumedRun:
+def open_run(
+    path: Path, overrides: Sequence[str] = (), say: Say | None = None, *, weights: Collection[str] = ROLES
+) -> ResumedRun:
     """Return a run that ended early. Raises ConfigError or DataError, in one line, and changes nothing.
 
     Models of the hub that are no longer in its cache are downloaded: `say` and `weights` are as in `with_downloads`.

@@ -72,14 +72,16 @@ def test_a_model_of_the_hub_is_downloaded_once_and_its_commit_is_what_a_run_goes
 
 
 def test_without_weights_only_small_files_come_and_those_who_load_the_model_get_the_rest(hub):
-    looked_at = with_downloads(config("org/student"), weights=False)
+    looked_at = with_downloads(config("org/student"), weights=())
     directory = Path(local_path(looked_at.student.model))
     assert read_model("student", looked_at.student.model).directory == directory
     assert not (directory / WEIGHTS).exists()
     assert with_downloads(looked_at) == looked_at
     assert (directory / WEIGHTS).exists()
-    # A server elsewhere has its teacher's weights.
+    # An evaluation asks no teacher, and a server elsewhere has its teacher's weights.
     hub.repositories["org/teacher"] = hub.repositories["org/student"]
+    found = with_downloads(config("org/student", "teacher.model=org/teacher"), weights=("student",))
+    assert not (Path(local_path(found.teacher.model)) / WEIGHTS).exists()
     found = with_downloads(
         config(
             "org/student",

@@ -66,7 +66,7 @@ def check_of_config(
 
     `verifier` replaces the run's; evaluation sets keep their own.
     """
-    config = with_downloads(load_config(path, overrides), say, weights=False)
+    config = with_downloads(load_config(path, overrides), say, weights=())
     owner = config.teacher if config.prompt.template == "teacher" and config.teacher else config.student
     return Check(
         key="data.train",
