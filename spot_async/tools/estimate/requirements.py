@@ -112,7 +112,9 @@ def requirements(
     rows = () if earlier is None else RunFiles(earlier).metrics()
     measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)
     expected = min(float(longest), ASSUMED_SHARE * longest if measured is None else measured)
-    estimate = estimate_machine(config, plan, earlier, nodes=config.cluster.nodes or 1)
+    nodes = config.cluster.nodes or 1
+    estimate = estimate_machine(config, plan, earlier, nodes=nodes)
+    on_one_node = config.training.model_copy(update={"ranks": config.training.ranks // nodes})
     longest_tokens = config.sampling.max_prompt_tokens + longest
     there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
@@ -125,7 +127,7 @@ def requirements(
         )
     return Requirements(
         parameters=parameters,
-        rank=None if size is None else _rank(rank_memory(size, config.training, longest_tokens=longest_tokens)),
+        rank=None if size is None else _rank(rank_memory(size, on_one_node, longest_tokens=longest_tokens)),
         devices=[Device(each.device, each.sampling, each.training, each.size) for each in estimate.devices]
         if estimate is not None
         else [],
