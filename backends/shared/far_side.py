@@ -69,10 +69,16 @@ class FarSide:
     prefix: Sequence[str]
     python: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    ray_node: str | None = None  # the address where Ray has placed the server: the prefix is then one of ours
 
     @property
     def shown(self) -> str:
-        return shlex.join(self.prefix)
+        return shlex.join(self.prefix) if self.ray_node is None else f"Ray's node {self.ray_node}"
+
+    @property
+    def key(self) -> str:
+        """Return the key that leads there."""
+        return "launch.prefix" if self.ray_node is None else "launch.resources"
 
     def ask(self, code: str, arguments: Sequence[str]) -> tuple[int, str, str]:
         """Return exit code, last line and errors of Python code that runs there."""
@@ -90,10 +96,10 @@ class FarSide:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise FarSideError(f"launch.prefix: no answer from {self.shown} within {ANSWER_TIMEOUT_S:g} s") from None
+            raise FarSideError(f"{self.key}: no answer from {self.shown} within {ANSWER_TIMEOUT_S:g} s") from None
         _, was_reached, answer = done.stdout.partition(REACHED)
         if not was_reached:
-            raise FarSideError(f"launch.prefix: {self.shown} reached no shell: {_end(done)}")
+            raise FarSideError(f"{self.key}: {self.shown} reached no shell: {_end(done)}")
         if done.returncode == HAS_TERMINAL:
             raise ConfigError(f"launch.prefix: {self.shown} gives a terminal, which would print keys: remove that (-t)")
         if done.returncode == NO_INTERPRETER:
@@ -109,14 +115,14 @@ class FarSide:
         The far side must see the model, and what we write to the directory `written`, if there is one.
         """
         with ExitStack() as stack:
-            paths = [(str(model), f"launch.prefix: the far side has no {model}: copy it there, under the same path")]
+            paths = [(str(model), f"{self.key}: the far side has no {model}: copy it there, under the same path")]
             if written is not None:
                 # Its name is proof enough: it is new and random.
                 proof = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen-", dir=written))
                 paths.append(
                     (
                         proof.name,
-                        f"launch.prefix: the far side does not see {written}, where new weights are written: share it "
+                        f"{self.key}: the far side does not see {written}, where new weights are written: share it "
                         "under the same path, or set weights.transport=distributed (vLLM and SGLang)",
                     )
                 )

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import random
-import shlex
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -337,19 +336,19 @@ def installed_version(settings: ProcessSettings, package: str) -> str:
 
     Raises `ConfigError` if there is no such module.
     """
-    return _installed_version(
-        settings.python, package, tuple(settings.prefix), tuple(sorted(settings.environment.items()))
-    )
+    variables = tuple(sorted(settings.environment.items()))
+    return _installed_version(settings.python, package, tuple(settings.prefix), variables, settings.ray_node)
 
 
 @functools.lru_cache
 def _installed_version(
-    python: str, package: str, prefix: tuple[str, ...], variables: tuple[tuple[str, str], ...]
+    python: str, package: str, prefix: tuple[str, ...], variables: tuple[tuple[str, str], ...], ray_node: str | None
 ) -> str:
     environment = dict(variables)
     if prefix:
-        code, line, errors = FarSide(prefix, python, environment).ask(VERSION_CODE, [package])
-        where = f"{python} on the far side of {shlex.join(prefix)}"
+        far_side = FarSide(prefix, python, environment, ray_node)
+        code, line, errors = far_side.ask(VERSION_CODE, [package])
+        where = f"{python} on the far side of {far_side.shown}"
     else:
         code, line, errors = _ask_interpreter(python, package, environment.get("PYTHONPATH"))
         where = python

@@ -102,7 +102,14 @@ class ProcessSettings(Section):
     @property
     def far_side(self) -> FarSide | None:
         """Return whom to ask about the far side; None without a prefix."""
-        return FarSide(tuple(self.prefix), self.interpreter or "", self.environment) if self.prefix else None
+        if not self.prefix:
+            return None
+        return FarSide(tuple(self.prefix), self.interpreter or "", self.environment, self.ray_node)
+
+    @property
+    def ray_node(self) -> str | None:
+        """Return the address where Ray has placed the server; None if it has not."""
+        return self.host if self.prefix and self.resources else None
 
     def passed_environment(self, section: str) -> dict[str, str]:
         """Return the variables of `pass_environment`. Raises ConfigError for one that is not set."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.text import Text
 
+from spot_async.base.addresses import own_address_towards
 from spot_async.base.text import counted
 from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides, TrainingConfigPath
 from spot_async.cli.downloads import downloaded, ending_at_once, remark
@@ -146,7 +148,17 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
     if found is None:
         return None
     check_ranks(found, settings.training.ranks)
+    if settings.cluster.kind == "ray":
+        found = replace(found, address=_own_address(found.address))
     return found, settings
+
+
+def _own_address(head: str) -> str:
+    """Return this machine's address as a Ray cluster reaches it."""
+    try:
+        return own_address_towards(head)
+    except OSError as error:
+        raise ConfigError(f"cluster.address: this machine finds no way to Ray's head at {head}: {error}") from None
 
 
 def _join(topology: Topology, config: Config) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 import pydantic
@@ -16,7 +17,7 @@ class ClusterConfig(Section):
     """The machines (nodes) that the trainer's ranks are spread over. Each runs the same command.
 
     What is not given is taken from the scheduler's environment variables (docs/distributed.md). With `kind: ray` the
-    cluster has servers instead, and the trainer stays on this machine.
+    command is given once: node 0 is this machine, and Ray chooses the others.
     """
 
     device_gib: PositiveFloat = Field(
@@ -24,7 +25,13 @@ class ClusterConfig(Section):
     )
     kind: Literal["ray"] | None = Field(
         None,
-        description="`ray`: Ray chooses the nodes of servers with `launch.resources`; needs `spot-async[ray]`",
+        description="`ray`: Ray chooses the machines of servers with `launch.resources`, and of the trainer's other "
+        "nodes; needs `spot-async[ray]`",
+    )
+    resources: dict[str, PositiveFloat] = Field(
+        {},
+        description="with kind=ray: what each of the trainer's nodes but this one takes of a machine, by Ray's names, "
+        "such as `{GPU: 8, CPU: 32}`",
     )
     nodes: PositiveInt | None = Field(
         None, description="how many machines; default: as many as the scheduler says, else 1"
@@ -36,7 +43,7 @@ class ClusterConfig(Section):
         None,
         min_length=1,
         description="node 0's address or name, as the other nodes reach it; with kind=ray: HOST:PORT of Ray's head, "
-        "default: the cluster that this machine is a node of",
+        "default: $RAY_ADDRESS, else the cluster that this machine is a node of",
     )
     port: int | None = Field(
         None,
@@ -55,13 +62,20 @@ class ClusterConfig(Section):
     )
     start_timeout_s: PositiveFloat = Field(
         30.0,
-        description="with kind=ray: longest wait for Ray to place the servers; raise it where nodes are still to come",
+        description="with kind=ray: longest wait for Ray to find room; raise it where nodes are still to come",
     )
 
     @pydantic.model_validator(mode="after")
     def _check_kind(self) -> Self:
-        if self.kind == "ray":
-            for name in ("nodes", "node_rank", "port", "run_id"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name}: with kind=ray the trainer is on one machine: remove this key, or kind")
+        if self.kind == "ray" and self.node_rank is not None:
+            raise ValueError("node_rank: with kind=ray this machine is node 0: remove this key, or kind")
+        if self.resources and (self.kind != "ray" or not self.placed_nodes):
+            raise ValueError("resources: needs kind=ray, and nodes=2 or more")
+        if self.placed_nodes and not self.resources:
+            raise ValueError(f"nodes={self.nodes}: with kind=ray say in resources what each but this one takes")
         return self
+
+    @property
+    def placed_nodes(self) -> Sequence[int]:
+        """Return the trainer's nodes that Ray places."""
+        return range(1, self.nodes or 1) if self.kind == "ray" else ()

@@ -368,8 +368,10 @@ class Config(Section):
         asked = resources_of({role: model for role, model in models.items() if model is not None})
         if asked and self.cluster.kind != "ray":
             raise ValueError(f"launch.resources of {next(iter(asked))}: needs cluster.kind=ray")
-        if self.cluster.kind == "ray" and not asked:
-            raise ValueError("cluster.kind=ray: give the servers to place launch.resources, or remove it")
+        if self.cluster.kind == "ray" and not asked and not self.cluster.placed_nodes:
+            raise ValueError(
+                "cluster.kind=ray: give the servers to place launch.resources, or cluster.nodes, or remove it"
+            )
 
     def _check_queue(self) -> None:
         capacity, batch = self.queue.capacity_prompts, self.training.batch_size
@@ -395,12 +397,14 @@ class Config(Section):
 
 
 def resources_of(served: Mapping[str, ModelConfig]) -> dict[str, dict[str, float]]:
-    """Return what each server that Ray should place takes of a node, by its name."""
+    """Return what each server that Ray should place, and has not yet, takes of a machine, by its name."""
     return {
         each.server_name(role): dict(launch.resources)
         for role, model in served.items()
         for each in model.backend.servers()
-        if (launch := getattr(each, "launch", None)) is not None and getattr(launch, "resources", None)
+        if (launch := getattr(each, "launch", None)) is not None
+        and getattr(launch, "resources", None)
+        and not launch.prefix
     }
 
 

@@ -1,7 +1,7 @@
-"""Asks Ray where a run's servers should be, and turns the answer into settings that say so.
+"""Asks Ray where a run's servers and the trainer's other nodes should be, and says how each place is reached.
 
 A server with `launch.resources` gets a prefix that leads to its place (`ray_shell.py`), and the address of its node as
-`host`. From then on it is like any other server behind a prefix.
+`host`. From then on it is like any other server behind a prefix. What the trainer's nodes do is in `placed_nodes.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +31,11 @@ ANSWER_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
-class PlacedServers:
-    """What is served, with each server's place, and the helper that holds the places."""
+class RayPlaces:
+    """What is served, with each server's place, the places of nodes, and the helper that holds all of them."""
 
     served: Mapping[str, ModelConfig]
+    nodes: Mapping[int, Sequence[str]]  # by a trainer node's number, the prefix that leads to its place
     helper: ChildProcess | None = None
 
     async def watch(self) -> None:
@@ -47,14 +48,17 @@ class PlacedServers:
 
 @asynccontextmanager
 async def placed(
-    served: Mapping[str, ModelConfig], cluster: ClusterConfig, directory: Path
-) -> AsyncIterator[PlacedServers]:
-    """Have Ray choose the nodes of servers with `launch.resources`. Raises `ConfigError` for what it cannot place."""
-    asked = resources_of(served)
-    if not asked or cluster.kind != "ray":
-        yield PlacedServers(served)
+    served: Mapping[str, ModelConfig], cluster: ClusterConfig, directory: Path, nodes: Sequence[int] = ()
+) -> AsyncIterator[RayPlaces]:
+    """Have Ray choose where servers with `launch.resources` and the trainer's `nodes` should be.
+
+    Raises `ConfigError` for what it cannot place.
+    """
+    own = {f"trainer node {node}": dict(cluster.resources) for node in nodes}
+    request = Request(cluster.address or "auto", resources_of(served), cluster.start_timeout_s, own)
+    if not request.asked or cluster.kind != "ray":
+        yield RayPlaces(served, {})
         return
-    request = Request(cluster.address or "auto", asked, cluster.start_timeout_s)
     with private_directory("spot-ray-") as sockets, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as answers:
         check_length(sockets)
         answers.setblocking(False)
@@ -66,13 +70,15 @@ async def placed(
         )
         try:
             addresses = await _answer(helper, answers, cluster)
-            yield PlacedServers(with_places(served, addresses, sockets / SHELLS), helper)
+            shells = sockets / SHELLS
+            prefixes = {node: place_prefix(shells, len(request.servers) + n) for n, node in enumerate(nodes)}
+            yield RayPlaces(with_places(served, addresses, shells), prefixes, helper)
         finally:
             await helper.stop()
 
 
 async def _answer(helper: ChildProcess, answers: socket.socket, cluster: ClusterConfig) -> Mapping[str, str]:
-    """Return each server's address."""
+    """Return the address of each place."""
     receiving = asyncio.get_running_loop().sock_recv(answers, ANSWER_BYTES)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S + cluster.start_timeout_s):
@@ -82,6 +88,11 @@ async def _answer(helper: ChildProcess, answers: socket.socket, cluster: Cluster
     if answer.problem is not None:
         raise ConfigError(answer.problem)
     return answer.addresses
+
+
+def place_prefix(shells: Path, number: int) -> list[str]:
+    """Return the command that runs a shell in a place."""
+    return [sys.executable, "-I", "-S", ray_shell.__file__, str(shells), str(number)]
 
 
 def with_places(
@@ -94,8 +105,7 @@ def with_places(
         name = server.server_name(role)
         if name not in numbers:
             return server.launch
-        prefix = [sys.executable, "-I", "-S", ray_shell.__file__, str(shells), str(numbers[name])]
-        return server.launch.model_copy(update={"prefix": prefix, "host": addresses[name]})
+        return server.launch.model_copy(update={"prefix": place_prefix(shells, numbers[name]), "host": addresses[name]})
 
     def placed_model(role: str, model: ModelConfig) -> ModelConfig:
         servers = model.backend.servers()

@@ -48,6 +48,8 @@ from spot_async.running.assembly import (
 from spot_async.running.backend_factories import core_shares
 from spot_async.running.checkpoints import RunCheckpoints, go_back, put_last_evaluation_aside
 from spot_async.running.initial_weights import SENDING_WEIGHTS, initial_weights
+from spot_async.running.placed_nodes import placed_nodes
+from spot_async.running.ray_places import RayPlaces, placed
 from spot_async.running.resuming import beginning_of
 from spot_async.running.run_evaluations import RunEvaluations, Student
 from spot_async.running.run_trainer import Restarts, RunTrainer, loss_of_trainer
@@ -167,10 +169,13 @@ class TrainingRun:
     async def run(self, sinks: Sequence[MetricSink]) -> TrainOutcome:
         """Start the servers and the trainer, train, and stop them again."""
         try:
+            cluster, path = self._config.cluster, self._directory.path
             async with (
                 alongside(self._watchdog.watch),
+                placed(self._plan.served, cluster, path, cluster.placed_nodes) as places,
+                placed_nodes(self._nodes, places.nodes, cluster, path),
                 nullcontext() if self._nodes is None else self._nodes.open(),
-                self._open_services() as services,
+                self._open_services(places) as services,
             ):
                 self._ledger_file.write(iteration=0)  # what was asked during the start
                 await self._work(services, sinks)
@@ -181,15 +186,16 @@ class TrainingRun:
             self._directory.path, self._evaluations.best, self._spending.summary(), self._restarts.count
         )
 
-    def _open_services(self) -> AbstractAsyncContextManager[OpenServices]:
+    def _open_services(self, places: RayPlaces) -> AbstractAsyncContextManager[OpenServices]:
         """Open what the plan serves, with the trainer and the verifier beside it."""
         return open_services(
-            self._plan.served,
+            places.served,
             self._directory.path,
             run=(self._config, self._plan),
             spending=self._spending,
             cores=self._cores,
             beside=[self._trainer, self._verifier],
+            watches=[places.watch],
             listener=StartListener(self._servers_starting, self._begin, self._screen.warn, self._screen.say),
         )
 

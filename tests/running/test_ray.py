@@ -156,13 +156,43 @@ def test_what_cannot_be_placed_is_one_line_with_what_is_asked_and_free(cluster, 
     with RayRun(cluster, tmp_path, student="GPU: 1") as run:
         assert run.ended() == 2, run.said
         line = next(line for line in run.said.splitlines() if "could not place" in line)
-        assert "no node has what a server takes" in line
+        assert "no node has what one of them takes" in line
         assert "student {GPU: 1}; teacher {m0: 1}" in line
         assert f"{cluster[1].address} {{CPU: 2, m1: 1}}" in line
         assert not run.left()
 
 
 LONG = "training.iterations=2000"
+NODES = ("training.ranks=2", "cluster.nodes=2", "cluster.resources={m1: 0.5}", "training.checkpoint_every=1")
+LAUNCHER = "spot_async.trainer.launcher"
+
+
+def test_a_trainer_s_second_node_is_placed_lost_placed_again_and_every_prompt_is_trained_once(cluster, tmp_path):
+    with RayRun(cluster, tmp_path, *NODES, "training.iterations=6", student="m1: 0.5") as run:
+        run.until(1)
+        assert [len(pids(machine, LAUNCHER)) for machine in cluster] == [1, 1]
+        kill([max(pids(cluster[1], "spot_async.trainer.nodes"))])
+        assert run.ended() == 0, run.said
+        assert "node 1 (" in run.said
+        assert "(restart 1 of 2)" in run.said
+        wait_until(lambda: not run.left(), "something is left", 5)
+        assert run.iterations() == 6
+        words = cluster[0].command(PYTHON, "-m", "spot_async", "verify-run", str(run.path))
+        checked = subprocess.run(words, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_nothing_is_left_of_a_placed_trainer_node_when_the_run_is_killed(cluster, tmp_path):
+    with RayRun(cluster, tmp_path, *NODES, LONG, student="m1: 0.5") as run:
+        run.until(1)
+        kill([run.process.pid])
+        wait_until(lambda: not run.left(), "something is left", 12)  # agents wait for no second SIGTERM
+
+
+def test_a_trainer_node_that_fits_nowhere_is_in_the_line_of_what_is_asked(cluster, tmp_path):
+    with RayRun(cluster, tmp_path, *NODES, "cluster.resources={GPU: 8}") as run:
+        assert run.ended() == 2, run.said
+        assert "trainer node 1 {GPU: 8}: nodes: " in " ".join(run.said.split())
 
 
 @pytest.mark.parametrize("victim", ["orchestrator", "helper"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import socket
@@ -12,15 +13,17 @@ import pytest
 import yaml
 from kill_drill import ROOT
 
+import spot_async.running.placed_nodes as placed_nodes_module
 from spot_async.backends.local.server import LocalSettings
 from spot_async.backends.shared.launch import LaunchSettings
 from spot_async.backends.shared.remote import RemoteSettings
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.ray_messages import Request, not_placed, refused
 from spot_async.config import ClusterConfig, Config, ModelConfig, resources_of
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, FarSideError, ProcessDiedError
+from spot_async.running.placed_nodes import placed_nodes
 from spot_async.running.ray_places import placed, with_places
-from spot_async.trainer.nodes.topology import topology
+from spot_async.trainer.nodes.topology import Topology, topology
 
 
 def models():
@@ -55,7 +58,9 @@ def test_each_server_with_resources_is_asked_for_and_gets_the_prefix_and_address
         (LaunchSettings, {"host": "10.0.0.1"}, "host: Ray chooses the node"),
         (LaunchSettings, {"devices": "0"}, "devices: Ray chooses the devices"),
         (LaunchSettings, {"tensor_parallel_size": 2, "resources": {"GPU": 1}}, r"set resources\.GPU to that"),
-        (ClusterConfig, {"kind": "ray", "nodes": 2}, "nodes: with kind=ray the trainer is on one machine"),
+        (ClusterConfig, {"kind": "ray", "nodes": 2}, "nodes=2: with kind=ray say in resources what each but this one"),
+        (ClusterConfig, {"kind": "ray", "node_rank": 1}, "node_rank: with kind=ray this machine is node 0"),
+        (ClusterConfig, {"nodes": 2, "resources": {"GPU": 8}}, "resources: needs kind=ray, and nodes=2 or more"),
     ],
 )
 def test_keys_that_contradict_each_other_are_named(settings, keys, expected):
@@ -69,9 +74,10 @@ def test_resources_and_the_cluster_s_kind_need_each_other():
     placed_student = tree["student"] | {"backend": {"launch": {"resources": {"CPU": 1}}}}
     with pytest.raises(ValueError, match=r"launch\.resources of student: needs cluster\.kind=ray"):
         Config.model_validate(tree | {"student": placed_student})
-    with pytest.raises(ValueError, match=r"cluster\.kind=ray: give the servers to place launch\.resources"):
+    with pytest.raises(ValueError, match=r"cluster\.kind=ray: give the servers to place launch\.resources, or cluster"):
         Config.model_validate(tree | {"cluster": {"kind": "ray"}})
     Config.model_validate(tree | {"student": placed_student, "cluster": {"kind": "ray"}})
+    Config.model_validate(tree | {"cluster": {"kind": "ray", "nodes": 2, "resources": {"GPU": 1}}})
 
 
 def test_under_ray_a_scheduler_s_variables_do_not_spread_the_trainer():
@@ -80,14 +86,24 @@ def test_under_ray_a_scheduler_s_variables_do_not_spread_the_trainer():
     assert topology(environ, ClusterConfig(kind="ray", address="10.0.0.9:6379")) is None
 
 
+def test_with_nodes_that_ray_places_this_is_node_0_and_the_cluster_s_head_says_where_they_meet():
+    cluster = ClusterConfig(kind="ray", nodes=3, resources={"GPU": 8})
+    assert [*cluster.placed_nodes] == [1, 2]
+    with pytest.raises(ConfigError, match=r"cluster\.address: say HOST:PORT of Ray's head"):
+        topology({}, cluster)
+    for environ, given in ({"RAY_ADDRESS": "10.0.0.9:6379"}, None), ({"RAY_ADDRESS": "x:1"}, "10.0.0.9:6379"):
+        found = topology(environ, cluster.model_copy(update={"address": given}))
+        assert (found.nodes, found.node_rank, found.address, found.source) == (3, 0, "10.0.0.9", "Ray")
+
+
 def test_what_cannot_be_placed_is_told_with_what_is_asked_what_nodes_have_and_what_is_free():
-    request = Request("auto", {"student": {"GPU": 1, "CPU": 2}}, 30.0)
+    request = Request("auto", {"student": {"GPU": 1, "CPU": 2}}, 30.0, {"trainer node 1": {"GPU": 8}})
     nodes = {"10.0.0.1": {"CPU": 4.0, "memory": 1e9, "node:10.0.0.1": 1.0, "GPU": 1.0}}
     assert not_placed(request, "NO_RESOURCES", nodes, {"CPU": 3.0, "object_store_memory": 7.0}) == (
-        "cluster: Ray could not place the servers within cluster.start_timeout_s=30: not enough of it is free: asked: "
-        "student {CPU: 2, GPU: 1}: nodes: 10.0.0.1 {CPU: 4, GPU: 1}: free in all: {CPU: 3}"
+        "cluster: Ray could not place all within cluster.start_timeout_s=30: not enough of it is free: asked: "
+        "student {CPU: 2, GPU: 1}; trainer node 1 {GPU: 8}: nodes: 10.0.0.1 {CPU: 4, GPU: 1}: free in all: {CPU: 3}"
     )
-    assert "no node has what a server takes" in not_placed(request, "INFEASIBLE", nodes, {})
+    assert "no node has what one of them takes" in not_placed(request, "INFEASIBLE", nodes, {})
 
 
 def test_a_cluster_of_another_version_and_one_that_is_not_there_are_one_line_each():
@@ -122,6 +138,45 @@ def test_the_prefix_hands_over_its_descriptors_and_exits_with_what_it_is_told(tm
             helper.accept()[0].close()
             assert lost.communicate(timeout=10)[1] == "error: the process that speaks to Ray has ended\n"
             assert lost.wait() == ray_shell.UNREACHED
+
+
+def test_what_a_place_lacks_is_told_of_ray_s_node_without_the_prefix_that_leads_there(tmp_path):
+    there = with_places(models(), {"student-1": "10.0.0.1"}, tmp_path)["student"].backend.servers()[0].launch
+    with pytest.raises(FarSideError) as caught:
+        there.far_side.ask("", [])
+    assert str(caught.value) == (
+        "launch.resources: Ray's node 10.0.0.1 reached no shell: exit code 255: error: the process that speaks to Ray "
+        "has ended"
+    )
+
+
+class JoinedStandIn:
+    """All that a placed node asks of node 0."""
+
+    def __init__(self, *, have_begun):
+        self.topology, self.have_begun = Topology(2, 0, "10.0.0.1", 29600, "run", "Ray"), have_begun
+
+
+async def test_a_placed_node_that_ends_is_started_again_but_ends_the_run_if_it_never_began(tmp_path, monkeypatch):
+    said = "import sys; sys.exit(f'error: node {sys.argv[1]} has no torch')"
+    monkeypatch.setattr(placed_nodes_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(
+        placed_nodes_module, "agent_command", lambda topology, _: [sys.executable, "-c", said, str(topology.node_rank)]
+    )
+
+    def nodes(*, have_begun):
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        return placed_nodes(JoinedStandIn(have_begun=have_begun), {1: ["env"]}, ClusterConfig(), tmp_path)
+
+    log = tmp_path / "logs" / "node-1.log"
+    async with asyncio.timeout(30):
+        with pytest.raises(ExceptionGroup) as caught:
+            async with nodes(have_begun=False):
+                await asyncio.Event().wait()
+        assert caught.group_contains(ProcessDiedError, match="node-1 .* exited with code 1: error: node 1 has no torch")
+        async with nodes(have_begun=True):
+            while log.read_text().count("node 1 has no torch") < 3:  # noqa: ASYNC110 - other processes write it
+                await asyncio.sleep(0.02)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

@@ -1,8 +1,8 @@
-"""Holds places for servers on a Ray cluster, and runs shells there. The only module of ours that imports ray.
+"""Holds places on a Ray cluster, for servers and the trainer's nodes, and runs shells there. Only this imports ray.
 
     python -m spot_async.base.processes.ray_helper REQUEST DIRECTORY
 
-It makes one placement group with a bundle for each server. It answers once, with a datagram to `DIRECTORY/placed`.
+It makes one placement group with a bundle for each. It answers once, with a datagram to `DIRECTORY/placed`.
 Then it listens at `DIRECTORY/shells`, where `ray_shell.py` asks for a shell in a place. Ray only runs that shell: all
 else is as behind ssh (`far_side.py`). When this process ends, however it does, Ray ends its workers. Each shell's input
 ends with its worker, so the far guards stop the servers.
@@ -46,7 +46,7 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 class Worker:
-    """A server's place: the actor there. Ray sends its class by value, so the node needs nothing of ours."""
+    """The actor in a place. Ray sends its class by value, so the node needs nothing of ours."""
 
     def __init__(self, resources: Mapping[str, float], between: str) -> None:
         import os
@@ -112,7 +112,8 @@ class Worker:
 class Place:
     """A bundle, and the actor in it, which is made when it is needed, and again when it was lost."""
 
-    def __init__(self, ray: Any, group: Any, number: int, resources: Mapping[str, float], address: str) -> None:
+    def __init__(self, ray: Any, group: Any, number: int, resources: Mapping[str, float], address: str | None) -> None:
+        """`address` is where it must be; None: it may move."""
         self._ray, self._group, self._number, self._resources = ray, group, number, resources
         self._address = address
         self._lock = threading.Lock()
@@ -138,7 +139,7 @@ class Place:
 
     def _start(self, worker: Any) -> int:
         number, address, pid = self._ray.get(worker.start.remote(), timeout=WORKER_TIMEOUT_S)
-        if address != self._address:
+        if self._address not in (address, None):
             raise RuntimeError(f"the place at {self._address} has moved to {address}: end the run, and resume it")
         print(f"shell {number} of worker {pid} at {address}", flush=True)  # noqa: T201 - this process's log
         return int(number)
@@ -179,7 +180,8 @@ class Place:
         except ray.exceptions.RayError as error:
             lost.append(error)
         self._lose(worker)
-        _say(errors, f"error: Ray lost the server's worker at {self._address}: {_line(lost[0])}")
+        where = "" if self._address is None else f" at {self._address}"
+        _say(errors, f"error: Ray lost the worker{where}: {_line(lost[0])}")
         return UNREACHED
 
     def _get_worker(self) -> Any:
@@ -234,7 +236,7 @@ def place(ray: Any, request: Request) -> tuple[Any, list[str]]:
     """Return the placement group and each bundle's address. Raises `RuntimeError` if there is no room in time."""
     from ray.util.placement_group import placement_group, placement_group_table
 
-    bundles = list(request.servers.values())
+    bundles = list(request.asked.values())
     group = placement_group(bundles, strategy="PACK")
     deadline = time.monotonic() + request.timeout_s
     while not group.wait(LOOK_INTERVAL_S):
@@ -248,7 +250,7 @@ def place(ray: Any, request: Request) -> tuple[Any, list[str]]:
 
 
 def main(request: Request, directory: Path) -> None:
-    """Place the servers, say where, and then run shells until we are ended."""
+    """Find the places, say where they are, and then run shells until we are ended."""
     exit_with_parent()
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as answering:
         listener.bind(str(directory / SHELLS))
@@ -262,10 +264,10 @@ def main(request: Request, directory: Path) -> None:
             signal.pause()  # we are ended once that was read; our own end would be told in its place
             return
         places = [
-            Place(ray, group, number, resources, addresses[number])
-            for number, resources in enumerate(request.servers.values())
+            Place(ray, group, number, resources, addresses[number] if name in request.servers else None)
+            for number, (name, resources) in enumerate(request.asked.items())
         ]
-        answering.send(msgspec.json.encode(Placed(addresses=dict(zip(request.servers, addresses, strict=True)))))
+        answering.send(msgspec.json.encode(Placed(addresses=dict(zip(request.asked, addresses, strict=True)))))
         serve(listener, places)
 
 

@@ -17,12 +17,18 @@ class Request(msgspec.Struct):
     """The places to find."""
 
     address: str  # of the cluster
-    servers: dict[str, dict[str, float]]  # what each server takes of a node, by its name
+    servers: dict[str, dict[str, float]]  # what each server takes of a machine, by its name
     timeout_s: float
+    nodes: dict[str, dict[str, float]] = {}  # the same of the trainer's nodes, which may move to another machine
+
+    @property
+    def asked(self) -> dict[str, dict[str, float]]:
+        """Return all of it, in the order of places."""
+        return {**self.servers, **self.nodes}
 
 
 class Placed(msgspec.Struct):
-    """The answer: either each server's node, or why there is none, in one line."""
+    """The answer: either the address of each place, or why there is none, in one line."""
 
     addresses: dict[str, str] = {}
     problem: str | None = None
@@ -39,11 +45,11 @@ def refused(address: str, reason: str) -> str:
 
 def not_placed(request: Request, state: str, nodes: Mapping[str, Resources], free: Resources) -> str:
     """Say what was asked for in vain, what the nodes have, and what of that is free."""
-    asked = "; ".join(f"{name} {shown(resources)}" for name, resources in request.servers.items())
+    asked = "; ".join(f"{name} {shown(resources)}" for name, resources in request.asked.items())
     have = "; ".join(f"{address} {shown(resources)}" for address, resources in sorted(nodes.items()))
-    why = "no node has what a server takes" if state == "INFEASIBLE" else "not enough of it is free"
+    why = "no node has what one of them takes" if state == "INFEASIBLE" else "not enough of it is free"
     return (
-        f"cluster: Ray could not place the servers within cluster.start_timeout_s={request.timeout_s:g}: {why}: "
+        f"cluster: Ray could not place all within cluster.start_timeout_s={request.timeout_s:g}: {why}: "
         f"asked: {asked}: nodes: {have}: free in all: {shown(free)}"
     )
 

@@ -26,7 +26,7 @@ def main() -> int:
     topology = Topology(given.nodes, given.node_rank, given.address, given.port, given.run_id, "its command")
     cluster = ClusterConfig(join_timeout_s=given.join_timeout_s, heartbeat_timeout_s=given.heartbeat_timeout_s)
     try:
-        return run_agent(topology, cluster, None, _say)
+        return run_agent(topology, cluster, None, _say, leaves_at_once=True)  # only who placed it stops it
     except SpotError as error:
         _say(f"error: {error}")
         return 1

@@ -36,11 +36,19 @@ def agent_command(topology: Topology, cluster: ClusterConfig) -> list[str]:
     ]
 
 
-def run_agent(topology: Topology, cluster: ClusterConfig, config: Config | None, say: Callable[[str], None]) -> int:
+def run_agent(
+    topology: Topology,
+    cluster: ClusterConfig,
+    config: Config | None,
+    say: Callable[[str], None],
+    *,
+    leaves_at_once: bool = False,
+) -> int:
     """Take part in the run until it is over; return the exit code. Raises as `JoiningNode.run` does.
 
     Schedulers send SIGTERM and SIGUSR1 to all nodes. Node 0 then ends the run in order, and this node must stay for
-    that. A second SIGTERM, or Ctrl-C, means this node: the code is then 128 and the signal's number.
+    that. A second SIGTERM, or Ctrl-C, means this node: the code is then 128 and the signal's number. With
+    `leaves_at_once` the first SIGTERM does already.
     """
     received: list[signal.Signals] = []
 
@@ -51,7 +59,7 @@ def run_agent(topology: Topology, cluster: ClusterConfig, config: Config | None,
         def hear(number: signal.Signals) -> None:
             is_asked_again = number in received
             received.append(number)
-            if number is signal.SIGTERM and not is_asked_again:
+            if number is signal.SIGTERM and not is_asked_again and not leaves_at_once:
                 say("SIGTERM: this node stays until node 0 ends the run; once more to leave it")
             else:
                 task.cancel()

@@ -104,6 +104,11 @@ class JoinedNodes:
                     for task in attending:
                         task.cancel()
 
+    @property
+    def have_begun(self) -> bool:
+        """Whether all nodes were there once, and began to train."""
+        return self._round > 0
+
     def ends(self, ending: Ending) -> None:
         """Note how the run ends. Without this it failed."""
         self._ending = ending

@@ -53,7 +53,9 @@ class _Told:
 
 def topology(environ: Environ, cluster: ClusterConfig) -> Topology | None:
     """Return which node this is; None for a run on one machine. Raises ConfigError, in one line, for half an answer."""
-    if cluster.nodes == 1 or cluster.kind == "ray":
+    if cluster.kind == "ray":
+        return _placed(environ, cluster) if cluster.placed_nodes else None
+    if cluster.nodes == 1:
         return None
     told = next((told for read in _READERS if (told := read(environ)) is not None), _Told("the configuration"))
     nodes = cluster.nodes or told.nodes or 1
@@ -69,6 +71,18 @@ def topology(environ: Environ, cluster: ClusterConfig) -> Topology | None:
         raise ConfigError(f"cluster.address: say how the {nodes} nodes reach node 0; {ALONE}")
     port, run_id = cluster.port or told.port or DEFAULT_PORT, cluster.run_id or told.run_id or DEFAULT_RUN_ID
     return Topology(nodes, node_rank, address, port, run_id, told.source)
+
+
+def _placed(environ: Environ, cluster: ClusterConfig) -> Topology:
+    """Return node 0, where the command is given. Its address is not known here, only that of Ray's head."""
+    head = cluster.address or environ.get("RAY_ADDRESS") or ""
+    host, _, port = head.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(
+            f"cluster.address: say HOST:PORT of Ray's head, to which the {cluster.nodes} nodes have a way"
+        )
+    run_id = cluster.run_id or DEFAULT_RUN_ID
+    return Topology(cluster.nodes or 1, 0, host, cluster.port or DEFAULT_PORT, run_id, "Ray")
 
 
 def check_ranks(topology: Topology, ranks: int) -> None:
