@@ -144,7 +144,17 @@ class TrainingConfig(Section):
     iterations: PositiveInt | None = Field(None, description="rollout-and-train iterations")
     batch_size: PositiveInt = Field(128, description="prompts per iteration")
     mini_batch_size: PositiveInt = Field(32, description="prompts per optimiser update; divides batch_size")
-    micro_batch_tokens: PositiveInt = Field(16384, description="padded tokens per forward pass of one rank")
+    packing: Literal["auto"] | bool = Field(
+        "auto",
+        description="`true`: trajectories share a row, each with its own positions and attention, so there is no "
+        "padding; `false`: one row each, padded; `auto`: packed unless the student's architecture cannot be (windows, "
+        "states in place of attention)",
+    )
+    micro_batch_tokens: PositiveInt | None = Field(
+        None,
+        description="tokens per forward pass of one rank, padding included; default: 16384, or 4096 where trajectories "
+        "are padded",
+    )
     learning_rate: PositiveFloat = Field(3e-6, description="AdamW's highest learning rate, after warm-up")
     schedule: Literal["cosine", "constant"] = Field(
         "cosine", description="how the learning rate goes on after warm-up; it changes once per iteration"
@@ -224,6 +234,10 @@ class TrainingConfig(Section):
                 f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"
             )
         return self
+
+    def tokens_per_pass(self, *, is_packed: bool) -> int:
+        """Return `micro_batch_tokens`, or its default."""
+        return self.micro_batch_tokens or (16384 if is_packed else 4096)
 
     def behavior_under(self, max_staleness: int) -> Literal["served", "recomputed"]:
         """Return whose pi_old it is: `behavior`, or its default."""

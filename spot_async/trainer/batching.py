@@ -1,4 +1,4 @@
-"""Turns a batch of supervision into padded tensors: mini-batches, each rank's share, micro-batches.
+"""Turns a batch of supervision into tensors: mini-batches, each rank's share, micro-batches, packed or padded.
 
 Pure, and the same on every rank. All ranks have the whole batch, so they agree on who trains what without talking to
 each other. Nothing here runs the model or knows about losses.
@@ -6,7 +6,7 @@ each other. Nothing here runs the model or knows about losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -45,50 +45,89 @@ def input_length(sample: Supervision) -> int:
     return len(sample.prompt_ids) + len(sample.response_ids) - 1
 
 
-def rank_share(mini_batch: Sequence[Supervision], rank: int, ranks: int) -> list[Supervision]:
-    """Return this rank's samples, longest first. They are dealt back and forth to give ranks similar token counts."""
-    by_length = sorted(mini_batch, key=input_length, reverse=True)
-    rounds = (i % (2 * ranks) for i in range(len(by_length)))
-    return [sample for sample, i in zip(by_length, rounds, strict=True) if min(i, 2 * ranks - 1 - i) == rank]
+@dataclass(frozen=True)
+class Layout:
+    """How samples become rows. Packed ones are a single row, one behind another; padded ones have a row each."""
 
+    is_packed: bool
+    token_budget: int  # of one pass, padding included
+    linear_work: int  # a token's work in linear layers, if that of attending to one other token is 2
 
-def micro_batches(samples: Sequence[Supervision], token_budget: int) -> Iterator[list[Supervision]]:
-    """Group samples, given longest first, so that rows times the longest row stays within `token_budget`.
+    def shares(self, mini_batch: Sequence[Supervision], ranks: int) -> list[list[Supervision]]:
+        """Return each rank's samples, longest first."""
+        by_length = sorted(mini_batch, key=input_length, reverse=True)
+        shares: list[list[Supervision]] = [[] for _ in range(ranks)]
+        if not self.is_packed:  # dealt back and forth, since passes are as long as their longest row
+            for i, sample in enumerate(by_length):
+                i %= 2 * ranks
+                shares[min(i, 2 * ranks - 1 - i)].append(sample)
+            return shares
+        work = [0] * ranks
+        for sample in by_length:
+            rank = work.index(min(work))
+            shares[rank].append(sample)
+            work[rank] += self.work(sample)
+        return shares
 
-    A sample longer than the budget is a group of its own.
-    """
-    group: list[Supervision] = []
-    for sample in samples:
-        if group and (len(group) + 1) * input_length(group[0]) > token_budget:
-            yield group
-            group = []
-        group.append(sample)
-    if group:
-        yield group
+    def work(self, sample: Supervision) -> int:
+        """Return what a packed sample costs: linear layers for each token, attention for each pair of tokens."""
+        tokens = input_length(sample)
+        return self.linear_work * tokens + tokens * tokens
+
+    def micro_batches(self, samples: Sequence[Supervision]) -> list[list[Supervision]]:
+        """Group samples, given longest first, so that no group has more tokens than the budget, padding included.
+
+        A sample longer than the budget is a group of its own.
+        """
+        return self._packed(samples) if self.is_packed else self._padded(samples)
+
+    def _packed(self, samples: Sequence[Supervision]) -> list[list[Supervision]]:
+        groups: list[list[Supervision]] = []
+        room: list[int] = []
+        for sample in samples:
+            tokens = input_length(sample)
+            first = next((i for i, left in enumerate(room) if tokens <= left), len(groups))
+            if first == len(groups):
+                groups.append([])
+                room.append(self.token_budget)
+            groups[first].append(sample)
+            room[first] -= tokens
+        return groups
+
+    def _padded(self, samples: Sequence[Supervision]) -> list[list[Supervision]]:
+        groups: list[list[Supervision]] = []
+        for sample in samples:
+            if not groups or (len(groups[-1]) + 1) * input_length(groups[-1][0]) > self.token_budget:
+                groups.append([])
+            groups[-1].append(sample)
+        return groups
 
 
 def rank_micro_batches(
-    mini_batch: Sequence[Supervision], rank: int, ranks: int, token_budget: int
+    mini_batch: Sequence[Supervision], rank: int, ranks: int, layout: Layout
 ) -> list[list[Supervision]]:
     """Return this rank's micro-batches of a mini-batch.
 
     Every rank gets the same number, because the passes of sharded ranks wait for each other. The last may be empty.
     """
-    shares = [list(micro_batches(rank_share(mini_batch, each, ranks), token_budget)) for each in range(ranks)]
-    passes = max(map(len, shares))
-    return shares[rank] + [[]] * (passes - len(shares[rank]))
+    groups = [layout.micro_batches(share) for share in layout.shares(mini_batch, ranks)]
+    passes = max(map(len, groups))
+    return groups[rank] + [[]] * (passes - len(groups[rank]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """B right-padded trajectories, with the R decision rows and N soft-target positions of all of them, in order.
+    """B trajectories, with the R decision rows and N soft-target positions of all of them, in order.
 
-    L is the longest input, T the longest response. Padding is 0. B may be 0: then the model runs on one token of
-    padding, and all gradients are zeros.
+    Their inputs are packed into one row of L tokens, or right-padded to the longest, L. T is the longest response; what
+    is (B, T) is always padded. Padding is 0. B may be 0: then the model runs on one token of padding, and all gradients
+    are zeros.
     """
 
-    token_ids: Tensor  # (max(B, 1), L) int64
-    rows: Tensor  # (R,) int64: decision rows, of the (B * L, hidden) outputs
+    token_ids: Tensor  # (1, L) or (max(B, 1), L) int64
+    position_ids: Tensor | None  # (1, L) int64, in each packed input from 0 on; None where inputs are padded
+    input_lengths: tuple[int, ...]  # B of them, or the one token of padding
+    rows: Tensor  # (R,) int64: decision rows, of the (L, hidden) or (B * L, hidden) outputs
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
     sampled_at: Tensor  # (B, T) int64: step of the weights that sampled the token; -1 where no student did
@@ -107,7 +146,10 @@ class MicroBatch:
     soft_offsets: Tensor  # (N,); 0 where the target gives none
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
+        moved: dict[str, Any] = {
+            name: each.to(device, non_blocking=True) for name, each in vars(self).items() if isinstance(each, Tensor)
+        }
+        return replace(self, **moved)
 
     def with_behavior(self, logprobs: Tensor) -> MicroBatch:
         """Return the same trajectories with other log pi_old (B, T), and advantages recomputed where they use it."""
@@ -124,10 +166,12 @@ def advantages_of(sample: Supervision) -> FloatArray | None:
     return sample.advantages
 
 
-def collate(samples: Sequence[Supervision]) -> MicroBatch:
-    """Pad and concatenate the trajectories of one micro-batch. There may be none."""
-    inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples]
-    longest = max(map(len, inputs), default=1)
+def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
+    """Pack or pad, and concatenate the trajectories of one micro-batch. There may be none."""
+    inputs = [np.concatenate([s.prompt_ids, s.response_ids])[:-1] for s in samples] or [np.zeros(1)]
+    input_lengths = tuple(map(len, inputs))
+    longest = max(input_lengths)
+    starts = np.cumsum([0, *input_lengths]) if is_packed else longest * np.arange(len(inputs))
     known = [_policy_mask(s) for s in samples]
     advantages = [_where(mask, advantages_of(s)) for s, mask in zip(samples, known, strict=True)]
     served = [_where(mask, s.behavior_logprobs) for s, mask in zip(samples, known, strict=True)]
@@ -136,8 +180,10 @@ def collate(samples: Sequence[Supervision]) -> MicroBatch:
     width = max(lengths, default=0)
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
     return MicroBatch(
-        token_ids=_padded(inputs or [np.zeros(0)], longest, np.int64),
-        rows=_joined([r + i * longest for i, r in enumerate(rows)]),
+        token_ids=_joined(inputs)[None] if is_packed else _padded(inputs, longest, np.int64),
+        position_ids=_joined([np.arange(n) for n in input_lengths])[None] if is_packed else None,
+        input_lengths=input_lengths,
+        rows=_joined([start + own for start, own in zip(starts, rows, strict=False)]),
         sampled_ids=_joined([s.response_ids for s in samples]),
         mask=_padded([np.ones(n) for n in lengths], width, np.bool_),
         sampled_at=_padded([_steps(s) + 1 for s in samples], width, np.int64) - 1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,16 +71,19 @@ def recompute_layers(model: PreTrainedModel) -> None:
 def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
     ids = torch.arange(min(4, model.config.vocab_size))[None]
     logits = model(input_ids=ids, use_cache=False).logits
-    ours = model.get_output_embeddings()(_hidden_states(model, ids))
+    ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
         raise DataError(
             f"student {directory}: {type(model).__name__} changes logits after its output layer; not supported"
         )
 
 
-def _hidden_states(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """Return hidden states (B, L, hidden) of ids (B, L). With right padding a causal model needs no padding mask."""
-    output: Tensor = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+def _hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Return hidden states (1 or B, L, hidden). With right padding a causal model needs no padding mask."""
+    packed: dict[str, Any] = {}
+    if batch.position_ids is not None:
+        packed = {"position_ids": batch.position_ids, "document_lengths": batch.input_lengths}
+    output: Tensor = model.base_model(input_ids=batch.token_ids, use_cache=False, **packed).last_hidden_state
     return output
 
 
@@ -98,7 +102,7 @@ class ResponseLogprobs(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return full-vocabulary log-probabilities, float32, of sampled tokens (R,) and of candidates (N, k)."""
-        hidden = _hidden_states(self.student, batch.token_ids).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
+        hidden = _hidden_states(self.student, batch).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
         output_layer = self.student.get_output_embeddings()
 
         def block(hidden: Tensor, sampled_ids: Tensor, soft_rows: Tensor, soft_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ It does not know the method that made the supervision. Start reading at `Student
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -20,8 +21,9 @@ from transformers.utils.logging import disable_progress_bar
 from spot_async.base.processes.memory import tune_malloc
 from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.seeds import derive_seed
-from spot_async.errors import TrainerError
+from spot_async.errors import DataError, TrainerError
 from spot_async.trainer.batching import (
+    Layout,
     MicroBatch,
     check_sample,
     collate,
@@ -48,6 +50,7 @@ from spot_async.trainer.loss import (
 from spot_async.trainer.messages import Batch, Save
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute_layers
+from spot_async.trainer.packing import attend_per_document
 from spot_async.trainer.parallel import (
     Strategy,
     local,
@@ -63,6 +66,8 @@ from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3
+# A decoder layer's matrices have about 12 hidden² numbers. To attend to a token takes two products of hidden numbers.
+LINEAR_WORK = 12  # in units of half of the latter
 
 
 def run(settings: TrainerSettings, channel_directory: str) -> None:
@@ -113,6 +118,12 @@ class StudentTrainer:
         self._device = device
         dtype = torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32
         self.model = load_student(settings.model_directory)
+        is_packed = self._pack()
+        self._layout = Layout(
+            is_packed,
+            token_budget=self._training.tokens_per_pass(is_packed=is_packed),
+            linear_work=LINEAR_WORK * self.model.config.get_text_config().hidden_size,
+        )
         if self._training.lora is not None:
             add_adapters(self.model, self._training.lora, settings.seed, dtype)
         if self._training.recompute_layers:
@@ -181,6 +192,20 @@ class StudentTrainer:
         self._saver.begin(directory, self.step, self.model, self._optimizer, done)
         self._checkpoint_s += time.perf_counter() - started
 
+    def _pack(self) -> bool:
+        """Return whether trajectories are packed, and prepare the student for it."""
+        if self._training.packing is False:
+            return False
+        try:
+            attend_per_document(self.model)
+        except DataError as error:
+            if self._training.packing is True:
+                raise DataError(f"training.packing=true: {error}; set training.packing=false") from None
+            if self._strategy.rank == 0:
+                sys.stderr.write(f"trajectories are padded, not packed: {error}\n")
+            return False
+        return True
+
     def _check(self, batch: Batch) -> None:
         for sample in batch.samples:
             check_sample(
@@ -191,14 +216,12 @@ class StudentTrainer:
 
     def _share(self, mini_batch: Sequence[Supervision]) -> list[MicroBatch]:
         """Return this rank's micro-batches of a mini-batch. All ranks have the same number."""
-        share = rank_micro_batches(
-            mini_batch, self._strategy.rank, self._strategy.ranks, self._training.micro_batch_tokens
-        )
+        share = rank_micro_batches(mini_batch, self._strategy.rank, self._strategy.ranks, self._layout)
         return [self._micro_batch(samples) for samples in share]
 
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
         """Collate samples, with log pi_old as `training.behavior` says: as served, or of the present weights."""
-        batch = collate(samples).to(self._device)
+        batch = collate(samples, is_packed=self._layout.is_packed).to(self._device)
         if self._training.behavior != "recomputed":
             return batch
         with torch.no_grad():

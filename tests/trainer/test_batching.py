@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
-from spot_async.trainer.batching import input_length, mini_batches, rank_micro_batches, rank_share
+from spot_async.trainer.batching import Layout, input_length, mini_batches, rank_micro_batches
 from spot_async.trainer.schedule import learning_rate
 from spot_async.types import Supervision
 
@@ -24,10 +24,18 @@ from spot_async.types import Supervision
     size=st.integers(1, 12),
     ranks=st.integers(1, 4),
     budget=st.integers(1, 400),
+    is_packed=st.booleans(),
 )
 def test_every_sample_is_trained_exactly_once(
-    supervision: Callable[..., Supervision], lengths: list[int], per_prompt: int, size: int, ranks: int, budget: int
+    supervision: Callable[..., Supervision],
+    lengths: list[int],
+    per_prompt: int,
+    size: int,
+    ranks: int,
+    budget: int,
+    is_packed: bool,
 ) -> None:
+    layout = Layout(is_packed, budget, linear_work=100)
     batch = [supervision(i // per_prompt, n) for i, n in enumerate(lengths)]
     prompts = -(-len(lengths) // per_prompt)
     updates = mini_batches(batch, size, seed=1)
@@ -40,15 +48,33 @@ def test_every_sample_is_trained_exactly_once(
 
     trained = []
     for update in updates:
-        shares = [rank_share(update, rank, ranks) for rank in range(ranks)]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 2
-        groups = [rank_micro_batches(update, rank, ranks, budget) for rank in range(ranks)]
+        shares = layout.shares(update, ranks)
+        if is_packed:  # no rank has more than one sample's work over another
+            work = [sum(map(layout.work, share)) for share in shares]
+            assert max(work) - min(work) <= max(map(layout.work, update))
+        else:
+            assert max(map(len, shares)) - min(map(len, shares)) <= 2
+        groups = [rank_micro_batches(update, rank, ranks, layout) for rank in range(ranks)]
         assert len(set(map(len, groups))) == 1  # ranks wait for each other in every pass
         assert any(all(own) for own in groups)
         for group in itertools.chain(*groups):
-            assert len(group) <= 1 or len(group) * max(map(input_length, group)) <= budget
+            tokens = (
+                sum(map(input_length, group)) if is_packed else len(group) * max(map(input_length, group), default=0)
+            )
+            assert len(group) <= 1 or tokens <= budget
             trained += group
     assert sorted(map(id, trained)) == sorted(map(id, batch))
+
+
+def test_packed_samples_are_spread_by_tokens_and_their_squares_and_leave_little_room(
+    supervision: Callable[..., Supervision],
+) -> None:
+    mini_batch = [supervision(i, 1 + i * i % 60) for i in range(40)]
+    layout = Layout(is_packed=True, token_budget=100, linear_work=30)
+    work = [sum(map(layout.work, share)) for share in layout.shares(mini_batch, 4)]
+    assert max(work) < 1.02 * min(work)
+    passes = layout.micro_batches(sorted(mini_batch, key=input_length, reverse=True))
+    assert sum(map(input_length, mini_batch)) > 90 * len(passes)
 
 
 def test_mini_batch_order_depends_on_the_seed_and_not_on_arrival(supervision: Callable[..., Supervision]) -> None:

@@ -47,6 +47,8 @@ def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
         ({"recompute_layers": True, "micro_batch_tokens": 80}, 1.3, 7 * VOCAB),
         ({"sharding": "fsdp2", "reference_kl": 0.3}, 0.7, 1 << 20),
         ({"sharding": "fsdp2", "recompute_layers": True, "micro_batch_tokens": 80}, 1.0, 7 * VOCAB),
+        ({"packing": False, "loss_aggregation": "token_mean", "micro_batch_tokens": 40}, 1.0, 7 * VOCAB),
+        ({"packing": False, "sharding": "fsdp2", "recompute_layers": True, "micro_batch_tokens": 80}, 1.0, 1 << 20),
     ],
     ids=[
         "defaults",
@@ -56,6 +58,8 @@ def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
         "recomputed layers",
         "sharded",
         "sharded, recomputed layers",
+        "padded",
+        "padded, sharded, recomputed layers",
     ],
 )
 def test_loss_and_gradients_equal_a_dense_float64_reference(

@@ -123,7 +123,7 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
     """Return the memory that one rank needs to train with these settings; see `trainer_memory`."""
     return trainer_memory(
         student,
-        micro_batch_tokens=training.micro_batch_tokens,
+        micro_batch_tokens=training.tokens_per_pass(is_packed=training.packing is not False),
         longest_tokens=longest_tokens,
         is_bfloat16=training.dtype == "bfloat16",
         shards=training.ranks if training.sharding == "fsdp2" else None,

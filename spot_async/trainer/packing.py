@@ -1,0 +1,97 @@
+"""Several documents in one row: attention that stays inside each, and whether a model can be trained so.
+
+Positions begin anew in each document, and each attends to itself alone. There is no mask: queries, keys and values are
+split by document, and each part is plain causal attention. So nothing is computed between documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from spot_async.base.text import first_line
+from spot_async.errors import DataError
+
+PER_DOCUMENT = "spot_per_document"  # the attention function's name in transformers
+TRIAL_LENGTHS = (4, 1, 3)
+TRIAL_TOLERANCE = 1e-4  # of the largest number: rounding makes 1e-6, attention to another document far more
+# What transformers' layers also give an attention function, and what changes nothing.
+_HARMLESS = {"position_ids", "use_cache"}
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
+
+
+def _attend_per_document(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    document_lengths: Sequence[int] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return attention (B, L, heads, d) of queries, keys and values (B, heads, L, d). B is 1 if there are several
+    documents. Without lengths a row is one document.
+
+    Raises `ValueError` for all that plain causal attention would leave out, such as windows and soft caps.
+    """
+    unknown = {name for name, each in others.items() if each is not None and each is not False} - _HARMLESS
+    if attention_mask is not None or is_causal is False or query.shape[2] != key.shape[2]:
+        unknown.add("attention_mask")
+    if unknown:
+        raise ValueError(f"its attention has {min(unknown)}")
+    lengths = list(document_lengths or [query.shape[2]])
+    parts = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
+    attended = [sdpa_attention_forward(module, *part, None, dropout, scaling, is_causal=True)[0] for part in parts]
+    return torch.cat(attended, dim=1), None
+
+
+AttentionInterface.register(PER_DOCUMENT, _attend_per_document)
+
+
+@torch.no_grad()
+def attend_per_document(model: PreTrainedModel) -> None:
+    """Make a model attend inside documents alone.
+
+    A few short documents are tried, packed and one by one. What these cannot show is read from the configuration.
+    Raises `DataError` for a model that cannot be packed, and leaves it as it was.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if others := kinds - {"full_attention"}:
+        raise DataError(f"{name} has {min(others)} layers")
+    windows = [] if kinds else [each for each in _WINDOWS if getattr(config, each, None) is not None]
+    if windows:
+        raise DataError(f"{name} has {windows[0]}={getattr(config, windows[0])}")
+    if not model._supports_attention_backend:
+        raise DataError(f"{name} takes no attention function")
+    before = model.config._attn_implementation
+    alone = torch.cat([_hidden_of([length], model) for length in TRIAL_LENGTHS], dim=1)
+    model.set_attn_implementation(PER_DOCUMENT)
+    try:
+        gap = (_hidden_of(TRIAL_LENGTHS, model) - alone).abs().max() / alone.abs().max()
+        if not gap <= TRIAL_TOLERANCE:
+            raise ValueError(f"packed documents are {gap:.1g} off documents alone")
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        model.set_attn_implementation(before)
+        raise DataError(f"{name} cannot be packed: {first_line(error)}") from error
+
+
+def _hidden_of(lengths: Sequence[int], model: PreTrainedModel) -> Tensor:
+    """Return hidden states (1, L, hidden) of made-up documents."""
+    packed = {"position_ids": positions(lengths), "document_lengths": tuple(lengths)} if len(lengths) > 1 else {}
+    ids = torch.cat([torch.arange(length) + length for length in lengths])[None] % model.config.vocab_size
+    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False, **packed).last_hidden_state
+    return hidden
+
+
+def positions(lengths: Sequence[int]) -> Tensor:
+    """Return positions (1, L) of documents one behind another."""
+    return torch.cat([torch.arange(length) for length in lengths])[None]
