@@ -29,7 +29,7 @@ import torch
 from report import show, spread
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from spot_async.trainer.batching import Layout, input_length, rank_micro_batches
+from spot_async.trainer.batching import Layout, input_length, update_shares
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group, strategy_of
 from spot_async.trainer.rank import LINEAR_WORK, StudentTrainer
@@ -92,8 +92,10 @@ def plain_update(model: Any, batch: list[Supervision], token_budget: int) -> flo
     rows_per_pass = max(1, token_budget // LONGEST_TOKENS)
     total = 0.0
     for start in range(0, len(batch), rows_per_pass):
-        samples = batch[start : start + rows_per_pass]
-        rows = [torch.tensor([*s.prompt_ids.tolist(), *s.response_ids.tolist()]) for s in samples]
+        rows = [
+            torch.tensor([*s.prompt_ids.tolist(), *s.response_ids.tolist()])
+            for s in batch[start : start + rows_per_pass]
+        ]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
         labels = ids.masked_fill(mask == 0, -100)
@@ -162,7 +164,7 @@ def turn(given: argparse.Namespace, way: str, ranks: int, seed: int) -> dict[str
 def padded_to_real(batch: list[Supervision], ranks: int, token_budget: int) -> float:
     """Return how many times as many tokens padded rows have."""
     layout = Layout(is_packed=False, token_budget=token_budget, linear_work=LINEAR_WORK * HIDDEN)
-    groups = [group for rank in range(ranks) for group in rank_micro_batches(batch, rank, ranks, layout) if group]
+    groups = [group for share in update_shares(batch, ranks, layout) for group in share.micro_batches if group]
     cells = sum(len(group) * max(map(input_length, group)) for group in groups)
     return cells / sum(map(input_length, batch))
 

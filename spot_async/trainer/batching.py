@@ -1,7 +1,7 @@
 """Turns a batch of supervision into tensors: mini-batches, each rank's share, micro-batches, packed or padded.
 
-Pure, and the same on every rank. All ranks have the whole batch, so they agree on who trains what without talking to
-each other. Nothing here runs the model or knows about losses.
+Pure. Rank 0 divides a batch, and each rank makes tensors of its share. Nothing here runs the model or knows about
+losses.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from spot_async.errors import TrainerError
 from spot_async.models.alignment import decision_rows
 from spot_async.trainer.feed_check import check_arrays, sampled_spans
+from spot_async.trainer.messages import UpdateShare
 from spot_async.types import BoolArray, FloatArray, Int64Array, SoftTargets, Supervision
 
 Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask
@@ -53,66 +54,67 @@ class Layout:
     token_budget: int  # of one pass, padding included
     linear_work: int  # a token's work in linear layers, if that of attending to one other token is 2
 
-    def shares(self, mini_batch: Sequence[Supervision], ranks: int) -> list[list[Supervision]]:
-        """Return each rank's samples, longest first."""
-        by_length = sorted(mini_batch, key=input_length, reverse=True)
-        shares: list[list[Supervision]] = [[] for _ in range(ranks)]
+    def shares(self, lengths: Sequence[int], ranks: int) -> list[list[int]]:
+        """Return each rank's samples, longest first, as places in `lengths`."""
+        longest_first = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+        shares: list[list[int]] = [[] for _ in range(ranks)]
         if not self.is_packed:  # dealt back and forth, since passes are as long as their longest row
-            for i, sample in enumerate(by_length):
+            for i, place in enumerate(longest_first):
                 i %= 2 * ranks
-                shares[min(i, 2 * ranks - 1 - i)].append(sample)
+                shares[min(i, 2 * ranks - 1 - i)].append(place)
             return shares
         work = [0] * ranks
-        for sample in by_length:
+        for place in longest_first:
             rank = work.index(min(work))
-            shares[rank].append(sample)
-            work[rank] += self.work(sample)
+            shares[rank].append(place)
+            work[rank] += self.work(lengths[place])
         return shares
 
-    def work(self, sample: Supervision) -> int:
+    def work(self, length: int) -> int:
         """Return what a packed sample costs: linear layers for each token, attention for each pair of tokens."""
-        tokens = input_length(sample)
-        return self.linear_work * tokens + tokens * tokens
+        return self.linear_work * length + length * length
 
-    def micro_batches(self, samples: Sequence[Supervision]) -> list[list[Supervision]]:
-        """Group samples, given longest first, so that no group has more tokens than the budget, padding included.
+    def passes(self, share: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """Group a share, longest first, so that no group has more tokens than the budget, padding included.
 
         A sample longer than the budget is a group of its own.
         """
-        return self._packed(samples) if self.is_packed else self._padded(samples)
-
-    def _packed(self, samples: Sequence[Supervision]) -> list[list[Supervision]]:
-        groups: list[list[Supervision]] = []
+        groups: list[list[int]] = []
         room: list[int] = []
-        for sample in samples:
-            tokens = input_length(sample)
-            first = next((i for i, left in enumerate(room) if tokens <= left), len(groups))
+        for place in share:
+            if self.is_packed:
+                first = next((i for i, left in enumerate(room) if lengths[place] <= left), len(groups))
+            else:  # rows are as long as the group's first
+                is_full = not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > self.token_budget
+                first = len(groups) - (not is_full)
             if first == len(groups):
                 groups.append([])
                 room.append(self.token_budget)
-            groups[first].append(sample)
-            room[first] -= tokens
-        return groups
-
-    def _padded(self, samples: Sequence[Supervision]) -> list[list[Supervision]]:
-        groups: list[list[Supervision]] = []
-        for sample in samples:
-            if not groups or (len(groups[-1]) + 1) * input_length(groups[-1][0]) > self.token_budget:
-                groups.append([])
-            groups[-1].append(sample)
+            groups[first].append(place)
+            room[first] -= lengths[place]
         return groups
 
 
-def rank_micro_batches(
-    mini_batch: Sequence[Supervision], rank: int, ranks: int, layout: Layout
-) -> list[list[Supervision]]:
-    """Return this rank's micro-batches of a mini-batch.
+def update_shares(mini_batch: Sequence[Supervision], ranks: int, layout: Layout) -> list[UpdateShare]:
+    """Return each rank's share of a mini-batch.
 
-    Every rank gets the same number, because the passes of sharded ranks wait for each other. The last may be empty.
+    Every rank gets the same number of passes, because those of sharded ranks wait for each other. The last may be
+    empty.
     """
-    groups = [layout.micro_batches(share) for share in layout.shares(mini_batch, ranks)]
-    passes = max(map(len, groups))
-    return groups[rank] + [[]] * (passes - len(groups[rank]))
+    lengths = [input_length(sample) for sample in mini_batch]
+    passes = [layout.passes(share, lengths) for share in layout.shares(lengths, ranks)]
+    most = max(map(len, passes))
+    names = tuple(map(name_of, mini_batch))
+    tokens = sum(len(sample.response_ids) for sample in mini_batch)
+    return [
+        UpdateShare(
+            names,
+            tokens,
+            samples={place: mini_batch[place] for group in own for place in group},
+            passes=(*map(tuple, own), *[()] * (most - len(own))),
+        )
+        for own in passes
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
 """The ranks' end of the channel to the orchestrator: each request reaches all ranks once, and answers go back.
 
-Rank 0 has the socket and passes what arrives on to the others. It also keeps the iteration count. A batch that is sent
+Rank 0 has the socket. It gives each rank its share of a batch, and keeps the iteration count. A batch that is sent
 again gets its answer again, and is not trained on again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import zmq
@@ -13,21 +14,25 @@ import zmq
 from spot_async.base import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer.messages import (
-    Accepted,
     Answer,
     Batch,
     Failure,
+    Order,
     Ready,
     Request,
     Save,
     Saved,
+    Share,
     Trained,
+    decode_order,
     decode_request,
     endpoint,
     saved_endpoint,
 )
-from spot_async.trainer.parallel import broadcast_bytes, idle_group, wait_for_all
+from spot_async.trainer.parallel import idle_group, rank_count, receive_bytes, send_bytes, wait_for_all
 from spot_async.types import TrainReport
+
+Divide = Callable[[Batch], Sequence[Share]]  # returns each rank's share of a batch
 
 
 class BatchFeed:
@@ -55,32 +60,44 @@ class BatchFeed:
         wait_for_all(self._group)
         self._say(Ready(self._due))
 
-    def next(self) -> Request:
-        """Wait for the next request. Raises `TrainerError` if it is not of the iteration that is due."""
-        if self._socket is None:
-            request = decode_request(broadcast_bytes(None, group=self._group))
-        else:
-            frame, request = self._receive(self._socket)
-            broadcast_bytes(frame, group=self._group)
-        match request:
-            case Batch(iteration) if iteration != self._due:
-                raise TrainerError(
-                    f"the trainer was given iteration {iteration + 1}, but iteration {self._due + 1} is due"
-                )
-            case Save(step) if step != self._due:
-                raise TrainerError(f"the trainer was asked to save step {step}, but is at step {self._due}")
-        return request
+    def next(self, divide: Divide) -> Share | Save:
+        """Wait for what this rank is to do next. `divide` is called on rank 0 alone.
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> tuple[bytes, Request]:
-        """Acknowledge batches until a request comes that is no trained batch; return its frame and the request."""
+        Raises `TrainerError` on all ranks for a batch or step that is not due, or that cannot be divided.
+        """
+        if self._socket is None:
+            order = decode_order(receive_bytes(self._group))
+        else:
+            order, *others = self._orders(self._receive(self._socket), divide)
+            for rank, each in enumerate(others, start=1):
+                send_bytes(wire.encode(each), rank, self._group)
+        if isinstance(order, Failure):
+            raise TrainerError(order.message)
+        return order
+
+    def _orders(self, request: Request, divide: Divide) -> Sequence[Order]:
+        """Return what each rank is to do about a request."""
+        try:
+            match request:
+                case Batch(iteration) if iteration != self._due:
+                    raise TrainerError(
+                        f"the trainer was given iteration {iteration + 1}, but iteration {self._due + 1} is due"
+                    )
+                case Batch():
+                    return divide(request)
+                case Save(step) if step != self._due:
+                    raise TrainerError(f"the trainer was asked to save step {step}, but is at step {self._due}")
+                case Save():
+                    return [request] * rank_count()
+        except TrainerError as error:
+            return [Failure(str(error))] * rank_count()
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> Request:
+        """Wait for a request that is no trained batch. For one that is, send its answer again."""
         while True:
-            frame = socket.recv()
-            request = decode_request(frame)
-            if isinstance(request, Save):
-                return frame, request
-            self._say(Accepted(request.iteration))
-            if self._last is None or request.iteration != self._last.iteration:
-                return frame, request
+            request = decode_request(socket.recv())
+            if isinstance(request, Save) or self._last is None or request.iteration != self._last.iteration:
+                return request
             self._say(self._last)
 
     def trained(self, iteration: int, report: TrainReport) -> None:
@@ -98,7 +115,7 @@ class BatchFeed:
         self._say(Failure(str(error)))
         while True:
             if self._socket is None:
-                broadcast_bytes(None, group=self._group)  # waits for ever, since rank 0 broadcasts nothing any more
+                receive_bytes(self._group)  # waits for ever, since rank 0 has nothing for it any more
             else:
                 self._socket.recv()
                 self._say(Failure(str(error)))

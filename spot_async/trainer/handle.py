@@ -19,7 +19,6 @@ from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.messages import (
-    Accepted,
     Answer,
     Batch,
     Failure,
@@ -36,8 +35,6 @@ from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, TrainReport
 
 T = TypeVar("T")
-
-ACKNOWLEDGEMENT_TIMEOUT_S = 10.0
 
 
 class TrainerProcess:
@@ -154,23 +151,12 @@ class TrainerProcess:
                 return answer
 
     async def _train(self, batch: Batch) -> Trained | Failure:
-        """Send until acknowledged, then wait for the outcome. Answers to other iterations are dropped."""
-        frame = wire.encode(batch)
-        await self._socket.send(frame)
-        patience_s: float | None = ACKNOWLEDGEMENT_TIMEOUT_S
+        """Send the batch, once, and wait for the outcome. Answers to other iterations are dropped."""
+        await self._socket.send(wire.encode(batch))
         while True:
-            try:
-                async with asyncio.timeout(patience_s):
-                    answer = await self._receive()
-            except TimeoutError:
-                await self._socket.send(frame)
-                continue
-            match answer:
-                case Accepted(iteration=batch.iteration):
-                    # From now on the trainer is at work, and `step_timeout_s` is the only limit.
-                    patience_s = None
-                case Trained(iteration=batch.iteration) | Failure():
-                    return answer
+            match await self._receive():
+                case (Trained(iteration=batch.iteration) | Failure()) as outcome:
+                    return outcome
 
     async def _saved(self, step: int) -> float | Failure:
         """Wait for the outcome of a save. Answers about others are dropped."""

@@ -1,16 +1,17 @@
-"""The messages between the orchestrator and rank 0.
+"""The messages between the orchestrator and rank 0, and from rank 0 to the others.
 
-They go through a Unix socket with one peer at each end. A second one is for `Saved` alone, which comes at any time,
-from another thread. A message is one msgpack frame (`base/wire.py`); nothing is
+The former go through a Unix socket with one peer at each end, which loses nothing while both live. A second one is for
+`Saved` alone, which comes at any time, from another thread. A message is one msgpack frame (`base/wire.py`); nothing is
 pickled.
 
     rank 0 -> orchestrator   Ready          once, when every rank has its model and is at its step
-    orchestrator -> rank 0   Batch          train this; sent again when no acknowledgement comes
-    rank 0 -> orchestrator   Accepted       the batch has arrived; training starts
+    orchestrator -> rank 0   Batch          train this
+    rank 0 -> each rank      Share          train this part of the batch
     rank 0 -> orchestrator   Trained        new weights are published
     orchestrator -> rank 0   Save           begin to save a checkpoint of the state between two batches
     rank 0 -> orchestrator   Saved          it is on disk, or could not be saved
     rank 0 -> orchestrator   Failure        training has stopped; sent again for every later batch
+    rank 0 -> each rank      Save, Failure  the same
 
 Answers name their iteration or step, so that a late one is recognised and dropped. There is no message to stop: the
 orchestrator ends the ranks by signal, at any time, because whatever they have published is complete.
@@ -33,6 +34,26 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     samples: tuple[Supervision, ...]
 
 
+class UpdateShare(msgspec.Struct, frozen=True):
+    """One rank's part of a mini-batch. Samples are counted over all of the mini-batch."""
+
+    names: tuple[str, ...]  # of all samples
+    tokens: int  # response tokens of all samples
+    samples: dict[int, Supervision]  # this rank's
+    passes: tuple[tuple[int, ...], ...]  # this rank's micro-batches; all ranks have the same number
+
+    @property
+    def micro_batches(self) -> list[list[Supervision]]:
+        return [[self.samples[i] for i in each] for each in self.passes]
+
+
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """One rank's part of a batch."""
+
+    iteration: int
+    updates: tuple[UpdateShare, ...]
+
+
 class Save(msgspec.Struct, frozen=True, tag="save"):
     # The steps that the state must have behind it, which is also the iteration that is due.
     step: int
@@ -42,10 +63,6 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     # The steps behind the trainer, which is also the iteration that is due.
     step: int = 0
-
-
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    iteration: int
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
@@ -64,13 +81,20 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 Request: TypeAlias = Batch | Save
-Answer: TypeAlias = Ready | Accepted | Trained | Failure
+Order: TypeAlias = Share | Save | Failure
+Answer: TypeAlias = Ready | Trained | Failure
 
 
 def decode_request(frame: bytes) -> Request:
     """Decode a request. Raises as `wire.decode` does."""
     request: Request = wire.decode(frame, cast(Any, Request))
     return request
+
+
+def decode_order(frame: bytes) -> Order:
+    """Decode what rank 0 tells a rank. Raises as `wire.decode` does."""
+    order: Order = wire.decode(frame, cast(Any, Order))
+    return order
 
 
 def decode_answer(frame: bytes) -> Answer:

@@ -50,7 +50,7 @@ def _attend_per_document(
     lengths = list(document_lengths or [query.shape[2]])
     parts = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
     attended = [sdpa_attention_forward(module, *part, None, dropout, scaling, is_causal=True)[0] for part in parts]
-    return torch.cat(attended, dim=1), None
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1), None
 
 
 AttentionInterface.register(PER_DOCUMENT, _attend_per_document)

@@ -163,6 +163,21 @@ def broadcast_bytes(data: bytes | None, source: int = 0, group: dist.ProcessGrou
     return buffer.numpy().tobytes()
 
 
+def send_bytes(data: bytes, rank: int, group: dist.ProcessGroup | None) -> None:
+    """Send bytes to another rank."""
+    dist.send(torch.tensor([len(data)]), dst=rank, group=group)
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank, group=group)
+
+
+def receive_bytes(group: dist.ProcessGroup | None) -> bytes:
+    """Wait for bytes of rank 0."""
+    length = torch.empty(1, dtype=torch.int64)
+    dist.recv(length, src=0, group=group)
+    buffer = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(buffer, src=0, group=group)
+    return buffer.numpy().tobytes()
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds, which is all of it if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

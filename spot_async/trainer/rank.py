@@ -28,8 +28,7 @@ from spot_async.trainer.batching import (
     check_sample,
     collate,
     mini_batches,
-    name_of,
-    rank_micro_batches,
+    update_shares,
 )
 from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.feed import BatchFeed
@@ -47,7 +46,7 @@ from spot_async.trainer.loss import (
     truncated_importance_weights,
     weight_statistics,
 )
-from spot_async.trainer.messages import Batch, Save
+from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute_layers
 from spot_async.trainer.packing import attend_per_document
@@ -99,9 +98,9 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
     feed.ready()
     try:
         while True:
-            match feed.next():
-                case Batch() as batch:
-                    feed.trained(batch.iteration, trainer.train(batch))
+            match feed.next(trainer.divide):
+                case Share() as share:
+                    feed.trained(share.iteration, trainer.train_share(share))
                 case Save(step, directory):
                     trainer.begin_to_save(Path(directory), partial(feed.saved, step))
     except TrainerError as error:
@@ -152,27 +151,43 @@ class StudentTrainer:
             self._go_on_from(Path(settings.resume.directory))
 
     def train(self, batch: Batch) -> TrainReport:
-        """Train one iteration: every mini-batch once, then publish.
+        """Train one iteration on a batch that every rank has. See `train_share`."""
+        return self.train_share(self.divide(batch)[self._strategy.rank])
+
+    def divide(self, batch: Batch) -> list[Share]:
+        """Return each rank's share of a batch. Raises `TrainerError` for a sample that cannot be trained."""
+        for sample in batch.samples:
+            check_sample(
+                sample,
+                vocab_size=self.model.config.vocab_size,
+                needs_reference=self._training.reference_kl > 0,
+            )
+        seed = derive_seed(self._settings.seed, "mini-batches", batch.iteration)
+        updates = [
+            update_shares(mini_batch, self._strategy.ranks, self._layout)
+            for mini_batch in mini_batches(batch.samples, self._training.mini_batch_size, seed)
+        ]
+        return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(self._strategy.ranks)]
+
+    def train_share(self, share: Share) -> TrainReport:
+        """Train one iteration, with the other ranks: every mini-batch once, then publish.
 
         Iteration i makes the weights of step i + 1.
 
         A batch without samples makes no update, and the weights are published as they are.
         """
         started = time.perf_counter()
-        iteration, training = batch.iteration, self._training
-        self._check(batch)
-        rate = learning_rate(training, iteration, self._settings.iterations)
+        iteration, updates = share.iteration, share.updates
+        rate = learning_rate(self._training, iteration, self._settings.iterations)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        seed = derive_seed(self._settings.seed, "mini-batches", iteration)
-        updates = mini_batches(batch.samples, training.mini_batch_size, seed)
         tally = Tally(self._device, step=iteration)
-        # All shares come before the first step, because a recomputed log pi_old is of the weights before it.
-        shares = [self._share(mini_batch) for mini_batch in updates]
+        # All micro-batches come before the first step, because a recomputed log pi_old is of the weights before it.
+        passes = [[self._micro_batch(samples) for samples in update.micro_batches] for update in updates]
         norms = []
-        for number, (mini_batch, share) in enumerate(zip(updates, shares, strict=True), start=1):
+        for number, (update, batches) in enumerate(zip(updates, passes, strict=True), start=1):
             where = f"iteration {iteration + 1}, mini-batch {number} of {len(updates)}"
-            norms.append(self._update(mini_batch, share, tally, where, has_moved=number > 1))
+            norms.append(self._update(update, batches, tally, where, has_moved=number > 1))
         self._strategy.sum(tally.sums)
         self._strategy.max(tally.maxima)
         metrics = tally.report(grad_norms=norms, learning_rate=rate, train_s=time.perf_counter() - started)
@@ -206,19 +221,6 @@ class StudentTrainer:
             return False
         return True
 
-    def _check(self, batch: Batch) -> None:
-        for sample in batch.samples:
-            check_sample(
-                sample,
-                vocab_size=self.model.config.vocab_size,
-                needs_reference=self._training.reference_kl > 0,
-            )
-
-    def _share(self, mini_batch: Sequence[Supervision]) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a mini-batch. All ranks have the same number."""
-        share = rank_micro_batches(mini_batch, self._strategy.rank, self._strategy.ranks, self._layout)
-        return [self._micro_batch(samples) for samples in share]
-
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
         """Collate samples, with log pi_old as `training.behavior` says: as served, or of the present weights."""
         batch = collate(samples, is_packed=self._layout.is_packed).to(self._device)
@@ -235,8 +237,8 @@ class StudentTrainer:
 
     def _update(
         self,
-        mini_batch: Sequence[Supervision],
-        share: Sequence[MicroBatch],
+        update: UpdateShare,
+        batches: Sequence[MicroBatch],
         tally: Tally,
         where: str,
         *,
@@ -247,28 +249,26 @@ class StudentTrainer:
         `where` names the step in errors. `has_moved` says that the iteration has already changed the weights.
         """
         self._optimizer.zero_grad()
-        losses = [self._accumulate(batch, mini_batch, tally, has_moved=has_moved).total.detach() for batch in share]
+        losses = [self._accumulate(batch, update, tally, has_moved=has_moved).total.detach() for batch in batches]
         self._strategy.reduce_gradients(self.model)
         norm = self._strategy.clip_grad_norm(self.model, self._training.max_grad_norm)
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
         # All ranks must agree to stop. One that raised alone would leave the others waiting in a collective.
         if self._strategy.max(torch.tensor(float(not finite), device=self._device)) > 0:
-            raise TrainerError(f"{where}: {self._culprits(mini_batch)}; the optimiser was not stepped")
+            raise TrainerError(f"{where}: {self._culprits(update)}; the optimiser was not stepped")
         self._checkpoint_s += self._saver.wait_before_step()
         self._optimizer.step()
         return norm
 
-    def _accumulate(
-        self, batch: MicroBatch, mini_batch: Sequence[Supervision], tally: Tally, *, has_moved: bool
-    ) -> LossParts:
+    def _accumulate(self, batch: MicroBatch, update: UpdateShare, tally: Tally, *, has_moved: bool) -> LossParts:
         """Add the gradient of one micro-batch's share of its mini-batch's loss."""
         logprobs, candidates = self._logprobs(batch)
         weights = self._importance_weights(batch)  # (B, T)
         parts = minibatch_share(
             self._loss_terms(batch, logprobs, candidates, weights),
             aggregation=self._training.loss_aggregation,
-            minibatch_trajectories=len(mini_batch),
-            minibatch_tokens=sum(len(sample.response_ids) for sample in mini_batch),
+            minibatch_trajectories=len(update.names),
+            minibatch_tokens=update.tokens,
         )
         parts.total.backward()  # type: ignore[no-untyped-call]
         self._tally_loss(batch, logprobs, weights, parts, tally)
@@ -363,16 +363,17 @@ class StudentTrainer:
         )
         tally.see(mismatch=mismatch.difference_max, staleness=staleness.difference_max)
 
-    def _culprits(self, mini_batch: Sequence[Supervision]) -> str:
+    def _culprits(self, update: UpdateShare) -> str:
         """Say which samples give a loss or gradient that is not finite, by trying each alone.
 
-        All ranks try the same sample at the same time and share what they find, since each may see only a shard.
+        All ranks try at the same time, those that do not have the sample without any. They share what they find, since
+        each may see only a shard.
         """
         found = []
-        for sample in mini_batch:
+        for number, name in enumerate(update.names):
             self._optimizer.zero_grad()
-            batch = self._micro_batch([sample])
-            parts = self._accumulate(batch, mini_batch, Tally(self._device, step=0), has_moved=True)
+            batch = self._micro_batch([update.samples[number]] if number in update.samples else [])
+            parts = self._accumulate(batch, update, Tally(self._device, step=0), has_moved=True)
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
             are_bad = [not _finite(loss) for loss in (parts.policy, parts.branch, parts.reference)]
             are_bad.append(not all(map(_finite, gradients)))
@@ -382,7 +383,7 @@ class StudentTrainer:
             if not bad and gradient:
                 bad = ["gradient"]
             if bad:
-                found.append(f"non-finite {' and '.join(bad)} in sample {name_of(sample)}")
+                found.append(f"non-finite {' and '.join(bad)} in sample {name}")
         more = f", and {len(found) - CULPRITS_NAMED} samples more" if len(found) > CULPRITS_NAMED else ""
         return ", ".join(found[:CULPRITS_NAMED]) + more or "non-finite gradient, though each sample's own is finite"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
-from spot_async.trainer.batching import Layout, input_length, mini_batches, rank_micro_batches
+from spot_async.trainer.batching import Layout, input_length, mini_batches, update_shares
 from spot_async.trainer.schedule import learning_rate
 from spot_async.types import Supervision
 
@@ -48,13 +48,16 @@ def test_every_sample_is_trained_exactly_once(
 
     trained = []
     for update in updates:
-        shares = layout.shares(update, ranks)
+        inputs = [input_length(sample) for sample in update]
+        shares = layout.shares(inputs, ranks)
         if is_packed:  # no rank has more than one sample's work over another
-            work = [sum(map(layout.work, share)) for share in shares]
-            assert max(work) - min(work) <= max(map(layout.work, update))
+            work = [sum(layout.work(inputs[place]) for place in share) for share in shares]
+            assert max(work) - min(work) <= max(map(layout.work, inputs))
         else:
             assert max(map(len, shares)) - min(map(len, shares)) <= 2
-        groups = [rank_micro_batches(update, rank, ranks, layout) for rank in range(ranks)]
+        sent = update_shares(update, ranks, layout)
+        assert all(sorted(share.samples) == sorted(itertools.chain(*share.passes)) for share in sent)
+        groups = [share.micro_batches for share in sent]
         assert len(set(map(len, groups))) == 1  # ranks wait for each other in every pass
         assert any(all(own) for own in groups)
         for group in itertools.chain(*groups):
@@ -66,15 +69,14 @@ def test_every_sample_is_trained_exactly_once(
     assert sorted(map(id, trained)) == sorted(map(id, batch))
 
 
-def test_packed_samples_are_spread_by_tokens_and_their_squares_and_leave_little_room(
-    supervision: Callable[..., Supervision],
-) -> None:
-    mini_batch = [supervision(i, 1 + i * i % 60) for i in range(40)]
+def test_packed_samples_are_spread_by_tokens_and_their_squares_and_leave_little_room() -> None:
+    lengths = [4 + i * i % 60 for i in range(40)]
     layout = Layout(is_packed=True, token_budget=100, linear_work=30)
-    work = [sum(map(layout.work, share)) for share in layout.shares(mini_batch, 4)]
+    shares = layout.shares(lengths, 4)
+    work = [sum(layout.work(lengths[place]) for place in share) for share in shares]
     assert max(work) < 1.02 * min(work)
-    passes = layout.micro_batches(sorted(mini_batch, key=input_length, reverse=True))
-    assert sum(map(input_length, mini_batch)) > 90 * len(passes)
+    passes = layout.passes(layout.shares(lengths, 1)[0], lengths)
+    assert sum(lengths) > 90 * len(passes)
 
 
 def test_mini_batch_order_depends_on_the_seed_and_not_on_arrival(supervision: Callable[..., Supervision]) -> None:
