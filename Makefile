@@ -49,7 +49,7 @@ test-ray: install $(if $(SPOT_RAY_PYTHON),,.venv-ray/installed)
 .venv-ray/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv-ray
 	.venv-ray/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch
-	.venv-ray/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	.venv-ray/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' 'ray[default]'
 	touch $@
 
 # deploy/slurm.sbatch on a real Slurm of three nodes on this machine. Needs root, slurmctld, slurmd and munge.

@@ -102,6 +102,36 @@ def test_slurm_requeues_what_can_go_on_and_nothing_else(tmp_path):
     assert (len(calls), ended) == (1, 2)  # no node is left for servers
 
 
+def ray_job(tmp_path: Path, **environ: str) -> list[str]:
+    """Run the script with a stand-in for Ray's command. Return what it was given."""
+    program = tmp_path / "ray"
+    program.write_text('#!/bin/bash\necho "${@@Q}"\n')
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["bash", DEPLOY / "ray-job.sh", "/shared/my.yaml", "training.iterations=30"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"} | environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return shlex.split(done.stdout)
+
+
+def test_a_ray_job_reserves_node_0_s_devices_and_has_ray_place_the_other_nodes(tmp_path):
+    words = ray_job(tmp_path)
+    at = words.index("--")
+    assert words[:at] == ["job", "submit", "--entrypoint-num-gpus", "8"]
+    # Ray has no PATH of ours, and its shell makes way for the run.
+    assert words[at + 1 : at + 3] == ["exec", "/shared/spot/bin/spot-async"]
+    config = load(words[at + 3 :])
+    assert meets(config, {"RAY_ADDRESS": "10.0.0.9:6379"}) == (2, 0, "10.0.0.9")
+    assert (config.training.ranks, config.cluster.resources, config.training.iterations) == (16, {"GPU": 8.0}, 30)
+    assert config.run.directory == "/shared/runs/my"  # the same when the run goes on
+    alone = ray_job(tmp_path, TRAINER_NODES="1", TRAINER_GPUS="4")
+    assert "training.ranks=4" in alone
+    assert not [word for word in alone if word.startswith(("cluster.nodes", "cluster.resources"))]
+
+
 def test_skypilot_tells_all_of_the_topology():
     command = shlex.split(read("skypilot.yaml")["run"])
     assert command[:2] == ["exec", "~/spot/bin/spot-async"]  # without the shell, signals are spot-async's

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -84,15 +85,42 @@ def cluster() -> Iterator[list[Machine]]:
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets need a short path
     try:
         with machines(2) as (head, other), contextlib.ExitStack() as stack:
-            stack.enter_context(ray_node(head, directory, "--head", f"--port={PORT}", "--include-dashboard=false"))
+            stack.enter_context(ray_node(head, directory, "--head", f"--port={PORT}"))
             stack.enter_context(ray_node(other, directory, f"--address={head.address}:{PORT}"))
             yield [head, other]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def small_run(student: str) -> list[str]:
+    """Return the keys of a small run, with its student on the other node and its teacher on the head."""
+    return [
+        "cluster.kind=ray", "cluster.start_timeout_s=5", "student.serving.own_cores=0",
+        f"student.backend={{launch: {{resources: {{{student}}}}}}}", "teacher.backend={launch: {resources: {m0: 1}}}",
+        "training.iterations=3", "training.batch_size=8", "training.mini_batch_size=8",
+        "training.warmup_iterations=0", "sampling.max_response_tokens=64",
+    ]  # fmt: skip
+
+
+def left(cluster: Sequence[Machine]) -> list[int]:
+    """Return what is left of a run on both nodes: its servers, their guards, and all that leads to them."""
+    words = (SERVER, "SPOT_ASYNC_GUARD", "spot_async")
+    return [pid for machine in cluster for word in words for pid in pids(machine, word)]
+
+
+def rows(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def check_trained_once(machine: Machine, run: Path) -> None:
+    words = machine.command(PYTHON, "-m", "spot_async", "verify-run", str(run))
+    checked = subprocess.run(words, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
 class RayRun:
-    """A run on the head, with its student on the other node and its teacher on the head."""
+    """A run on the head."""
 
     def __init__(self, cluster: Sequence[Machine], directory: Path, *keys: str, student: str = "m1: 1") -> None:
         self.cluster = cluster
@@ -100,11 +128,7 @@ class RayRun:
         self._log = directory / "command.log"
         words = [
             PYTHON, "-m", "spot_async", "train", str(ROOT / "configs/quickstart.yaml"), f"run.directory={self.path}",
-            "cluster.kind=ray", f"cluster.address={cluster[0].address}:{PORT}", "cluster.start_timeout_s=5",
-            "student.serving.own_cores=0", f"student.backend={{launch: {{resources: {{{student}}}}}}}",
-            "teacher.backend={launch: {resources: {m0: 1}}}", "training.iterations=3", "training.batch_size=8",
-            "training.mini_batch_size=8", "training.warmup_iterations=0", "sampling.max_response_tokens=64",
-            "evaluation=null", *keys,
+            *small_run(student), f"cluster.address={cluster[0].address}:{PORT}", "evaluation=null", *keys,
         ]  # fmt: skip
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -125,31 +149,111 @@ class RayRun:
         return self._log.read_text()
 
     def iterations(self) -> int:
-        path = self.path / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
+        return rows(self.path)
 
     def until(self, iterations: int) -> None:
         wait_until(lambda: self.iterations() >= iterations or self.process.poll() is not None, "no iteration")
         assert self.process.poll() is None, self.said
 
     def left(self) -> list[int]:
-        """Return what is left of the run on both nodes: its servers, their guards, and all that leads to them."""
-        words = (SERVER, "SPOT_ASYNC_GUARD", "spot_async")
-        return [pid for machine in self.cluster for word in words for pid in pids(machine, word)]
+        return left(self.cluster)
 
     def ended(self) -> int:
         wait_until(lambda: self.process.poll() is not None, f"the run goes on: {self.said}")
         return int(self.process.returncode)
 
 
-def test_the_quickstart_trains_with_its_servers_on_two_nodes_and_leaves_nothing(cluster, tmp_path):
-    with RayRun(cluster, tmp_path) as run:
+LONG = "training.iterations=2000"
+NODES = ("training.ranks=2", "cluster.nodes=2", "cluster.resources={m1: 0.5}", "training.checkpoint_every=1")
+LAUNCHER = "spot_async.trainer.launcher"
+DATA = ROOT / "examples" / "running_sum"
+TABLE = (
+    f"evaluation={{problems: {DATA}/data/heldout.jsonl, samples: 1, max_response_tokens: 64, verifier: boxed_match}}"
+)
+
+
+def test_the_quickstart_trains_to_its_table_with_its_servers_on_two_nodes_and_leaves_nothing(cluster, tmp_path):
+    with RayRun(cluster, tmp_path, TABLE) as run:
         run.until(1)
         assert [len(pids(machine, SERVER)) > 0 for machine in cluster] == [True, True]
         assert run.ended() == 0, run.said
         wait_until(lambda: not run.left(), "something is left", 5)
         assert run.iterations() == 3
+        assert "Held-out problems: percent" in run.said
         assert (run.path / "logs" / "student.log").read_text()
+
+
+class RayJob:
+    """`deploy/ray-job.sh` with a small run, and a trainer node on the other machine."""
+
+    def __init__(self, cluster: Sequence[Machine], directory: Path, *keys: str) -> None:
+        self.run = directory / "run"
+        self._head, self._log = cluster[0], directory / "job.log"
+        programs = Path(PYTHON).parent
+        variables = [
+            f"PATH={programs}:{os.environ['PATH']}", f"SPOT_ASYNC={programs}/spot-async", f"RUN={self.run}",
+            "TRAINER_NODES=2", "TRAINER_GPUS=0",
+        ]  # fmt: skip
+        paths = [
+            f"student.model={DATA}/student",
+            f"teacher.model={DATA}/teacher",
+            f"data.train={DATA}/data/train.jsonl",
+        ]
+        words = [str(ROOT / "configs/quickstart.yaml"), *paths, *small_run("m1: 0.5"), *NODES, TABLE, *keys]
+        script = str(ROOT / "deploy" / "ray-job.sh")
+        with self._log.open("wb") as log:
+            command = self._head.command("env", *variables, script, *words)
+            self.process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def stop(self) -> None:
+        job = re.search(r"raysubmit_\w+", self.said)
+        assert job is not None
+        words = self._head.command(PYTHON, "-m", "ray.scripts.scripts", "job", "stop", job[0])
+        subprocess.run(words, check=True, capture_output=True)
+
+
+def test_a_submitted_job_that_is_stopped_leaves_nothing_and_goes_on_to_its_table_when_submitted_again(
+    cluster, tmp_path
+):
+    job = RayJob(cluster, tmp_path, LONG)
+    wait_until(lambda: rows(job.run) >= 2 or job.process.poll() is not None, f"no iteration: {job.said}")
+    assert job.process.poll() is None, job.said
+    assert [len(pids(machine, LAUNCHER)) for machine in cluster] == [1, 1]
+    job.stop()
+    wait_until(lambda: not left(cluster), "something is left", 20)
+    job.process.wait(PATIENCE_S)
+    iterations = rows(job.run) + 1
+    again = RayJob(cluster, tmp_path, f"training.iterations={iterations}")
+    assert again.process.wait(PATIENCE_S) == 0, again.said
+    assert "going on after iteration" in again.said
+    assert "Held-out problems: percent" in again.said
+    assert rows(job.run) == iterations
+    check_trained_once(cluster[0], job.run)
+
+
+OTHER_VERSION = """
+import sys, ray
+ray.__version__ = "2.0.0"
+from spot_async.base.processes.ray_helper import connect
+from spot_async.base.processes.ray_messages import Request
+try:
+    connect(Request(sys.argv[1], {}, 5.0))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_cluster_of_another_version_is_one_line_with_both(cluster):
+    head = cluster[0]
+    words = head.command(PYTHON, "-c", OTHER_VERSION, f"{head.address}:{PORT}")
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(r"cluster\.address=\S+: the cluster has Ray \S+ and .*, here are Ray 2\.0\.0 and .*\n", said), (
+        said
+    )
 
 
 def test_what_cannot_be_placed_is_one_line_with_what_is_asked_and_free(cluster, tmp_path):
@@ -162,11 +266,6 @@ def test_what_cannot_be_placed_is_one_line_with_what_is_asked_and_free(cluster, 
         assert not run.left()
 
 
-LONG = "training.iterations=2000"
-NODES = ("training.ranks=2", "cluster.nodes=2", "cluster.resources={m1: 0.5}", "training.checkpoint_every=1")
-LAUNCHER = "spot_async.trainer.launcher"
-
-
 def test_a_trainer_s_second_node_is_placed_lost_placed_again_and_every_prompt_is_trained_once(cluster, tmp_path):
     with RayRun(cluster, tmp_path, *NODES, "training.iterations=6", student="m1: 0.5") as run:
         run.until(1)
@@ -177,9 +276,7 @@ def test_a_trainer_s_second_node_is_placed_lost_placed_again_and_every_prompt_is
         assert "(restart 1 of 2)" in run.said
         wait_until(lambda: not run.left(), "something is left", 5)
         assert run.iterations() == 6
-        words = cluster[0].command(PYTHON, "-m", "spot_async", "verify-run", str(run.path))
-        checked = subprocess.run(words, capture_output=True, text=True)
-        assert checked.returncode == 0, checked.stdout
+        check_trained_once(cluster[0], run.path)
 
 
 def test_nothing_is_left_of_a_placed_trainer_node_when_the_run_is_killed(cluster, tmp_path):

@@ -107,10 +107,16 @@ def test_what_cannot_be_placed_is_told_with_what_is_asked_what_nodes_have_and_wh
 
 
 def test_a_cluster_of_another_version_and_one_that_is_not_there_are_one_line_each():
-    other = "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.11.7\nThis process ..."
+    other = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.11.7\nThis process on node "
+        "10.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.8\n"
+    )
     assert refused("auto", other) == (
-        "cluster.address=auto: install the cluster's versions here: Version mismatch: The cluster was started with: "
-        "Ray: 2.59.0 Python: 3.11.7 This process ..."
+        "cluster.address=auto: the cluster has Ray 2.59.0 and Python 3.11.7, here are Ray 2.60.0 and Python 3.11.8: "
+        "install the same here"
+    )
+    assert refused("auto", "Version mismatch:\n told\n otherwise").endswith(
+        "versions here: Version mismatch: told otherwise"
     )
     assert refused("h:1", "Could not\nconnect").startswith("cluster.address=h:1: no Ray cluster that this machine is")
 

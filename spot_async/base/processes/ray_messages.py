@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
 
 ANSWER = "placed"  # sockets in the helper's directory
 SHELLS = "shells"
+_VERSIONS = re.compile(r"Ray: (\S+) Python: (\S+)")
 _ALL_NODES_HAVE = ("node:", "memory", "object_store_memory", "accelerator_type:")  # resources that Ray adds by itself
 
 Resources = Mapping[str, float]  # by Ray's names, such as CPU and GPU
@@ -39,7 +41,11 @@ def refused(address: str, reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     said = " ".join(lines)
     if "ersion mismatch" in said:
-        return f"cluster.address={address}: install the cluster's versions here: {said}"
+        found = _VERSIONS.findall(said)  # the cluster's come first
+        if len(found) != 2:
+            return f"cluster.address={address}: install the cluster's versions here: {said}"
+        theirs, ours = (f"Ray {ray} and Python {python}" for ray, python in found)
+        return f"cluster.address={address}: the cluster has {theirs}, here are {ours}: install the same here"
     return f"cluster.address={address}: no Ray cluster that this machine is a node of: {said or 'no answer'}"
 
 
