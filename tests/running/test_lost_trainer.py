@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from kill_drill import ROOT, command, descendants, weights
 
+from spot_async.run_directory.reading import RunFiles
+
 ITERATIONS = 8
 KEYS = (
     f"training.iterations={ITERATIONS}",
@@ -95,6 +97,7 @@ def test_a_strict_run_whose_trainer_is_killed_ends_by_itself_with_the_same_bits(
     assert "trainer restarts: 2" in said
     assert json.loads((directory / "summary.json").read_text())["trainer_restarts"] == 2
     assert "was killed by SIGKILL" in (directory / "logs" / "trainer.log").read_text()
+    assert len(RunFiles(directory).interruptions()) == 2
     assert len(servers[0]) == 2
     assert all(each == servers[0] for each in servers)
     check_run(directory)
