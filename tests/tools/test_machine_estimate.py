@@ -77,36 +77,45 @@ def test_cache_and_activations_of_a_token():
     assert QWEN3_06B.activation_bytes_per_token("bfloat16", is_recomputed=True) == 28 * 2 * 1024 + layer
 
 
+@pytest.mark.parametrize("documents", [(257,), (101, 156)], ids=["padded", "packed"])
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
-def test_activations_are_what_autograd_keeps(precision):
+def test_activations_are_what_autograd_keeps(precision, documents):
     """Between two depths of a small model, so that what is not in layers falls out."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from spot_async.trainer.packing import attend_per_document
+
+    is_packed = len(documents) > 1
+    packed = {"position_ids": torch.cat([torch.arange(each) for each in documents])[None]}
+    packed |= {"document_lengths": documents}
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
              "head_dim": 32, "vocab_size": 64, "tie_word_embeddings": True}  # fmt: skip
-    tokens = 257  # no width of the model
+    tokens = sum(documents)  # no width of the model
 
     def kept(layers: int) -> int:
         model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **sizes)).train()
+        if is_packed:
+            attend_per_document(model)
         if precision == "bfloat16":
             for parameter in model.parameters():  # and not the tables of positions
                 parameter.data = parameter.data.bfloat16()
         found = {}
 
         def pack(tensor):
-            if tokens in tensor.shape:  # not weights, nor their copies in bfloat16
+            if {tokens, *documents} & set(tensor.shape):  # not weights, nor their copies in bfloat16
                 storage = tensor.untyped_storage()
                 found[storage.data_ptr()] = (storage.nbytes(), tensor)
             return tensor
 
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast:
-            model.base_model(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
+            ids = torch.zeros((1, tokens), dtype=torch.long)
+            model.base_model(input_ids=ids, use_cache=False, **(packed if is_packed else {}))
         return sum(size for size, _ in found.values())
 
     small = shape(QWEN3 | {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 64}, 1, 64, 192, 4, True)
-    expected = small.activation_bytes_per_token(precision, is_recomputed=False)
+    expected = small.activation_bytes_per_token(precision, is_recomputed=False, is_packed=is_packed)
     assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(expected, rel=0.02)
 
 

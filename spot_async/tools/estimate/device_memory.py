@@ -50,6 +50,7 @@ def trainer_memory(
     is_bfloat16: bool,
     shards: int | None = None,
     is_recomputed: bool = False,
+    is_packed: bool = False,
     lora: LoraConfig | None = None,
 ) -> TrainerMemory:
     """Return what one trainer rank needs. With `lora` activations are counted as without, which is a little too much.
@@ -74,7 +75,7 @@ def trainer_memory(
     else:
         copies = width * trained if is_bfloat16 else 0
     precision: Precision = "float32" if not is_bfloat16 else "autocast" if shards is None else "bfloat16"
-    per_token = student.activation_bytes_per_token(precision, is_recomputed=is_recomputed)
+    per_token = student.activation_bytes_per_token(precision, is_recomputed=is_recomputed, is_packed=is_packed)
     return TrainerMemory(**state, copies=copies / GIB, activations=tokens * per_token / GIB)
 
 

@@ -121,13 +121,15 @@ def estimate_machine(
 
 def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens: int) -> TrainerMemory:
     """Return the memory that one rank needs to train with these settings; see `trainer_memory`."""
+    is_packed = training.packing is not False  # the architectures that are known can be
     return trainer_memory(
         student,
-        micro_batch_tokens=training.tokens_per_pass(is_packed=training.packing is not False),
+        micro_batch_tokens=training.tokens_per_pass(is_packed=is_packed),
         longest_tokens=longest_tokens,
         is_bfloat16=training.dtype == "bfloat16",
         shards=training.ranks if training.sharding == "fsdp2" else None,
         is_recomputed=training.recompute_layers,
+        is_packed=is_packed,
         lora=training.lora,
     )
 

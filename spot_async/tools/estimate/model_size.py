@@ -23,13 +23,14 @@ class KeptBytes(NamedTuple):
     feed_forward: int  # gate, up and their product
     head: int  # of queries and keys
     head_norm: int  # of queries and keys, in addition if they have a norm
+    joined: int  # of queries, in addition if trajectories are packed: the attention to each, joined to a row
     residual: int  # of the layer's input; counted in `hidden` already
 
 
 KEPT_BYTES: dict[Precision, KeptBytes] = {
-    "float32": KeptBytes(hidden=24, feed_forward=16, head=8, head_norm=8, residual=4),
-    "autocast": KeptBytes(hidden=26, feed_forward=8, head=4, head_norm=6, residual=4),
-    "bfloat16": KeptBytes(hidden=16, feed_forward=8, head=4, head_norm=6, residual=2),
+    "float32": KeptBytes(hidden=24, feed_forward=16, head=8, head_norm=8, joined=4, residual=4),
+    "autocast": KeptBytes(hidden=26, feed_forward=8, head=4, head_norm=6, joined=2, residual=4),
+    "bfloat16": KeptBytes(hidden=16, feed_forward=8, head=4, head_norm=6, joined=2, residual=2),
 }
 
 
@@ -79,7 +80,7 @@ class ModelSize:
         """The bytes of a token's keys and values, in 16 bits."""
         return self.layers * 2 * self.keys * 2
 
-    def activation_bytes_per_token(self, precision: Precision, *, is_recomputed: bool) -> int:
+    def activation_bytes_per_token(self, precision: Precision, *, is_recomputed: bool, is_packed: bool = False) -> int:
         """Return the bytes per token that the trainer's forward pass keeps for the backward pass.
 
         Those are the activations of all layers or, if layers are recomputed, all layers' inputs and one layer's
@@ -88,6 +89,7 @@ class ModelSize:
         """
         kept = KEPT_BYTES[precision]
         heads = (kept.head + kept.head_norm * self.has_query_norm) * (self.queries + self.keys)
+        heads += kept.joined * self.queries * is_packed
         layer = kept.hidden * self.hidden + kept.feed_forward * self.feed_forward + heads
         return self.layers * kept.residual * self.hidden + layer if is_recomputed else self.layers * layer
 
