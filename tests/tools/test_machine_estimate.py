@@ -211,7 +211,13 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
     found = benchmark.train_once("0.6b", choices, tmp_path)
     size = size_of(json.loads((tmp_path / "0.6b" / "config.json").read_bytes()))
     expected = trainer_memory(
-        size, micro_batch_tokens=60, longest_tokens=25, is_bfloat16=True, shards=1, is_recomputed=True
+        size,
+        micro_batch_tokens=60,
+        longest_tokens=25,
+        is_bfloat16=True,
+        shards=1,
+        is_recomputed=True,
+        is_packed=True,
     )
     assert found["estimate_gib"] == expected.training
     assert found["loss"] != 0
