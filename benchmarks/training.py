@@ -1,7 +1,9 @@
 """Measures an update of the trainer on CPUs: trajectories packed, padded, and in a plain transformers loop.
 
-    python benchmarks/training.py                          # takes hours: --rounds 1 --layers 2 for a first look
-    python benchmarks/training.py --ways packed padded --ranks 1 4
+    python benchmarks/training.py      # takes hours, and 16 GiB for each rank
+    python benchmarks/training.py --rounds 3 --layers 6 --vocabulary 4096 --trajectories 8 --micro-batch-tokens 4096
+
+The second takes minutes and 3 GiB for each rank. Fewer trajectories with a smaller pass have as much padding.
 
 Each turn makes one update of one way, in processes of its own, on the trajectories that the other ways of its round get
 too. Lengths are drawn from a log-normal distribution, cut at 2,048. What counts is the CPU time of all ranks, so that
@@ -36,7 +38,8 @@ from spot_async.trainer.rank import LINEAR_WORK, StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, WeightSnapshot, WeightVersion
 
-VOCABULARY, HIDDEN = 16_384, 768  # with 12 layers 0.1B parameters
+HIDDEN = 768  # with 12 layers and a vocabulary of 16,384, 0.1B parameters
+SMALLEST_VOCABULARY = 256
 MEDIAN_TOKENS, SPREAD, LONGEST_TOKENS, PROMPT_TOKENS = 700, 0.9, 2048, 16
 WAYS = ("packed", "padded", "transformers")
 
@@ -52,8 +55,8 @@ def trajectories(seed: int, count: int) -> list[Supervision]:
             Supervision(
                 prompt_ordinal=ordinal,
                 problem_id=str(ordinal),
-                prompt_ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32),
-                response_ids=rng.integers(0, VOCABULARY, tokens).astype(np.int32),
+                prompt_ids=rng.integers(0, SMALLEST_VOCABULARY, PROMPT_TOKENS).astype(np.int32),
+                response_ids=rng.integers(0, SMALLEST_VOCABULARY, tokens).astype(np.int32),
                 behavior_logprobs=behavior,
                 teacher_logprobs=behavior + rng.normal(0, 0.3, tokens).astype(np.float32),
                 version=WeightVersion(0, 0),
@@ -197,6 +200,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--trajectories", type=int, default=32)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocabulary", type=int, default=16_384)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -207,7 +211,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         given.directory = Path(directory)
         config = Qwen3Config(
-            vocab_size=VOCABULARY,
+            vocab_size=given.vocabulary,
             hidden_size=HIDDEN,
             intermediate_size=4 * HIDDEN * 2 // 3,
             num_hidden_layers=given.layers,
