@@ -189,8 +189,10 @@ class TrainingConfig(Section):
         description="`none`: each rank holds the whole student; `fsdp2`: each holds a part of weights, gradients and "
         "optimiser state, and layers are gathered while they compute (torch 2.8 or newer)",
     )
-    recompute_layers: bool = Field(
-        False, description="activation checkpointing: layers keep only their inputs and run again in the backward pass"
+    recompute_layers: bool | PositiveInt = Field(
+        False,
+        description="activation checkpointing: layers keep only their inputs and run again in the backward pass; a "
+        "number: so many of the layers do, the first ones",
     )
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of forward passes and published weights")
@@ -234,6 +236,10 @@ class TrainingConfig(Section):
                 f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"
             )
         return self
+
+    def recomputed_layers(self, layers: int) -> int:
+        """Return how many of the student's layers run again in the backward pass."""
+        return layers if self.recompute_layers is True else min(int(self.recompute_layers), layers)
 
     def tokens_per_pass(self, *, is_packed: bool) -> int:
         """Return `micro_batch_tokens`, or its default."""

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.base.processes.memory import without_gc
 from spot_async.base.text import first_line
+from spot_async.config import TrainingConfig
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.selected_logprobs import selected_logprobs
@@ -54,8 +55,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def recompute_layers(model: PreTrainedModel) -> None:
-    """Make the layers keep only their inputs for the backward pass, and run once more in it.
+def recompute_layers(model: PreTrainedModel, training: TrainingConfig) -> None:
+    """Make as many layers as are wanted keep only their inputs for the backward pass, and run once more in it.
 
     The second run happens inside the modules' hooks, where sharding has gathered the parameters. No random state is
     kept, since there is no dropout. Raises `DataError` for a model that marks no layers.
@@ -63,7 +64,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
     layers = decoder_layers(model)
     if not layers:
         raise DataError(f"training.recompute_layers: {type(model).__name__} marks no layers that could be run again")
-    for layer in layers:
+    for layer in layers[: training.recomputed_layers(len(layers))]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 

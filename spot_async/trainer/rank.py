@@ -126,7 +126,7 @@ class StudentTrainer:
         if self._training.lora is not None:
             add_adapters(self.model, self._training.lora, settings.seed, dtype)
         if self._training.recompute_layers:
-            recompute_layers(self.model)
+            recompute_layers(self.model, self._training)
         student = ResponseLogprobs(self.model, settings.temperature)
         self._response_logprobs = strategy.prepare(student, decoder_layers(self.model), device, self._training.dtype)
         self._optimizer = torch.optim.AdamW(

@@ -70,11 +70,12 @@ def test_what_is_not_known_is_not_sized(random_architecture):
 
 def test_cache_and_activations_of_a_token():
     assert QWEN3_06B.cache_bytes_per_token == 28 * 2 * 1024 * 2 == 114_688
-    autocast = QWEN3_06B.activation_bytes_per_token("autocast", is_recomputed=False)
+    autocast = QWEN3_06B.activation_bytes_per_token("autocast")
     assert autocast == 28 * (26 * 1024 + 8 * 3072 + 10 * 3072) == 2_293_760
     layer = 16 * 1024 + 8 * 3072 + 10 * 3072
-    assert QWEN3_06B.activation_bytes_per_token("bfloat16", is_recomputed=False) == 28 * layer
-    assert QWEN3_06B.activation_bytes_per_token("bfloat16", is_recomputed=True) == 28 * 2 * 1024 + layer
+    assert QWEN3_06B.activation_bytes_per_token("bfloat16") == 28 * layer
+    assert QWEN3_06B.activation_bytes_per_token("bfloat16", recomputed_layers=28) == 28 * 2 * 1024 + layer
+    assert QWEN3_06B.activation_bytes_per_token("bfloat16", recomputed_layers=8) == 8 * 2 * 1024 + 21 * layer
 
 
 @pytest.mark.parametrize("documents", [(257,), (101, 156)], ids=["padded", "packed"])
@@ -115,7 +116,7 @@ def test_activations_are_what_autograd_keeps(precision, documents):
         return sum(size for size, _ in found.values())
 
     small = shape(QWEN3 | {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 64}, 1, 64, 192, 4, True)
-    expected = small.activation_bytes_per_token(precision, is_recomputed=False, is_packed=is_packed)
+    expected = small.activation_bytes_per_token(precision, is_packed=is_packed)
     assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(expected, rel=0.02)
 
 
@@ -154,13 +155,13 @@ def test_the_students_of_4b_and_of_llama_fit_only_when_they_are_sharded(size):
         return per_device([server], rank, ranks=1)
 
     assert not devices()[0].fits
-    assert not devices(is_recomputed=True)[0].fits
+    assert not devices(recomputed_layers=size.layers)[0].fits
     assert devices(shards=3)[0].fits
 
 
 def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
     rank = trainer_memory(
-        QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, is_bfloat16=True, shards=4, is_recomputed=True
+        QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, is_bfloat16=True, shards=4, recomputed_layers=28
     )
     assert rank.weights == rank.gradients == rank.optimiser / 2 == pytest.approx(596_049_920 / 2**30)
     # In bfloat16 embedding with last norm, and two layers; their gradients (one layer's), and those in float32.
@@ -216,7 +217,7 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
         longest_tokens=25,
         is_bfloat16=True,
         shards=1,
-        is_recomputed=True,
+        recomputed_layers=size.layers,
         is_packed=True,
     )
     assert found["estimate_gib"] == expected.training
@@ -235,10 +236,10 @@ def test_tokens_of_a_run_are_counted_by_what_each_method_does():
 
 def test_times_are_operations_and_bytes_over_assumed_speeds():
     once = 596_049_920 * 1e6 / (0.3 * 312e12 * 2)  # one operation a parameter and token
-    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=False, recomputes_layers=False) == pytest.approx(
+    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=False, recomputed_layers=0) == pytest.approx(
         6 * once
     )
-    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=True, recomputes_layers=True) == pytest.approx(
+    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=True, recomputed_layers=28) == pytest.approx(
         10 * once
     )
     assert scoring_s(1e6, QWEN3_06B, servers=1) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 312e12))

@@ -49,7 +49,7 @@ def trainer_memory(
     longest_tokens: int,
     is_bfloat16: bool,
     shards: int | None = None,
-    is_recomputed: bool = False,
+    recomputed_layers: int = 0,
     is_packed: bool = False,
     lora: LoraConfig | None = None,
 ) -> TrainerMemory:
@@ -75,7 +75,7 @@ def trainer_memory(
     else:
         copies = width * trained if is_bfloat16 else 0
     precision: Precision = "float32" if not is_bfloat16 else "autocast" if shards is None else "bfloat16"
-    per_token = student.activation_bytes_per_token(precision, is_recomputed=is_recomputed, is_packed=is_packed)
+    per_token = student.activation_bytes_per_token(precision, recomputed_layers=recomputed_layers, is_packed=is_packed)
     return TrainerMemory(**state, copies=copies / GIB, activations=tokens * per_token / GIB)
 
 

@@ -128,7 +128,7 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
         longest_tokens=longest_tokens,
         is_bfloat16=training.dtype == "bfloat16",
         shards=training.ranks if training.sharding == "fsdp2" else None,
-        is_recomputed=training.recompute_layers,
+        recomputed_layers=training.recomputed_layers(student.layers),
         is_packed=is_packed,
         lora=training.lora,
     )
@@ -207,7 +207,7 @@ class _Loads:
                 self._sizes["student"],
                 ranks=config.training.ranks,
                 recomputes_behavior=config.training.behavior_under(config.max_staleness) == "recomputed",
-                recomputes_layers=config.training.recompute_layers,
+                recomputed_layers=config.training.recomputed_layers(self._sizes["student"].layers),
             )
             / 3600,
             evaluation_h=0.0
@@ -271,7 +271,7 @@ def _remedies(device: DeviceMemory, training: TrainingConfig) -> Iterator[str]:
     if device.device < training.ranks:  # a trainer's rank is on it
         if training.sharding == "none" and training.ranks > 1:
             yield "set training.sharding=fsdp2"
-        if device.training > device.usable and not training.recompute_layers:
+        if device.training > device.usable and training.recompute_layers is not True:
             yield "set training.recompute_layers=true"
         if device.training > device.usable:
             yield "lower training.micro_batch_tokens"

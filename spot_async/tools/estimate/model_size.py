@@ -80,10 +80,12 @@ class ModelSize:
         """The bytes of a token's keys and values, in 16 bits."""
         return self.layers * 2 * self.keys * 2
 
-    def activation_bytes_per_token(self, precision: Precision, *, is_recomputed: bool, is_packed: bool = False) -> int:
+    def activation_bytes_per_token(
+        self, precision: Precision, *, recomputed_layers: int = 0, is_packed: bool = False
+    ) -> int:
         """Return the bytes per token that the trainer's forward pass keeps for the backward pass.
 
-        Those are the activations of all layers or, if layers are recomputed, all layers' inputs and one layer's
+        Those are the activations of all layers or, of layers that are recomputed, the inputs and one layer's
         activations. The coefficients were measured from the tensors that autograd saved (transformers 5, torch 2.13,
         257 tokens; one width was varied at a time).
         """
@@ -91,7 +93,8 @@ class ModelSize:
         heads = (kept.head + kept.head_norm * self.has_query_norm) * (self.queries + self.keys)
         heads += kept.joined * self.queries * is_packed
         layer = kept.hidden * self.hidden + kept.feed_forward * self.feed_forward + heads
-        return self.layers * kept.residual * self.hidden + layer if is_recomputed else self.layers * layer
+        whole_layers = self.layers - recomputed_layers + (recomputed_layers > 0)
+        return recomputed_layers * kept.residual * self.hidden + whole_layers * layer
 
 
 def read_size(directory: Path) -> ModelSize | None:

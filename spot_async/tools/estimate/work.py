@@ -78,11 +78,11 @@ def scoring_s(tokens: float, size: ModelSize, *, servers: int) -> float:
 
 
 def training_s(
-    tokens: float, size: ModelSize, *, ranks: int, recomputes_behavior: bool, recomputes_layers: bool
+    tokens: float, size: ModelSize, *, ranks: int, recomputes_behavior: bool, recomputed_layers: int
 ) -> float:
     """Return the seconds to train on `tokens`, at 6 operations per parameter and token.
 
-    Recomputing the behaviour policy takes 2 more, and recomputing layers in the backward pass another 2.
+    Recomputing the behaviour policy takes 2 more, and recomputing all layers in the backward pass another 2.
     """
-    operations = 6 + 2 * recomputes_behavior + 2 * recomputes_layers
+    operations = 6 + 2 * recomputes_behavior + 2 * recomputed_layers / size.layers
     return operations * size.parameters * tokens / (TRAINING_SHARE * OPERATIONS_PER_S * ranks)
