@@ -32,6 +32,7 @@ WORKER_TIMEOUT_S = 100.0  # for Ray to start a worker in a place that it holds
 LOOK_INTERVAL_S = 0.5
 SHELLS_AT_ONCE = 8  # in one place: a server, and questions before its start
 READ_BYTES = 1 << 16
+LINE_CHARACTERS = 240  # of an error
 # Runs between the worker and the shell, which becomes the far guard. A worker that ends kills its direct children by
 # SIGKILL: then the guard could not stop what the server has started. The worker also blocks and ignores signals, and
 # children would inherit that.
@@ -292,7 +293,9 @@ def _say(target: int, line: str) -> None:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """Return an error of Ray in one line, without the pages that some have."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LINE_CHARACTERS else f"{text[:LINE_CHARACTERS]} ..."
 
 
 if __name__ == "__main__":
