@@ -82,16 +82,16 @@ class Dispatcher(Generic[B]):
 
     def _grant(self, errand: Errand) -> HeldLease[B] | None:
         now_s = asyncio.get_running_loop().time()
-        serving = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
-        held_s = [each.held_s(now_s) for each in serving]
-        serving = [each for each, left_s in zip(serving, held_s, strict=True) if left_s <= 0]
+        alive = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
+        serving = [each for each in alive if each.held_until_s <= now_s]
         if errand.is_suspected:
             serving = [each for each in serving if not each.has_suspected_request]
         session = errand.session if len(self._replicas) > 1 else None
         replica = self._router.choose(session, serving, errand.failed_on)
         if replica is None:
-            if any(left_s > 0 for left_s in held_s):
-                self._admit_in(min(left_s for left_s in held_s if left_s > 0))
+            held_s = [each.held_s(now_s) for each in alive if each.held_until_s > now_s]
+            if held_s:
+                self._admit_in(min(held_s))
             return None
         if self._rate_limit is not None:
             delay_s = self._rate_limit.delay_s(now_s, errand.tokens)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import Protocol, TypeVar
 
 SESSIONS = 1 << 14  # how many are remembered: more than a run has prompts at a time, in 2 MiB
@@ -57,28 +58,33 @@ class Router:
 
         `avoid` names the replicas that failed the request before.
         """
-        free = [each for each in serving if each.in_flight < each.most_in_flight]
-        if not free:
+        # Counted once: with many replicas, looking at each is most of what a request costs.
+        loads = [each.in_flight / each.most_in_flight for each in serving]
+        if not loads or min(loads) >= 1.0:
             return None
-        wanted = [each for each in free if each.name not in avoid] or free
-        if session is None:
-            return min(wanted, key=_load)
-        home = self._home(session, serving)
-        return home if home in wanted else min(wanted, key=_load)
+        home = None if session is None else self._home(session, serving, loads)
+        if home is not None and home.name not in avoid and home.in_flight < home.most_in_flight:
+            return home
+        free = [(load, each) for load, each in zip(loads, serving, strict=True) if load < 1.0]
+        wanted = [(load, each) for load, each in free if each.name not in avoid] or free
+        if any(each is home for _, each in wanted):
+            return home
+        return min(wanted, key=itemgetter(0))[1]
 
-    def _home(self, session: str, serving: Sequence[L]) -> L:
-        """Return the home of a session among the replicas that serve, and remember it."""
-        least = min(serving, key=_load)
+    def _home(self, session: str, serving: Sequence[L], loads: Sequence[float]) -> L:
+        """Return the home of a session among the replicas that serve, which have these loads, and remember it."""
+        least = min(loads)
         name = self._homes.get(session)
-        home = next((each for each in serving if each.name == name), None)
+        home = next((each for each in serving if each.name == name), None) if name is not None else None
         if home is not None:
-            if _is_overtaken(home, least):
-                home = least
+            if _is_overtaken(home.in_flight / home.most_in_flight, least, home):
+                home = serving[loads.index(least)]
         elif name is not None:
-            home = least
+            home = serving[loads.index(least)]
         else:
-            candidates = [each for each in serving if not _is_overtaken(each, least)]
-            home = min(candidates, key=lambda each: (self._new_at[each.name] / each.most_in_flight, _load(each)))
+            pairs = zip(loads, serving, strict=True)
+            candidates = [(load, each) for load, each in pairs if not _is_overtaken(load, least, each)]
+            _, home = min(candidates, key=lambda pair: (self._new_at[pair[1].name] / pair[1].most_in_flight, pair[0]))
             self._count_new(home.name)
         self._homes[session] = home.name
         self._homes.move_to_end(session)
@@ -93,9 +99,5 @@ class Router:
             self._new_at[self._newest.popleft()] -= 1
 
 
-def _load(replica: Load) -> float:
-    return replica.in_flight / replica.most_in_flight
-
-
-def _is_overtaken(replica: Load, least: Load) -> bool:
-    return _load(replica) > OVERTAKEN * _load(least) + SLACK / replica.most_in_flight
+def _is_overtaken(load: float, least: float, replica: Load) -> bool:
+    return load > OVERTAKEN * least + SLACK / replica.most_in_flight
