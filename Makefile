@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart test test-long test-nodes test-ray test-slurm test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
+.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -25,6 +25,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 quickstart: install
 	$(BIN)/spot-async train configs/quickstart.yaml
+
+# Every row of docs/reproduction.md, two at a time: hours. Started again, it goes on where it was stopped.
+reproduction: install
+	$(BIN)/python benchmarks/reproduction.py runs/reproduction
 
 # Two at a time, each file as a whole: tests of a file share the runs and servers that they started. In the order of their
 # names: by their number of tests, as xdist would have it, those with one long test come last, and one worker waits.

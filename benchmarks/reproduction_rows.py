@@ -1,0 +1,168 @@
+"""The settings and rows of docs/reproduction.md: what `reproduction.py` runs. Whoever changes them changes the plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BATCH = 64
+FIRST_SEED = 100
+ALL_SEEDS, FEW_SEEDS = 8, 3  # of rows that a hypothesis names, and of the others
+
+OPD: Mapping[str, object] = {"policy.kind": "opd"}
+KD: Mapping[str, object] = {"policy.kind": "kd", "training.loss_aggregation": "token_mean"}
+GRPO: Mapping[str, object] = {
+    "policy.kind": "grpo",
+    "policy.samples": 8,
+    "teacher": None,
+    "prompt.template": "student",
+    "prompt.thinking": None,
+    "training.loss_aggregation": "token_mean",
+    "training.clip": 0.2,
+    "training.dual_clip": 3.0,
+    "training.reference_kl": 1.0e-3,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with its keys."""
+
+    name: str
+    keys: Mapping[str, object] = field(default_factory=dict)
+    prompts: int = BATCH  # of an iteration
+    seeds: int = FEW_SEEDS
+
+    @property
+    def is_forecast(self) -> bool:
+        """Whether `spot-async forecast` says what it will gain: SPOT with its own selection and outcomes."""
+        others = {f"policy.{key}" for key in ("kind", "selection", "shuffle_outcomes", "verifier_guidance")}
+        return self.keys.get("policy.gamma", 1.0) != 0.0 and not others & self.keys.keys()
+
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One task with one student and one teacher."""
+
+    name: str
+    config: str
+    folder: str  # of the example: student/ and data/
+    wide: str  # the problems that Pass@64 is measured on
+    rows: Sequence[Row]
+    choices: frozenset[str]  # the tokens that are a choice with a consequence
+    read_choices: Callable[[Sample], Iterator[tuple[str, str]]]  # of a response: what the choice depends on, the choice
+    place_of: Callable[[int, str, str], str | None]  # what the choice at a position of a response depends on
+    evaluation: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def student(self) -> str:
+        return f"{self.folder}/student"
+
+    @property
+    def train(self) -> str:
+        return f"{self.folder}/data/train.jsonl"
+
+    @property
+    def heldout(self) -> str:
+        return f"{self.folder}/data/heldout.jsonl"
+
+
+def relay_choices(sample: Sample) -> Iterator[tuple[str, str]]:
+    """Yield operation and method of each step of a response to a relay problem."""
+    for place, operation in enumerate(sample["problem"][1:]):
+        step = sample["response"][6 * place :][:6]
+        if step[:1] == operation and step[1:2] in set("WXYZ"):
+            yield operation, step[1]
+
+
+def relay_place(position: int, problem: str, tier: str) -> str | None:
+    """Return the operation whose method stands at a position of a response to a problem."""
+    step, place = divmod(position, 6)
+    return problem[1 + step] if place == 1 and step + 1 < len(problem) else None
+
+
+def sum_place(position: int, problem: str, tier: str) -> str | None:
+    return tier
+
+
+def sum_choices(sample: Sample) -> Iterator[tuple[str, str]]:
+    """Yield the tier and the strategy of each line of a response to a running-sum problem."""
+    for word in re.findall(r"\b(?:one|two|three)\b", sample["response"]):
+        yield sample["tier"], word
+
+
+def spot(name: str, **keys: object) -> Row:
+    return Row(name, {f"policy.{key}": value for key, value in keys.items()})
+
+
+def tested(*rows: Row) -> tuple[Row, ...]:
+    """Return the rows with all seeds: a hypothesis names them."""
+    return tuple(replace(row, seeds=ALL_SEEDS) for row in rows)
+
+
+def long_opd(iterations: int) -> Row:
+    """Return OPD at the CPU time of SPOT, which in the pilots took 140 iterations in place of 60."""
+    return Row("OPD, equal compute", {**OPD, "training.iterations": iterations})
+
+
+SMALL_GRPO = Row("GRPO 16 x 8", {**GRPO, "training.batch_size": 16, "training.mini_batch_size": 4}, prompts=16)
+OPD_ROW = Row("OPD", OPD)
+GRPO_ROW = Row("GRPO 64 x 8", GRPO)
+SPOT = spot("SPOT", gamma=1.0, beta=1.0)
+NEITHER = spot("gamma 0, no gate", verifier_guidance=False, beta=1.0)
+GATE_ONLY = spot("gate only", gamma=0.0, beta=1.0)
+TILT_ONLY = spot("tilt only", gate=False, beta=1.0)
+OTHERS = (
+    Row("EOPD", {"policy.kind": "eopd", "policy.top_k": 16, "policy.alpha": 1.0, "policy.tau_nats": 0.8}),
+    Row("KD", KD),
+    SMALL_GRPO,
+)
+
+CHOICE_ROWS = (
+    *tested(OPD_ROW, GRPO_ROW, SPOT, GATE_ONLY, TILT_ONLY, NEITHER),
+    *tested(spot("SPOT gamma 4", gamma=4.0, beta=1.0)),
+    *tested(spot("shuffled gamma 4", shuffle_outcomes=True, gamma=4.0, beta=1.0)),
+    *OTHERS,
+    spot("SPOT beta .1", gamma=1.0, beta=0.1),
+    spot("SPOT gamma 4, beta .1", gamma=4.0, beta=0.1),
+    spot("random positions", selection="random", beta=1.0),
+    spot("entropy positions", selection="entropy", beta=1.0),
+    spot("shuffled", shuffle_outcomes=True, beta=1.0),
+    long_opd(280),
+)
+KNOWLEDGE_ROWS = (*tested(OPD_ROW, SPOT, NEITHER), GRPO_ROW, *OTHERS, GATE_ONLY, TILT_ONLY, long_opd(140))
+SUM_ROWS = (
+    OPD_ROW,
+    *(
+        spot(f"{'shuffled' if is_shuffled else 'SPOT'} gamma {gamma:g}, beta {beta:g}",
+             gamma=gamma, beta=beta, **({"shuffle_outcomes": True} if is_shuffled else {}))
+        for gamma in (1.0, 4.0) for beta in (0.1, 1.0) for is_shuffled in (False, True)
+    ),
+)  # fmt: skip
+
+METHODS, STRATEGIES = frozenset("WXYZ"), frozenset({"one", "two", "three"})
+WIDE = "examples/relay/data/heldout-wide.jsonl"
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting(
+            "choice", "configs/relay/choice.yaml", "examples/relay", WIDE, CHOICE_ROWS,
+            METHODS, relay_choices, relay_place,
+        ),
+        Setting(
+            "knowledge", "configs/relay/knowledge.yaml", "examples/relay", WIDE, KNOWLEDGE_ROWS,
+            METHODS, relay_choices, relay_place,
+        ),
+        Setting(
+            "running-sum", "configs/quickstart.yaml", "examples/running_sum", "examples/running_sum/data/heldout.jsonl",
+            SUM_ROWS, STRATEGIES, sum_choices, sum_place, {"evaluation.samples": 16},
+        ),
+    )
+}  # fmt: skip

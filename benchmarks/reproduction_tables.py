@@ -1,0 +1,278 @@
+"""Makes the tables and pictures of docs/reproduction.md from the records of `reproduction.py`.
+
+Intervals are percentiles of a bootstrap over problems and seeds: each draw takes problems within their tier and seeds,
+both with replacement, and the same ones for all rows. So differences are paired.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from reproduction_rows import ROOT, Setting
+
+from spot_async.evaluation.metrics import pass_at_k_of_counts
+from spot_async.tools.forecast.measurement import MeasuredPrompt
+from spot_async.tools.forecast.results import read_forecast
+from spot_async.tools.pages import svg
+from spot_async.tools.pages.series import Series
+
+DRAWS = 10_000
+LAST_LOOKS = 3  # iterations, of those that were looked at, over which final shares of choices are taken
+OPD = "OPD"
+
+Array = np.ndarray
+Record = Mapping[str, Any]
+
+
+class Point(NamedTuple):
+    """A forecast beside what happened: gains in value a decision over OPD, as shares, with standard errors."""
+
+    name: str
+    predicted: float
+    predicted_error: float
+    observed: float
+    observed_error: float
+
+
+class Hypothesis(NamedTuple):
+    """Row `more` ends above row `less`."""
+
+    name: str
+    setting: str
+    metric: str
+    more: str
+    less: str
+
+
+# Registered in docs/reproduction.md.
+HYPOTHESES = (
+    Hypothesis("H1", "choice", "Pass@8", "SPOT", OPD),
+    Hypothesis("H2", "choice", "Pass@8", "SPOT", "gamma 0, no gate"),
+    Hypothesis("H3a", "choice", "Pass@8", "SPOT", "gate only"),
+    Hypothesis("H3b", "choice", "Pass@8", "SPOT", "tilt only"),
+    Hypothesis("H4a", "choice", "Pass@8", "SPOT gamma 4", "SPOT"),
+    Hypothesis("H4b", "choice", "Pass@8", "SPOT gamma 4", "shuffled gamma 4"),
+    Hypothesis("H5", "choice", "Pass@8", "GRPO 64 x 8", "SPOT"),
+    Hypothesis("H6", "knowledge", "Avg@8", "gamma 0, no gate", "SPOT"),
+)
+
+
+def read_records(directory: Path, setting: Setting) -> dict[str, dict[int, Record]]:
+    """Return the records by row and seed."""
+    found: dict[str, dict[int, Record]] = {row.name: {} for row in setting.rows}
+    for path in sorted((directory / "records" / setting.name).glob("*-seed-*.json")):
+        record = json.loads(path.read_text())
+        found.setdefault(record["row"], {})[record["seed"]] = record
+    return {row: seeds for row, seeds in found.items() if seeds}
+
+
+def read_problems(path: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
+
+
+def per_problem(record: Record, part: str = "evaluation", k: int | None = None) -> Array:
+    """Return Avg@n of each problem, or with k its Pass@k."""
+    figures = record[part]
+    right = np.array(list(figures["correct"].values()))
+    return right / figures["samples"] if k is None else pass_at_k_of_counts(right, figures["samples"], k)
+
+
+METRICS: Mapping[str, Callable[[Record], Array]] = {
+    "Avg@8": per_problem,
+    "Pass@8": lambda record: per_problem(record, k=8),
+}
+
+
+def bootstrap(table: Array, strata: Array, *, seed: int = 0) -> Array:
+    """Return means (draws,) of a table (seeds, problems). Seeds are redrawn, and problems within their stratum."""
+    random = np.random.default_rng(seed)
+    seeds, problems = table.shape
+    weights = np.zeros((DRAWS, problems), np.float32)
+    for stratum in np.unique(strata):
+        place = np.flatnonzero(strata == stratum)
+        weights[:, place] = random.multinomial(len(place), np.full(len(place), 1 / len(place)), size=DRAWS)
+    of_seeds = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=DRAWS)
+    return np.asarray(((weights @ table.T.astype(np.float32)) * of_seeds).sum(axis=1) / (seeds * problems))
+
+
+def mean_with_error(values: Sequence[float], scale: float = 100.0) -> str:
+    spread = f" ± {scale * np.std(values, ddof=1) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
+    return f"{scale * float(np.mean(values)):.1f}{spread}"
+
+
+def results_table(setting: Setting, base: Record | None, rows: Mapping[str, Mapping[int, Record]]) -> list[str]:
+    lines = [
+        f"## {setting.name}", "",
+        "Percent, mean over seeds ± its standard error. CPU seconds and thousands of tokens are those of training.", "",
+        "| row | seeds | Avg@8 | Pass@8 | CPU s | wall s | tokens trained | tokens of probes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    if base is not None:
+        lines.append(f"| base | – | {100 * per_problem(base).mean():.1f} | {100 * per_problem(base, k=8).mean():.1f} "
+                     "| – | – | – | – |")  # fmt: skip
+    for row, seeds in rows.items():
+        figures = [mean_with_error([float(of(each).mean()) for each in seeds.values()]) for of in METRICS.values()]
+        took = [f"{np.mean([each[name] for each in seeds.values()]):.0f}" for name in ("cpu_s", "wall_s")]
+        tokens = [f"{np.mean([each[name] for each in seeds.values()]) / 1000:.0f}"
+                  for name in ("trained_tokens", "probe_tokens")]  # fmt: skip
+        lines.append(f"| {' | '.join([row, str(len(seeds)), *figures, *took, *tokens])} |")
+    return [*lines, ""]
+
+
+def difference(
+    rows: Mapping[str, Mapping[int, Record]], more: str, less: str, metric: str, tiers: Mapping[str, str]
+) -> tuple[int, float, float, float, float] | None:
+    """Return seeds, difference, its error and the ends of its 95 % interval, in points; None without common seeds."""
+    seeds = sorted(set(rows.get(more, {})) & set(rows.get(less, {})))
+    if not seeds:
+        return None
+    of = METRICS[metric]
+    table = np.stack([of(rows[more][seed]) - of(rows[less][seed]) for seed in seeds])
+    strata = np.array([tiers[problem] for problem in rows[more][seeds[0]]["evaluation"]["correct"]])
+    draws = 100 * bootstrap(table, strata)
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return len(seeds), 100 * float(table.mean()), float(draws.std()), float(low), float(high)
+
+
+def hypotheses_table(
+    rows_of: Mapping[str, Mapping[str, Mapping[int, Record]]], tiers_of: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    lines = ["## Hypotheses", "", "| | claim | seeds | difference in points | 95 % interval | verdict |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for each in HYPOTHESES:
+        found = difference(
+            rows_of.get(each.setting, {}), each.more, each.less, each.metric, tiers_of.get(each.setting, {})
+        )
+        claim = f"{each.setting}, {each.metric}: {each.more} > {each.less}"
+        if found is None:
+            lines.append(f"| {each.name} | {claim} | 0 | | | not run |")
+            continue
+        seeds, mean, error, low, high = found
+        verdict = "holds" if low > 0 else "contradicted" if high < 0 else "undecided"
+        lines.append(f"| {each.name} | {claim} | {seeds} | {mean:+.1f} ± {error:.1f} | {low:+.1f} to {high:+.1f} "
+                     f"| {verdict} |")  # fmt: skip
+    return [*lines, ""]
+
+
+def differences_table(
+    setting: Setting, rows: Mapping[str, Mapping[int, Record]], tiers: Mapping[str, str]
+) -> list[str]:
+    lines = [f"### {setting.name}: against OPD", "", "| row | seeds | Avg@8 | Pass@8 |", "|---|---|---|---|"]
+    for row in rows:
+        found = [difference(rows, row, OPD, metric, tiers) for metric in METRICS]
+        if row != OPD and (first := found[0]) is not None:
+            lines.append(f"| {row} | {first[0]} | "
+                         + " | ".join(f"{each[1]:+.1f} ± {each[2]:.1f}" for each in found if each) + " |")  # fmt: skip
+    return [*lines, ""]
+
+
+def shares(
+    record: Record, *, last: int | None = LAST_LOOKS, iteration: str | None = None
+) -> dict[str, dict[str, float]]:
+    """Return the share of each choice by what it depends on, over the last looks or at one iteration."""
+    looks = record["choices"]
+    names = [iteration] if iteration else sorted(looks, key=int)[-(last or 0) :]
+    places: dict[str, dict[str, float]] = {}
+    for name in names:
+        for place, made in looks[name].items():
+            of_place = places.setdefault(place, {})
+            for choice, count in made.items():
+                of_place[choice] = of_place.get(choice, 0.0) + count
+    return {place: {choice: count / sum(made.values()) for choice, count in made.items()}
+            for place, made in places.items()}  # fmt: skip
+
+
+def decisions(setting: Setting, prompt: MeasuredPrompt, problem: str) -> list[tuple[str, dict[str, float]]]:
+    """Return, for each measured position that is a choice, what it depends on and the value of each candidate."""
+    found = []
+    for position in prompt.positions:
+        values = {each.token: each.correct / each.judged for each in position.candidates if each.judged}
+        place = setting.place_of(position.position, problem, prompt.tier or "")
+        if place is not None and position.sampled in setting.choices:
+            found.append((place, {token: value for token, value in values.items() if token in setting.choices}))
+    return found
+
+
+def observed_gain(measured: Sequence[tuple[str, dict[str, float]]], row: Record, opd: Record) -> float:
+    """Return E[V] of a row's choices less that of OPD's, a decision, on the values that the forecast measured."""
+    after, before = shares(row), shares(opd)
+    gains = [
+        sum((after.get(place, {}).get(choice, 0.0) - before.get(place, {}).get(choice, 0.0)) * value
+            for choice, value in values.items())
+        for place, values in measured
+    ]  # fmt: skip
+    return float(np.mean(gains))
+
+
+def calibration(
+    directory: Path, setting: Setting, rows: Mapping[str, Mapping[int, Record]], problems: Mapping[str, str]
+) -> list[Point]:
+    """Return a point for each row that has a forecast and runs."""
+    found = []
+    for row in setting.rows:
+        path = directory / "forecasts" / f"{setting.name}-{row.name.replace(' ', '-')}.json"
+        seeds = sorted(set(rows.get(row.name, {})) & set(rows.get(OPD, {})))
+        if not path.exists() or not seeds:
+            continue
+        file = read_forecast(path)
+        predicted = file.forecast.figures["settled_gain"]
+        if predicted is None:
+            continue
+        measured = [each for prompt in file.measurement.prompts
+                    for each in decisions(setting, prompt, problems[prompt.problem_id])]  # fmt: skip
+        gains = [observed_gain(measured, rows[row.name][seed], rows[OPD][seed]) for seed in seeds]
+        error = float(np.std(gains, ddof=1) / len(gains) ** 0.5) if len(gains) > 1 else float("nan")
+        name = f"{setting.name}: {row.name}"
+        found.append(Point(name, predicted.value, predicted.standard_error, float(np.mean(gains)), error))
+    return found
+
+
+def calibration_table(points: Sequence[Point]) -> list[str]:
+    lines = ["## Forecast against outcome", "", "Gain in value a decision over OPD, in points.", "",
+             "| setting and row | predicted | observed |", "|---|---|---|"]  # fmt: skip
+    lines += [f"| {name} | {100 * x:.1f} ± {100 * dx:.1f} | {100 * y:.1f} ± {100 * dy:.1f} |"
+              for name, x, dx, y, dy in points]  # fmt: skip
+    if len(points) > 2:
+        both = np.array([(x, y) for _, x, _, y, _ in points])
+        lines += ["", f"Correlation over {len(points)} rows: {np.corrcoef(both.T)[0, 1]:.2f}."]
+    return [*lines, ""]
+
+
+def pass_curves(setting: Setting, base: Record | None, rows: Mapping[str, Mapping[int, Record]]) -> str | None:
+    """Draw Pass@k for k = 1 to 64."""
+    curves = {"base": [base]} if base is not None else {}
+    curves |= {row: [each for each in seeds.values() if each["wide"]] for row, seeds in rows.items()}
+    ks = [1, 2, 4, 8, 16, 32, 64]
+    series = [
+        Series(name, [(k, float(np.mean([per_problem(each, "wide", k).mean() for each in records]))) for k in ks])
+        for name, records in curves.items() if records
+    ]  # fmt: skip
+    return svg.level_document(
+        series, x_name="k", title=f"{setting.name}: Pass@k", format_y=lambda value: f"{100 * value:.3g}%"
+    ) if series else None  # fmt: skip
+
+
+def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
+    """Write `tables.md` and the pictures of what has been run."""
+    lines: list[str] = []
+    rows_of: dict[str, dict[str, dict[int, Record]]] = {}
+    tiers_of: dict[str, dict[str, str]] = {}
+    points: list[Point] = []
+    for setting in settings:
+        tiers = tiers_of[setting.name] = {each["id"]: each["tier"] for each in read_problems(setting.heldout)}
+        problems = {each["id"]: each["problem"] for each in read_problems(setting.train)}
+        rows = rows_of[setting.name] = read_records(directory, setting)
+        path = directory / "records" / setting.name / "base.json"
+        base = json.loads(path.read_text()) if path.exists() else None
+        lines += results_table(setting, base, rows) + differences_table(setting, rows, tiers)
+        points += calibration(directory, setting, rows, problems)
+        if curves := pass_curves(setting, base, rows):
+            (directory / f"pass-at-k-{setting.name}.svg").write_text(curves)
+    lines = hypotheses_table(rows_of, tiers_of) + lines + calibration_table(points)
+    (directory / "tables.md").write_text("\n".join(lines))
+    sys.stdout.write("\n".join(lines) + "\n")
