@@ -91,7 +91,7 @@ def simulate(
         counted = max(1, iterations // (staleness + 1)) * (staleness + 1)
         first = 1 + WARM_UP * staleness
         last = first + counted
-        observed = _run(config, rates, workload, staleness, last + staleness, {first, last})
+        observed = observe(config, rates, workload, staleness, last + staleness, {first, last})
         strict_s = outcomes[0].iteration_s if outcomes else None
         outcomes.append(_outcome(staleness, rates, workload, observed[first - 1 : last], strict_s))
     return outcomes
@@ -103,7 +103,7 @@ def sufficient(outcomes: Sequence[Outcome]) -> Outcome:
     return next(each for each in outcomes if each.iteration_s <= NEARLY * fastest_s)
 
 
-def _run(
+def observe(
     config: Config, rates: ClusterRates, workload: Workload, staleness: int, iterations: int, judged: set[int]
 ) -> list[Observed]:
     """Run on virtual time to the end, and return all iterations."""
