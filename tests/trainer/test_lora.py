@@ -272,7 +272,7 @@ for number, (ranks, run) in enumerate(each.split(":") for each in runs):
 
 
 @pytest.mark.long
-def test_ranks_and_sharding_change_no_adapter_and_a_checkpoint_of_any_goes_on(
+def test_ranks_sharding_and_packing_change_no_adapter_and_a_checkpoint_of_any_goes_on(
     student: Path,
     trainer_settings: Callable[..., Any],
     mixed_batch: Callable[[], list[Supervision]],
@@ -284,7 +284,14 @@ def test_ranks_and_sharding_change_no_adapter_and_a_checkpoint_of_any_goes_on(
 
     def run(name: str, sharding: str, resume: str | None = None) -> str:
         settings = trainer_settings(
-            student, tmp_path / name, sharding=sharding, lora={**LORA, "rank": 3}, mini_batch_size=4, iterations=4
+            student,
+            tmp_path / name,
+            sharding=sharding,
+            lora={**LORA, "rank": 3},
+            packing=not name.startswith("padded"),
+            recompute_layers=sharding == "fsdp2",
+            mini_batch_size=4,
+            iterations=4,
         )
         if resume is not None:
             point = ResumePoint(directory=str(tmp_path / resume / "tensors"), step=2)
@@ -293,6 +300,7 @@ def test_ranks_and_sharding_change_no_adapter_and_a_checkpoint_of_any_goes_on(
         return f"{name.split()[-1]}:{tmp_path / name}"
 
     names = {f"{sharding} {ranks}": sharding for ranks in (1, 2, 4) for sharding in ("none", "fsdp2")}
+    names["padded 4"] = "none"
     runs = [run(name, sharding) for name, sharding in names.items()]
     runs += [run("resumed 1", "none", "none 1"), run("sharded after 2", "fsdp2", "none 1")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
