@@ -1,7 +1,8 @@
 """Several documents in one row: attention that stays inside each, and whether a model can be trained so.
 
 Positions begin anew in each document, and each attends to itself alone. There is no mask: queries, keys and values are
-split by document, and each part is plain causal attention. So nothing is computed between documents.
+split by document, and each part is plain causal attention. So nothing is computed between documents. GPUs would do the
+same, but it has never run on one.
 """
 
 from __future__ import annotations
