@@ -48,8 +48,12 @@ class Usage(NamedTuple):
     cpu_s: float
 
 
+class CommandFailed(Exception):
+    """A command of `spot-async` ended with an error."""
+
+
 def call(command: Sequence[str], log: Path) -> Usage:
-    """Run `spot-async` to its end. Raises SystemExit, with the end of its output, if it fails."""
+    """Run `spot-async` to its end. Raises CommandFailed if it fails."""
     started = time.monotonic()
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -58,7 +62,7 @@ def call(command: Sequence[str], log: Path) -> Usage:
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{log}: exit code {process.returncode}: {log.read_text()[-2000:]}")
+        raise CommandFailed(f"{log}: exit code {process.returncode}")
     return Usage(time.monotonic() - started, used.ru_utime + used.ru_stime)
 
 
@@ -192,7 +196,12 @@ def main() -> None:
     ]
 
     def job(each: Job) -> None:
-        run(each, directory, wide=each.seed == seeds[0], keep=given.keep, extra=given.set)
+        try:
+            run(each, directory, wide=each.seed == seeds[0], keep=given.keep, extra=given.set)
+        except CommandFailed as error:
+            # The other rows go on. The next start tries this one again.
+            sys.stderr.write(f"{each.name} failed: {error}\n")
+            return
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {each.name}\n")
 
     if not given.tables:
