@@ -171,12 +171,14 @@ def differences_table(
     return [*lines, ""]
 
 
-def shares(
-    record: Record, *, last: int | None = LAST_LOOKS, iteration: str | None = None
-) -> dict[str, dict[str, float]]:
-    """Return the share of each choice by what it depends on, over the last looks or at one iteration."""
+def last_looks(record: Record) -> list[str]:
+    """Return the last iterations at which the student's choices were looked at."""
+    return sorted(record["choices"], key=int)[-LAST_LOOKS:]
+
+
+def shares(record: Record, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the share of each choice by what it depends on, over the iterations that are named."""
     looks = record["choices"]
-    names = [iteration] if iteration else sorted(looks, key=int)[-(last or 0) :]
     places: dict[str, dict[str, float]] = {}
     for name in names:
         for place, made in looks[name].items():
@@ -198,15 +200,29 @@ def decisions(setting: Setting, prompt: MeasuredPrompt, problem: str) -> list[tu
     return found
 
 
-def observed_gain(measured: Sequence[tuple[str, dict[str, float]]], row: Record, opd: Record) -> float:
-    """Return E[V] of a row's choices less that of OPD's, a decision, on the values that the forecast measured."""
-    after, before = shares(row), shares(opd)
-    gains = [
-        sum((after.get(place, {}).get(choice, 0.0) - before.get(place, {}).get(choice, 0.0)) * value
-            for choice, value in values.items())
+def value_of_choices(measured: Sequence[tuple[str, dict[str, float]]], record: Record, names: Sequence[str]) -> float:
+    """Return E[V] of the student's choices at the iterations named, on the values that the forecast measured."""
+    made = shares(record, names)
+    return float(np.mean([
+        sum(made.get(place, {}).get(choice, 0.0) * value for choice, value in values.items())
         for place, values in measured
-    ]  # fmt: skip
-    return float(np.mean(gains))
+    ]))  # fmt: skip
+
+
+def observed_gain(measured: Sequence[tuple[str, dict[str, float]]], row: Record, opd: Record) -> float:
+    """Return E[V] of a row's last choices less that of OPD's, a decision."""
+    return value_of_choices(measured, row, last_looks(row)) - value_of_choices(measured, opd, last_looks(opd))
+
+
+def measured_decisions(
+    directory: Path, setting: Setting, problems: Mapping[str, str]
+) -> list[tuple[str, dict[str, float]]]:
+    """Return all decisions that the setting's forecast measured; none without a forecast."""
+    path = directory / "forecasts" / f"{setting.name}.json"
+    if not path.exists():
+        return []
+    prompts = read_forecast(path).measurement.prompts
+    return [each for prompt in prompts for each in decisions(setting, prompt, problems[prompt.problem_id])]
 
 
 def calibration(
@@ -214,6 +230,7 @@ def calibration(
 ) -> list[Point]:
     """Return a point for each row that has a forecast and runs."""
     found = []
+    measured = measured_decisions(directory, setting, problems)
     for row in setting.rows:
         path = directory / "forecasts" / f"{setting.name}-{row.name.replace(' ', '-')}.json"
         seeds = sorted(set(rows.get(row.name, {})) & set(rows.get(OPD, {})))
@@ -223,8 +240,6 @@ def calibration(
         predicted = file.forecast.figures["settled_gain"]
         if predicted is None:
             continue
-        measured = [each for prompt in file.measurement.prompts
-                    for each in decisions(setting, prompt, problems[prompt.problem_id])]  # fmt: skip
         gains = [observed_gain(measured, rows[row.name][seed], rows[OPD][seed]) for seed in seeds]
         error = float(np.std(gains, ddof=1) / len(gains) ** 0.5) if len(gains) > 1 else float("nan")
         name = f"{setting.name}: {row.name}"
@@ -243,6 +258,10 @@ def calibration_table(points: Sequence[Point]) -> list[str]:
     return [*lines, ""]
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
 def pass_curves(setting: Setting, base: Record | None, rows: Mapping[str, Mapping[int, Record]]) -> str | None:
     """Draw Pass@k for k = 1 to 64."""
     curves = {"base": [base]} if base is not None else {}
@@ -253,8 +272,42 @@ def pass_curves(setting: Setting, base: Record | None, rows: Mapping[str, Mappin
         for name, records in curves.items() if records
     ]  # fmt: skip
     return svg.level_document(
-        series, x_name="k", title=f"{setting.name}: Pass@k", format_y=lambda value: f"{100 * value:.3g}%"
+        series, x_name="k", title=f"{setting.name}: Pass@k", format_y=percent
     ) if series else None  # fmt: skip
+
+
+def choice_curves(
+    setting: Setting,
+    rows: Mapping[str, Mapping[int, Record]],
+    measured: Sequence[tuple[str, dict[str, float]]],
+) -> str | None:
+    """Draw what the student's choices are worth over training, by the values of the untrained student."""
+    series = []
+    for row, seeds in rows.items():
+        records = list(seeds.values())
+        names = sorted(set.intersection(*(set(each["choices"]) for each in records)), key=int)
+        worth = [float(np.mean([value_of_choices(measured, each, [name]) for each in records])) for name in names]
+        series.append(Series(row, [(int(name), value) for name, value in zip(names, worth, strict=True)]))
+    title = f"{setting.name}: value of a choice by iteration"
+    if not series or not measured:
+        return None
+    return svg.level_document(series, x_name="iteration", title=title, format_y=percent)
+
+
+def write_calibration(path: Path, points: Sequence[Point]) -> None:
+    """Draw observed gains over predicted ones."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 5.4), layout="constrained")
+    axes = figure.subplots()
+    for name, *figures in points:
+        x, dx, y, dy = (100 * each for each in figures)
+        axes.errorbar(x, y, xerr=dx, yerr=0.0 if np.isnan(dy) else dy, fmt="o", label=name)
+    axes.axline((0, 0), slope=1, color="grey", linewidth=0.8)
+    axes.set(xlabel="predicted gain a decision, points", ylabel="observed gain, points")
+    if points:
+        axes.legend(fontsize=7)
+    figure.savefig(path)
 
 
 def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
@@ -273,6 +326,9 @@ def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
         points += calibration(directory, setting, rows, problems)
         if curves := pass_curves(setting, base, rows):
             (directory / f"pass-at-k-{setting.name}.svg").write_text(curves)
+        if choices := choice_curves(setting, rows, measured_decisions(directory, setting, problems)):
+            (directory / f"choices-{setting.name}.svg").write_text(choices)
+    write_calibration(directory / "calibration.svg", points)
     lines = hypotheses_table(rows_of, tiers_of) + lines + calibration_table(points)
     (directory / "tables.md").write_text("\n".join(lines))
     sys.stdout.write("\n".join(lines) + "\n")
