@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from spot_async.base.text import first_line
 from spot_async.config import LoraConfig
-from spot_async.errors import TrainerError
+from spot_async.errors import DataError, TrainerError
 from spot_async.models.weight_files import complete_directory, delete_weights
-from spot_async.trainer.lora import merged, write_adapter
+from spot_async.trainer.adapter_check import check_adapter
+from spot_async.trainer.lora import adapted_layers, merged, write_adapter
 
 ADAPTER = "adapter"  # where published weights have the adapter that was merged into them
 # Files to copy from the initial student: tokenizer, chat template and generation settings.
@@ -53,13 +54,15 @@ class WeightPublisher:
     def publish(self, model: PreTrainedModel, state: dict[str, Tensor], step: int) -> None:
         """Write `state` as `model`'s weights of `step`.
 
-        Raises `TrainerError` when that fails (full disk). Older weights are then untouched, and nothing of the new ones
-        is left.
+        Raises `TrainerError` when that fails (full disk, an adapter that is not whole). Older weights are then
+        untouched, and nothing of the new ones is left.
         """
         final = self.path(step)
         try:
             with complete_directory(final) as partial:
                 self._write(model, state, partial)
+        except DataError as error:
+            raise TrainerError(f"cannot publish weights to {final}: {error}") from error
         except (OSError, SafetensorError) as error:
             raise TrainerError(self._describe(error, final)) from error
         self._remove_leftovers()
@@ -73,6 +76,8 @@ class WeightPublisher:
         if self._lora is not None:
             # In a directory of its own: transformers would load one that lies beside model.safetensors on top of it.
             write_adapter(directory / ADAPTER, model, state, self._lora, str(self._student_directory.absolute()))
+            layers = {name: (each.weight.shape[0], each.weight.shape[1]) for name, each in adapted_layers(model)}
+            check_adapter(directory / ADAPTER, layers, self._lora.rank)
             state = merged(model, state, self._dtype)
         model.save_pretrained(directory, state_dict=_cast(state, self._dtype))
         config = copy.deepcopy(model.config)
