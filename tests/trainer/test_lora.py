@@ -115,6 +115,18 @@ def test_loss_and_gradients_of_adapters_equal_a_dense_float64_reference(
             assert parameter.grad is None
 
 
+def test_an_adapter_that_is_not_finite_is_not_published(
+    student: Path, make_trainer: MakeTrainer, mixed_batch: Callable[[], list[Supervision]], tmp_path: Path
+) -> None:
+    trainer = make_trainer(student, tmp_path, lora=LORA)
+    first = Path(trainer.train(Batch(0, tuple(mixed_batch()))).snapshot.directory)
+    with torch.no_grad():
+        next(iter(trained(trainer).values())).fill_(math.nan)
+    with pytest.raises(TrainerError, match="not finite"):
+        trainer._publish(2)
+    assert list(first.parent.iterdir()) == [first]
+
+
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_what_is_published_is_merged_and_has_the_adapter_beside_it(
     random_model: Callable[..., Path],
