@@ -69,6 +69,7 @@ class Witness:
     line: Line = field(default_factory=Line)
     spans: dict[bytes, list[TrueSpans]] = field(default_factory=dict)  # see `Invariants.witnessed`
     finished: dict[int, Sequence[Sample]] = field(default_factory=dict)  # by ordinal, as the policy made them
+    forgotten: dict[int, Sequence[Sample]] = field(default_factory=dict)  # those that a life made again
     unpaid: set[int] = field(default_factory=set)  # ordinals of prompts that some life had no money for
     commits: list[int] = field(default_factory=list)  # steps whose checkpoints were committed, and are whole
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoints are not
@@ -81,6 +82,13 @@ class Witness:
     made_again: int = 0  # prompts whose finished samples were not used again
     is_disturbed: bool = False  # whether faults decided what is trained on
 
+    def forget(self, ordinal: int) -> Sequence[Sample] | None:
+        """Note that a finished prompt is made again; return its samples."""
+        samples = self.finished.pop(ordinal, None)
+        if samples is not None:
+            self.forgotten[ordinal] = samples
+        return samples
+
     def lose_power(self) -> None:
         self.has_lost_power = True
         self.billed = self.flushed
@@ -89,6 +97,7 @@ class Witness:
     def begin_anew(self) -> None:
         self.line.cut(0, 0)
         self.finished.clear()
+        self.forgotten.clear()
         self.unpaid.clear()
         self.commits.clear()
         self.damaged.clear()
@@ -256,9 +265,12 @@ class ResumedDrill(Drill):
             if ordinal in resumption.settled:
                 continue
             if resumption.samples_of(ordinal) is None:
-                samples = finished.pop(ordinal, None)
+                samples = self._witness.forget(ordinal)
                 still_counts = samples is not None and self._still_counts(samples, place // self.batch_size)
                 require(not (all_kept and still_counts), "I13", f"finished prompt {ordinal} is made again")
+            elif ordinal not in finished and self._witness.has_lost_power:
+                # That they were forgotten was not flushed.
+                finished[ordinal] = self._witness.forgotten[ordinal]
 
     def _still_counts(self, samples: Sequence[Sample], batch: int) -> bool:
         weights = self._witness.line.weights
@@ -338,7 +350,7 @@ class _WitnessedLedger(Ledger):
 
     def admit(self, ordinal: int, problem_id: str) -> None:
         super().admit(ordinal, problem_id)
-        self.witness.made_again += self.witness.finished.pop(ordinal, None) is not None
+        self.witness.made_again += self.witness.forget(ordinal) is not None
 
     def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
         super().finish(ordinal, samples)
