@@ -20,6 +20,7 @@ import msgspec
 
 from spot_async.base.text import first_line
 from spot_async.errors import DataError, StorageError
+from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.types import FinishReason, Verdict
 
@@ -219,7 +220,11 @@ def count_kept(path: Path) -> int:
 
 
 def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
-    """Write a file as a whole: after a failure it is as it was before. Raises StorageError."""
+    """Write a file as a whole: after a failure it is as it was before. Raises StorageError.
+
+    It is on the disk when this returns. The weights that an evaluation is of may be deleted next, so that after a power
+    cut nobody could make it again.
+    """
     path, new = directory.path / name, directory.path / f".{name}.new"
     try:
         with new.open("wb") as file:
@@ -227,5 +232,6 @@ def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
+        flush_to_disk(directory.path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None

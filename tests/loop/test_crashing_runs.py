@@ -36,9 +36,11 @@ def kill(life, after, step):
 
 # Samples of a part of the run that was cut off were taken for those of the next part, whose lineage had its number.
 CUT_OFF = (7, [kill(0, 1, 42), kill(1, 1, 121), DiskFault(101, "bad newest", 0, None, None)])
+# An evaluation ended after the next checkpoint. A power cut took its file, and its weights were gone.
+LATE_EVALUATION = (37091, [DiskFault(1, "power cut", 4, 53, None)])
 
 
-@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF])
+@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION])
 def test_what_once_went_wrong_does_not_any_more(seed, faults):
     assert failure(seed, faults) is None
 
