@@ -8,8 +8,9 @@ The quickstart runs in this process, with the default `training.checkpoint_every
 calls, which hold up the event loop. A checkpoint has two: for how long training waited for it, and for how long it was
 written, hashed and read back beside the run.
 
-The larger student has random weights. Its iteration is one small batch, without the sampling of it, so that shares are
-larger than those of a real run. One iteration is timed alone, and one while a checkpoint of the step before is saved.
+The larger student has random weights. Its iteration is the training on one batch, of the default size unless another
+is given: 128 responses of 48 tokens. Sampling is left out, so that shares are larger than those of a real run. One
+iteration is timed alone, and one while a checkpoint of the step before is saved.
 The machine needs 16 bytes a parameter, and the disk 12 for the checkpoint and 4 for each of three students.
 """
 
@@ -44,8 +45,9 @@ from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, WeightVersion
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
-EVERY = TrainingConfig(iterations=1).checkpoint_every
-TRAJECTORIES, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 16, 48
+DEFAULTS = TrainingConfig(iterations=1)
+EVERY = DEFAULTS.checkpoint_every
+PROMPT_TOKENS, RESPONSE_TOKENS = 16, 48
 
 
 class Clock:
@@ -99,16 +101,16 @@ def row(name: str, iteration_s: float, ledger_s: float, waited_s: float, beside_
     ]
 
 
-def shape_row(directory: Path, size: str, threads: int) -> tuple[list[str], str]:
-    """Train the larger student for three iterations, the last while a checkpoint is saved; return a row and a note."""
+def shape_row(directory: Path, size: str, threads: int, batch_size: int) -> tuple[list[str], str]:
+    """Train the larger student for two iterations, the last while a checkpoint is saved; return a row and a note."""
     model = save_qwen3(size, directory / size, "cpu")
     settings = TrainerSettings.model_validate(
         {
             "training": {
                 "iterations": 3,
-                "batch_size": TRAJECTORIES,
-                "mini_batch_size": TRAJECTORIES,
-                "micro_batch_tokens": PROMPT_TOKENS + RESPONSE_TOKENS,
+                "batch_size": batch_size,
+                "mini_batch_size": min(DEFAULTS.mini_batch_size, batch_size),
+                "micro_batch_tokens": 16 * (PROMPT_TOKENS + RESPONSE_TOKENS),
                 "threads": threads,
                 "keep_weights": 2,
             },
@@ -121,27 +123,28 @@ def shape_row(directory: Path, size: str, threads: int) -> tuple[list[str], str]
     )
     torch.set_num_threads(threads)
     trainer = StudentTrainer(settings, ReplicatedStrategy(), torch.device("cpu"))
-    trainer.train(Batch(0, trajectories(0)))
-    alone = trainer.train(Batch(1, trajectories(1))).metrics
+    trainer.train(Batch(0, trajectories(0, 2)))  # warms up, and makes the moments
+    alone = trainer.train(Batch(1, trajectories(1, batch_size))).metrics
     said: list[float] = []
     checkpoint = directory / "run" / manifest.DIRECTORY / "step-000002"
     trainer.begin_to_save(checkpoint, lambda seconds, failure: said.append(seconds))
-    beside = trainer.train(Batch(2, trajectories(2))).metrics
+    beside = trainer.train(Batch(2, trajectories(2, batch_size))).metrics
     started = time.perf_counter()
     manifest.commit(checkpoint, manifest.Manifest(step=2, lineages=(0,), keys="", data=""))
     manifest.check(checkpoint)
     hashed_s = time.perf_counter() - started
     note = (
-        f"{size}: an iteration alone {alone['train_s']:.1f} s, beside a checkpoint {beside['train_s']:.1f} s, of which "
+        f"{size}, a batch of {batch_size}: an iteration alone {alone['train_s']:.1f} s, "
+        f"beside a checkpoint {beside['train_s']:.1f} s, of which "
         f"{beside['checkpoint_s']:.2f} s waiting; written in {said[0]:.1f} s, hashed and read back in {hashed_s:.1f} s"
     )
     return row(size, alone["train_s"] + alone["publish_s"], 0.0, beside["checkpoint_s"], said[0] + hashed_s), note
 
 
-def trajectories(seed: int) -> tuple[Supervision, ...]:
+def trajectories(seed: int, count: int) -> tuple[Supervision, ...]:
     rng = np.random.default_rng(seed)
     samples = []
-    for ordinal in range(TRAJECTORIES):
+    for ordinal in range(count):
         behavior = -rng.exponential(1.0, RESPONSE_TOKENS).astype(np.float32)
         samples.append(
             Supervision(
@@ -162,6 +165,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=21, help="of the quickstart; 0: leave it out")
     parser.add_argument("--shape", choices=(*SHAPES, "none"), default="0.6b")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the larger student's trainer")
+    parser.add_argument("--batch-size", type=int, default=DEFAULTS.batch_size, help="responses in its iteration")
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: that of temporary files")
     options = parser.parse_args()
     disable_progress_bar()
@@ -170,7 +174,7 @@ def main() -> None:
         if options.iterations:
             rows.append(quickstart_row(Path(directory), options.iterations))
         if options.shape != "none":
-            found, note = shape_row(Path(directory), options.shape, options.threads)
+            found, note = shape_row(Path(directory), options.shape, options.threads, options.batch_size)
             rows.append(found)
             notes.append(note)
     columns = ["student", "iteration s", "ledger ms", "waited s", "beside s", "share held up", "with what is beside"]

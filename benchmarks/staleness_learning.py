@@ -15,16 +15,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from report import show
+from toy_runs import CONFIGS, train, with_error
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 WARM_UP = 5  # iterations whose lag does not count: the first batches cannot lag
 
 
@@ -41,32 +40,15 @@ class Outcome(NamedTuple):
 
 def run(cell: Cell, seed: int, directory: Path, overrides: list[str]) -> Outcome:
     """Train, unless the directory holds a finished run, and return what it came to."""
-    if not (directory / "summary.json").exists():
-        if directory.exists():
-            raise SystemExit(f"{directory}: an unfinished run; remove it")
-        keys = {
-            "run.directory": directory,
-            "run.seed": seed,
-            "run.samples_every": 0,
-            "max_staleness": cell.max_staleness,
-            "training.behavior": cell.behavior,
-            "training.keep_weights": cell.max_staleness + 2,
-        }
-        command = [sys.executable, "-m", "spot_async", "train", str(CONFIG)]
-        done = subprocess.run(
-            [*command, *(f"{key}={value}" for key, value in keys.items()), *overrides], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise SystemExit(f"{directory}: exit code {done.returncode}: {done.stderr[-2000:] or done.stdout[-2000:]}")
-    after = json.loads((directory / "summary.json").read_text())["after"]["tiers"]["all"]
+    keys = {
+        "run.seed": seed,
+        "max_staleness": cell.max_staleness,
+        "training.behavior": cell.behavior,
+        "training.keep_weights": cell.max_staleness + 2,
+    }
+    after = train(CONFIGS / "quickstart.yaml", directory, keys, overrides)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     return Outcome(after["avg"], after["pass"], float(np.mean([row.get("train/lag_mean", 0.0) for row in rows])))
-
-
-def with_error(values: Any) -> str:
-    """Return a mean in percent with its standard error."""
-    values = 100.0 * np.asarray(values)
-    return f"{values.mean():.1f} ± {values.std(ddof=1) / len(values) ** 0.5:.1f}"
 
 
 def main() -> None:
