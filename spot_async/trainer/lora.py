@@ -6,7 +6,6 @@ else. PEFT itself is not needed: its file format is the contract, and its reader
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +20,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.config import LoraConfig
 from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError
-
-DOWN, UP = "lora_A", "lora_B"  # PEFT's names
-PEFT_PREFIX = "base_model.model."
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+from spot_async.models.adapter_files import DOWN, PEFT_PREFIX, UP, WEIGHTS_FILE, Layers, write_config
 
 
 class AdaptedLinear(nn.Module):
@@ -87,29 +83,18 @@ def merged(model: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> di
     return {name: sums.get(name, each) for name, each in state.items() if name.rpartition(".")[2] not in (DOWN, UP)}
 
 
-def write_adapter(directory: Path, model: nn.Module, state: dict[str, Tensor], lora: LoraConfig, base: str) -> None:
-    """Write the adapter of a whole state into a new directory, in PEFT's format and float32. `base` is its model.
+def layer_shapes(model: nn.Module) -> Layers:
+    """Return the shapes (out, in) of the layers that have an adapter, by name."""
+    return {name: (each.weight.shape[0], each.weight.shape[1]) for name, each in adapted_layers(model)}
 
-    `alpha` is written such that alpha / rank is the factor, however it was given: SGLang reads no other.
-    """
+
+def write_adapter(directory: Path, model: nn.Module, state: dict[str, Tensor], lora: LoraConfig, base: str) -> None:
+    """Write the adapter of a whole state into a new directory, in PEFT's format and float32. `base` is its model."""
     directory.mkdir()
-    layers = dict(adapted_layers(model))
     tensors = {
         f"{PEFT_PREFIX}{name}.{part}.weight": state[f"{name}.{part}"].contiguous()
-        for name in layers
+        for name, _ in adapted_layers(model)
         for part in (DOWN, UP)
     }
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.scale * lora.rank,
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "use_rslora": False,
-        "inference_mode": True,
-    }
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    write_config(directory, layer_shapes(model), lora, base)

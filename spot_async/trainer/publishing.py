@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from spot_async.base.text import first_line
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
+from spot_async.models.adapter_files import ADAPTER, check_adapter
 from spot_async.models.weight_files import complete_directory, delete_weights
-from spot_async.trainer.adapter_check import check_adapter
-from spot_async.trainer.lora import adapted_layers, merged, write_adapter
+from spot_async.trainer.lora import layer_shapes, merged, write_adapter
 
-ADAPTER = "adapter"  # where published weights have the adapter that was merged into them
 # Files to copy from the initial student: tokenizer, chat template and generation settings.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 
@@ -76,8 +75,7 @@ class WeightPublisher:
         if self._lora is not None:
             # In a directory of its own: transformers would load one that lies beside model.safetensors on top of it.
             write_adapter(directory / ADAPTER, model, state, self._lora, str(self._student_directory.absolute()))
-            layers = {name: (each.weight.shape[0], each.weight.shape[1]) for name, each in adapted_layers(model)}
-            check_adapter(directory / ADAPTER, layers, self._lora.rank)
+            check_adapter(directory / ADAPTER, layer_shapes(model), self._lora, name=f"of {directory.name[1:]}")
             state = merged(model, state, self._dtype)
         model.save_pretrained(directory, state_dict=_cast(state, self._dtype))
         config = copy.deepcopy(model.config)

@@ -1,0 +1,130 @@
+"""Adapters' files, in PEFT's format: their names, one that changes nothing, and what is checked before a server hears.
+
+Servers take many broken ones with a 200. They then answer with wrong numbers, or end at the first request. It imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from spot_async.config import LoraConfig
+from spot_async.errors import DataError
+from spot_async.models.adapted import adapted_weights
+from spot_async.models.weight_files import weight_shapes
+
+ADAPTER = "adapter"  # the directory of published weights that holds their adapter
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+DOWN, UP = "lora_A", "lora_B"  # PEFT's names
+
+Layers = Mapping[str, tuple[int, int]]  # by name: (out, in)
+
+
+def layers_of(base: Path, lora: LoraConfig) -> Layers:
+    """Return the layers of a model directory that get an adapter. Raises `DataError` for files that cannot be read."""
+    found = adapted_weights(weight_shapes(base), lora)
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found.items()}
+
+
+def tensor_shapes(layers: Layers, rank: int) -> dict[str, tuple[int, int]]:
+    """Return the shapes of an adapter's tensors, by their names in its file."""
+    return {
+        f"{PEFT_PREFIX}{name}.{part}.weight": shape
+        for name, (outputs, inputs) in layers.items()
+        for part, shape in ((DOWN, (rank, inputs)), (UP, (outputs, rank)))
+    }
+
+
+def write_config(directory: Path, layers: Layers, lora: LoraConfig, base: str) -> None:
+    """Write an adapter's configuration. `base` is its model.
+
+    `alpha` is written such that alpha / rank is the factor, however it was given: SGLang reads no other.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": _modules(layers),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_zero_adapter(directory: Path, base: Path, lora: LoraConfig) -> None:
+    """Write an adapter with which a model is as it is without one, into an empty directory."""
+    layers = layers_of(base, lora)
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in tensor_shapes(layers, lora.rank).items()}
+    save_file(zeros, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_config(directory, layers, lora, str(base.absolute()))
+
+
+def check_adapter(directory: Path, layers: Layers, lora: LoraConfig, *, numbers: bool = True, name: str = "") -> None:
+    """Raise DataError unless a directory has a whole adapter of this rank and factor for exactly these layers.
+
+    With `numbers` all of them must be finite too; else only the file's header is read. `name` is the directory in the
+    message, if it is not there for good.
+    """
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text())
+        with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+            shapes = {key: tuple(each.get_shape()) for key, each in slices.items()}
+            types = {key: each.get_dtype() for key, each in slices.items()}
+            fault = _fault(config, shapes, types, layers, lora)
+            if fault is None and numbers:
+                fault = next(
+                    (f"{key} has numbers that are not finite" for key in shapes if not _finite(file, key)), None
+                )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(f"adapter {name or directory}: cannot be read ({error})") from error
+    if fault:
+        raise DataError(f"adapter {name or directory}: {fault}")
+
+
+def _finite(file: Any, key: str) -> bool:
+    return bool(np.isfinite(file.get_tensor(key)).all())
+
+
+def _fault(
+    config: Any, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], layers: Layers, lora: LoraConfig
+) -> str | None:
+    """Return what is wrong with an adapter, or None."""
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        return "its configuration is not LoRA's"
+    for key in ("use_dora", "use_rslora", "modules_to_save"):
+        if config.get(key):
+            return f"servers do not serve {key}"
+    if config.get("r") != lora.rank:
+        return f"its rank is {config.get('r')}, and not {lora.rank}"
+    if config.get("lora_alpha") != lora.scale * lora.rank:
+        return f"its lora_alpha is {config.get('lora_alpha')}, and not {lora.scale * lora.rank:g}"
+    modules = config.get("target_modules")
+    if not isinstance(modules, list) or sorted(map(str, modules)) != _modules(layers):
+        return f"its target modules are {modules}, and not {_modules(layers)}"
+    wanted = tensor_shapes(layers, lora.rank)
+    for key in sorted(wanted.keys() ^ shapes.keys()):
+        return f"it has no {key}" if key in wanted else f"no layer takes its {key}"
+    for key, shape in wanted.items():
+        if shapes[key] != shape:
+            return f"{key} has shape {shapes[key]}, and not {shape}"
+        if types[key] != "F32":
+            return f"{key} is {types[key]}, and not F32"
+    return None
+
+
+def _modules(layers: Layers) -> list[str]:
+    """Return the last parts of the layers' names, which servers and PEFT find them by."""
+    return sorted({name.rpartition(".")[2] for name in layers})
