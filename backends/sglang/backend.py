@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -47,10 +47,11 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from ..shared.adapters import Adapters
 from ..shared.behind import ask_behind
 from ..shared.discovery import differences, noise_nats, temperature_convention
 from ..shared.health import Standstill
-from ..shared.held_weights import WeightNames
+from ..shared.held_weights import ReplyNames, WeightNames
 from ..shared.masking import logit_bias
 from ..shared.remote import RemoteBackend, RemoteServer
 from ..shared.replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
@@ -60,11 +61,12 @@ from ..shared.stepwise import Steps
 from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
 from . import sleeping as sglang_sleeping
+from .adapters import SglangAdapters, unknown_as_restarted
 from .discovery import GENERATE, SAYINGS, check_end, check_ready, check_vocabulary, plain_prompt, server_info
 from .generation import generate_below
 from .launch import PACKAGE, sglang_command
 from .replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
-from .weights import ModelInfo, ServerInfo, SglangWeights
+from .weights import Control, ModelInfo, ServerInfo, SglangWeights
 
 ABORT = "/abort_request"
 READY = "/model_info"  # not /health, which generates a token, takes a second, and fails while the server is paused
@@ -93,11 +95,18 @@ class SglangBackend(RemoteBackend):
             role=role,
             model=model,
             run_directory=run_directory,
-            make_command=functools.partial(sglang_command, sleeps=settings.sleep_while_training),
+            make_command=functools.partial(
+                sglang_command, sleeps=settings.sleep_while_training, adapters=settings.adapters(role)
+            ),
             ready_path=READY,
             reads=settings.reads(role, run_directory),
         )
         self._run_directory = run_directory
+        self._adapters: Adapters | None = None
+        if (lora := settings.adapters(role)) is not None:
+            loads = SglangAdapters(Control(self._server), self._server.section, self._first_token)
+            base = self._server.files.directory
+            self._adapters = Adapters(loads, lora, name=self._name, base=base, directory=run_directory / "weights")
         self._vocab_size = self._server.files.vocab_size
         self._standstill = Standstill()
         self._limits = self._limits_of(self._server.files.max_context_tokens)
@@ -120,6 +129,10 @@ class SglangBackend(RemoteBackend):
                     saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
                     sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)
                 self._capabilities = await self._server.alongside(self._discover(info, deadline))
+                if self._adapters is not None:
+                    await self._adapters.start(deadline=deadline)
+                    if self._settings.is_attached:
+                        stack.push_async_callback(self._adapters.close)
             except (
                 PermanentError
             ) as error:  # the first requests show wrong flags, a wrong key or another kind of server
@@ -158,7 +171,7 @@ class SglangBackend(RemoteBackend):
         self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
     ) -> Generation:
         """Sample with one request. Under a `vocab_limit` its log-probabilities are renormalised over the ids below."""
-        body = {
+        body: dict[str, Any] = {
             "input_ids": prompt_ids.tolist(),
             "sampling_params": {
                 **logit_bias(sampling, self._vocab_size),
@@ -173,9 +186,7 @@ class SglangBackend(RemoteBackend):
             **_output_top_k(top_k),
         }
 
-        names = self._names.now()
-
-        def read(reply: bytes) -> Steps[Generation]:
+        def read(reply: bytes, names: ReplyNames) -> Steps[Generation]:
             generation = yield from read_generation(reply, names, top_k=top_k)
             check_end(self._name, generation, sampling)
             return check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
@@ -239,14 +250,20 @@ class SglangBackend(RemoteBackend):
         self._limits.check_ids(candidate_ids)
         self._limits.check_positions(positions, response_ids)
         asked = zip(_prefixes(prompt_ids, response_ids, positions), candidate_ids, strict=True)
-        found = await self.next_tokens(asked, 0, temperature, deadline)
+        found = await self.next_tokens(asked, 0, temperature, deadline, expected_version)
         self._names.require([each.version for each in found], expected_version)
         return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        if self._adapters is not None:
+            await self._adapters.update(snapshot, deadline=deadline)
+        else:
+            await self._replace_weights(snapshot, deadline)
+        self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
+
+    async def _replace_weights(self, snapshot: WeightSnapshot, deadline: float) -> None:
         with self._standstill.loading(), self._names.updating(snapshot.version):
             await self._weights.update(snapshot, deadline=deadline)
-        self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
 
     @property
     def sleeps_while_training(self) -> bool:
@@ -261,7 +278,7 @@ class SglangBackend(RemoteBackend):
         self._standstill.sleeping(False)
 
     async def ping(self, *, deadline: float) -> None:
-        names = self._names.now()
+        names = self._names.now()  # of the base, whatever adapters there are
         await self._standstill.ping(
             lambda: sglang_health.ask_engine(self._server, names, deadline=deadline),
             lambda: self._server.endpoint.get(READY, deadline=deadline),
@@ -289,6 +306,7 @@ class SglangBackend(RemoteBackend):
         if noise is None:
             noise = noise_nats(differences(generated, scored.logprobs, *scored.top))
         attached_student = self._role == "student" and self._settings.is_attached
+        takes_adapters = self._settings.weights.transport == "adapter"
         return Capabilities(
             model=str(files.directory),
             vocab_size=self._vocab_size,
@@ -299,15 +317,15 @@ class SglangBackend(RemoteBackend):
             max_position_top_k=self._vocab_size,
             exact_entropy=False,
             candidate_logprobs="single",
-            weight_update=True,
-            in_flight_updates=self._weights.holds_requests,
+            weight_update=not takes_adapters or self._adapters is not None,
+            in_flight_updates=takes_adapters or self._weights.holds_requests,
             logprob_noise_nats=noise,
             score_temperature="one",
             generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),
             seeds=info.enable_deterministic_inference,
             prefix_caching=not info.disable_radix_cache,
             weight_transport=self._settings.weights.transport,
-            version=None if attached_student else WeightVersion(0, 0),
+            version=None if attached_student and self._adapters is None else WeightVersion(0, 0),
             server=f"sglang {info.version}",
         )
 
@@ -327,9 +345,8 @@ class SglangBackend(RemoteBackend):
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
         }
-        names = self._names.now()
 
-        def read(reply: bytes) -> Steps[Scores]:
+        def read(reply: bytes, names: ReplyNames) -> Steps[Scores]:
             found = yield from read_scores(reply, names, response_ids, vocab_size=self._vocab_size)
             check_rows(response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
             return found
@@ -337,9 +354,17 @@ class SglangBackend(RemoteBackend):
         return await self._ask(body, read, deadline)
 
     async def next_tokens(
-        self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
+        self,
+        asked: Iterable[tuple[IntArray, IntArray | None]],
+        top_k: int,
+        temperature: float,
+        deadline: float,
+        expected: WeightVersion | None = None,
     ) -> list[NextToken]:
-        """Return the distribution after each prefix: its top-k, or the tokens given with the prefix."""
+        """Return the distribution after each prefix: its top-k, or the tokens given with the prefix.
+
+        Where the server has several versions as adapters, that which is expected is asked for.
+        """
         places = asyncio.Semaphore(POSITIONS_IN_FLIGHT)
 
         async def ask(prefix_ids: IntArray, chosen_ids: IntArray | None) -> NextToken:
@@ -351,7 +376,7 @@ class SglangBackend(RemoteBackend):
                 **(_output_top_k(top_k) if chosen is None else {"token_ids_logprob": chosen}),
             }
 
-            def read(reply: bytes) -> Steps[NextToken]:
+            def read(reply: bytes, names: ReplyNames) -> Steps[NextToken]:
                 found = yield from read_next_token(reply, names, chosen)
                 if found.top is not None:
                     check_topk(*found.top, (1, top_k), self._vocab_size)
@@ -360,15 +385,33 @@ class SglangBackend(RemoteBackend):
                 return found
 
             async with places:
-                names = self._names.now()
-                return await self._ask(body, read, deadline)
+                return await self._ask(body, read, deadline, expected)
 
         requests = list(asked)
         for prefix_ids, _ in requests:
             self._limits.check(prefix_ids, new_tokens=1, top_k=top_k)
         return await gather(ask(*each) for each in requests)
 
-    async def _ask(self, body: dict[str, Any], read: Callable[[bytes], Steps[T]], deadline: float) -> T:
+    @contextlib.contextmanager
+    def _asking(self, expected: WeightVersion | None) -> Iterator[tuple[dict[str, str], ReplyNames]]:
+        """Give what one request says of its weights, and what reads their names in its reply."""
+        if self._adapters is None or not self._adapters.has_any:
+            yield {}, self._names.now()
+            return
+        with self._adapters.request(expected) as adapter, unknown_as_restarted(self._name):
+            yield {"lora_path": adapter.name}, adapter
+
+    async def _first_token(self, adapter: str, deadline: float) -> None:
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "lora_path": adapter}
+        await self._server.ask(GENERATE, body, bytes, deadline=deadline)
+
+    async def _ask(
+        self,
+        body: dict[str, Any],
+        read: Callable[[bytes, ReplyNames], Steps[T]],
+        deadline: float,
+        expected: WeightVersion | None = None,
+    ) -> T:
         """Send one request under its own id, and abort it by that id if nobody waits for it any longer.
 
         The server would notice the closed connection only after seconds. It aborts all ids with a given prefix, so ids
@@ -383,9 +426,14 @@ class SglangBackend(RemoteBackend):
             logprobs=rows * (1 + body.get("top_logprobs_num", 0)) + len(body.get("token_ids_logprob", ())),
         )
         try:
-            return await self._server.ask_in_steps(
-                GENERATE, {"rid": request_id, **body}, read, deadline=deadline, size=size
-            )
+            with self._asking(expected) as (weights, names):
+                return await self._server.ask_in_steps(
+                    GENERATE,
+                    {"rid": request_id, **weights, **body},
+                    lambda reply: read(reply, names),
+                    deadline=deadline,
+                    size=size,
+                )
         except (asyncio.CancelledError, DeadlineExceededError):
             soon = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
             with contextlib.suppress(RequestError):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from spot_async.errors import PermanentError, ThrottledError, TransientError
 
-from ..shared.held_weights import SentNames
+from ..shared.held_weights import ReplyNames
 from ..shared.remote import RemoteServer
 from .weights import ModelInfo
 
 
-async def ask_engine(server: RemoteServer, names: SentNames, *, deadline: float) -> None:
+async def ask_engine(server: RemoteServer, names: ReplyNames, *, deadline: float) -> None:
     """Raise a `RequestError` unless the scheduler answers, accepts requests, and has weights that we sent."""
     await server.endpoint.get("/server_info", deadline=deadline)
     try:

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import yaml
 
+from spot_async.config import LoraConfig
+from spot_async.config.lora import TARGETS
 from spot_async.errors import ConfigError
 from spot_async.types import WeightVersion
 
+from ..shared.adapters import LOADED_AT_ONCE
 from ..shared.launch import Command, Doorway, LaunchSettings
 
 PACKAGE = "sglang"
@@ -16,7 +19,14 @@ CONFIG = "--config"
 FLAGS = "flags.yaml"
 
 
-def sglang_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, sleeps: bool = False) -> Command:
+def sglang_command(
+    settings: LaunchSettings,
+    model: Path,
+    doorway: Doorway,
+    *,
+    sleeps: bool = False,
+    adapters: LoraConfig | None = None,
+) -> Command:
     """Return the command for a server that names its first weights 0.0.
 
     Its key is in a file of flags, because every user of the machine could read a command line. `settings.arguments`
@@ -34,6 +44,9 @@ def sglang_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, s
         argv += ["--mem-fraction-static", str(settings.memory_fraction)]
     if sleeps:
         argv += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    if adapters is not None:
+        argv += ["--enable-lora", "--max-lora-rank", str(adapters.rank), "--max-loras-per-batch", str(LOADED_AT_ONCE)]
+        argv += ["--lora-target-modules", *TARGETS[adapters.targets]]
     return Command(
         [*argv, *settings.arguments],
         {"HF_HUB_OFFLINE": "1", **settings.environment},

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from spot_async.errors import PoisonedReplyError, TransientError
 from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
 
-from ..shared.held_weights import SentNames
+from ..shared.held_weights import ReplyNames
 from ..shared.stepwise import Steps
 
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
@@ -94,7 +94,7 @@ _decoder = msgspec.json.Decoder(Reply)
 _rows_decoder = msgspec.json.Decoder(Rows)
 
 
-def read_generation(body: bytes, names: SentNames, *, top_k: int) -> Steps[Generation]:
+def read_generation(body: bytes, names: ReplyNames, *, top_k: int) -> Steps[Generation]:
     """Read a whole response. Raises `TransientError` if the server aborted it."""
     reply = _read(body)
     meta = reply.meta_info
@@ -115,7 +115,7 @@ def read_generation(body: bytes, names: SentNames, *, top_k: int) -> Steps[Gener
     )
 
 
-def read_scores(body: bytes, names: SentNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
+def read_scores(body: bytes, names: ReplyNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
     """Read log-probabilities that were asked for from the last prompt token on, and drop that token's own row.
 
     Raises `TransientError` if the server aborted the request.
@@ -139,7 +139,7 @@ def read_scores(body: bytes, names: SentNames, response_ids: IntArray, *, vocab_
     )
 
 
-def read_next_token(body: bytes, names: SentNames, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
+def read_next_token(body: bytes, names: ReplyNames, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
     """Read the first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
     reply = _read(body)
     meta = reply.meta_info
@@ -181,7 +181,7 @@ def _finish_reason(meta: MetaInfo) -> FinishReason:
     return "stop" if finish.type == "stop" else "length"
 
 
-def _version_spans(meta: MetaInfo, names: SentNames, count: int) -> tuple[VersionSpan, ...]:
+def _version_spans(meta: MetaInfo, names: ReplyNames, count: int) -> tuple[VersionSpan, ...]:
     """Read which weights sampled which tokens. Servers before 0.5.19 name only one version, and use only one."""
     if not meta.weight_versions:
         return (VersionSpan(0, count, names.version(meta.weight_version)),)

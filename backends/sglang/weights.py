@@ -77,7 +77,7 @@ class SglangWeights:
         self.holds_requests = info.release >= FLUSH_WHILE_PAUSED  # through an update; else it aborts them
         self._lock = asyncio.Lock()
         self._transport: SglangTransport
-        if settings.transport == "disk":
+        if settings.transport != "distributed":
             self._transport = DiskTransport(self._control, flush=self.holds_requests)
         elif info.dp_size > 1:
             raise ConfigError(

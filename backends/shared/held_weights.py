@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from spot_async.errors import ServerRestartedError, VersionMismatchError
 from spot_async.types import WeightVersion
@@ -105,6 +105,14 @@ class WeightNames:
                 f"{self._server}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
             ) from None
         return self._held.check(version, since)
+
+
+class ReplyNames(Protocol):
+    """Reads the names of weights in a reply."""
+
+    def version(self, name: str | None) -> WeightVersion:
+        """Return the version that a name means."""
+        ...
 
 
 class SentNames(NamedTuple):

@@ -48,8 +48,10 @@ BUCKET_BYTES = 1 << 30  # broadcast in one request; the server needs this much m
 class WeightSettings(Section):
     """How new weights reach the servers of a student."""
 
-    transport: Literal["disk", "distributed"] = Field(
-        "disk", description="disk: servers read the published directory; distributed: they receive its tensors"
+    transport: Literal["disk", "distributed", "adapter"] = Field(
+        "disk",
+        description="disk: servers read the published directory; distributed: they receive its tensors; adapter: "
+        "they read the adapter alone (needs `training.lora`)",
     )
     backend: Literal["nccl", "gloo"] = Field(
         "nccl", description="for distributed: nccl between GPUs, gloo between CPUs"

@@ -7,8 +7,9 @@ weights. Here replies become generations, scores and candidates, with versions a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -35,9 +36,10 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from ..shared.adapters import Adapters
 from ..shared.behind import ask_behind
 from ..shared.health import Standstill
-from ..shared.held_weights import INITIAL, WeightNames
+from ..shared.held_weights import INITIAL, ReplyNames, WeightNames
 from ..shared.launch import LaunchSettings
 from ..shared.masking import logit_bias
 from ..shared.remote import RemoteBackend, RemoteServer
@@ -47,6 +49,7 @@ from ..shared.served_topk import bounded_scores, scored_positions
 from ..shared.student_settings import StudentServerSettings
 from . import health as vllm_health
 from . import sleeping as vllm_sleeping
+from .adapters import VllmAdapters, unknown_as_restarted
 from .client import Sampled, VllmClient, check_temperature, read_error
 from .discovery import SAYINGS, ServerFacts, discover
 from .launch import PACKAGE, vllm_command
@@ -85,6 +88,7 @@ class VllmBackend(RemoteBackend):
             takes_weights=self._is_student,
             sleeps=settings.sleep_while_training,
             weight_transfer=transfer_config(settings.weights),
+            adapters=settings.adapters(role),
         )
         self._server = RemoteServer(
             settings,
@@ -97,6 +101,10 @@ class VllmBackend(RemoteBackend):
         )
         self._client = VllmClient(self._server)
         self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
+        self._adapters: Adapters | None = None
+        if (lora := settings.adapters(role)) is not None:
+            base, loads = self._server.files.directory, VllmAdapters(self._client)
+            self._adapters = Adapters(loads, lora, name=self._name, base=base, directory=run_directory / "weights")
         self._singles = asyncio.Semaphore(SINGLE_REQUESTS)
         self._found: ServerFacts
         self._names = WeightNames(self._name, is_student=self._is_student)
@@ -113,7 +121,9 @@ class VllmBackend(RemoteBackend):
             self._names.start(self._found.weights)
             if self.sleeps_while_training:
                 await vllm_sleeping.check_can_sleep(self._server, deadline=deadline)
-            if self._is_student and not self._found.takes_weights:
+            if self._adapters is not None:
+                await self._adapters.start(deadline=deadline)
+            elif self._is_student and not self._found.takes_weights:
                 structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)
             elif self._is_student and not self._settings.is_attached:
                 await self._updater.name(str(INITIAL), deadline=deadline)
@@ -130,6 +140,8 @@ class VllmBackend(RemoteBackend):
     ) -> None:
         try:
             await self._updater.close()
+            if self._adapters is not None and self._settings.is_attached:
+                await self._adapters.close()
         finally:
             await self._server.__aexit__(kind, error, trace)
 
@@ -143,7 +155,7 @@ class VllmBackend(RemoteBackend):
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """Return what discovery found when the backend was entered."""
         found, files = self._found, self._server.files
-        takes_weights = self._is_student and found.takes_weights
+        takes_weights = self._takes_weights
         top_k = min(found.max_logprobs, files.vocab_size)
         return Capabilities(
             model=self._client.model,
@@ -162,9 +174,24 @@ class VllmBackend(RemoteBackend):
             logprob_convention="truncated" if found.processed else "untruncated",
             score_temperature="one",
             generation_temperature="request" if found.processed else "one",
-            version=None if takes_weights and self._settings.is_attached else INITIAL,
+            version=None if takes_weights and self._settings.is_attached and self._adapters is None else INITIAL,
             server=f"vllm {found.version}",
         )
+
+    @property
+    def _takes_weights(self) -> bool:
+        if self._settings.weights.transport == "adapter":
+            return self._adapters is not None
+        return self._is_student and self._found.takes_weights
+
+    @contextlib.contextmanager
+    def _asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[VllmClient, ReplyNames]]:
+        """Give the client for one request, and what reads the names of weights in its reply."""
+        if self._adapters is None or not self._adapters.has_any:
+            yield self._client, self._names.now()
+            return
+        with self._adapters.request(expected) as adapter, unknown_as_restarted(self._name):
+            yield self._client.naming(adapter.name), adapter
 
     @property
     def _max_context_tokens(self) -> int:
@@ -205,7 +232,6 @@ class VllmBackend(RemoteBackend):
             "ignore_eos": True,  # so that only the given tokens end a response
             **logit_bias(sampling, vocab_size := self._server.files.vocab_size),
         }
-        names = self._names.now()
 
         def make(reply: Sampled) -> Generation:
             generation = Generation(
@@ -218,14 +244,15 @@ class VllmBackend(RemoteBackend):
             )
             return check_generation(generation, sampling, top_k=top_k, vocab_size=vocab_size)
 
-        return await self._client.sample_as(
-            make,
-            prompt_ids.tolist(),
-            parameters,
-            top_k=top_k,
-            logprobs=min(top_k + 1, vocab_size) if top_k else 0,
-            deadline=deadline,
-        )
+        with self._asking() as (client, names):
+            return await client.sample_as(
+                make,
+                prompt_ids.tolist(),
+                parameters,
+                top_k=top_k,
+                logprobs=min(top_k + 1, vocab_size) if top_k else 0,
+                deadline=deadline,
+            )
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -239,9 +266,10 @@ class VllmBackend(RemoteBackend):
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
-            logprobs, topk_ids, topk_logprobs = await self._client.score(
-                prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
-            )
+            with self._asking() as (client, _):
+                logprobs, topk_ids, topk_logprobs = await client.score(
+                    prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
+                )
         else:
             logprobs = np.zeros(0, np.float32)
             topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
@@ -270,10 +298,11 @@ class VllmBackend(RemoteBackend):
         vLLM serves a wide top-k of tokens that it samples. Of a prompt it would serve one for all tokens or none.
         """
         check_temperature(self._name, temperature)
-        rows = await self._one_by_one(
-            functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline)
-            for prefix in _prefixes(prompt_ids, response_ids, positions)
-        )
+        with self._asking() as (client, _):
+            rows = await self._one_by_one(
+                functools.partial(client.distribution, prefix, top_k=top_k, deadline=deadline)
+                for prefix in _prefixes(prompt_ids, response_ids, positions)
+            )
         none = np.zeros((0, top_k))
         return scored_positions(
             np.concatenate([none.astype(np.int32), *(row.topk_ids for row in rows)]),
@@ -319,21 +348,21 @@ class VllmBackend(RemoteBackend):
     ) -> FloatArray:
         """Return (N, k) by one request per position for its top-k, then one for each token that is not among those."""
         top_k = min(self._found.max_logprobs, self._server.files.vocab_size, CANDIDATE_TOP_K)
-        names = self._names.now()
-        widest = await self._one_by_one(
-            functools.partial(self._client.distribution, prefix, top_k=top_k, deadline=deadline) for prefix in prefixes
-        )
-        found = [dict(zip(row.topk_ids[0].tolist(), row.topk_logprobs[0].tolist(), strict=True)) for row in widest]
-        missing = [
-            (n, token_id)
-            for n, tokens in enumerate(candidate_ids.tolist())
-            for token_id in tokens
-            if token_id not in found[n]
-        ]
-        singles = await self._one_by_one(
-            functools.partial(self._client.next_token, prefixes[n], token_id, deadline=deadline)
-            for n, token_id in missing
-        )
+        with self._asking(expected) as (client, names):
+            widest = await self._one_by_one(
+                functools.partial(client.distribution, prefix, top_k=top_k, deadline=deadline) for prefix in prefixes
+            )
+            found = [dict(zip(row.topk_ids[0].tolist(), row.topk_logprobs[0].tolist(), strict=True)) for row in widest]
+            missing = [
+                (n, token_id)
+                for n, tokens in enumerate(candidate_ids.tolist())
+                for token_id in tokens
+                if token_id not in found[n]
+            ]
+            singles = await self._one_by_one(
+                functools.partial(client.next_token, prefixes[n], token_id, deadline=deadline)
+                for n, token_id in missing
+            )
         self._expect(expected, [version_spans(names, row.spans, 1) for row in (*widest, *singles)])
         for (n, token_id), row in zip(missing, singles, strict=True):
             found[n][token_id] = float(row.logprobs[0])
@@ -359,14 +388,15 @@ class VllmBackend(RemoteBackend):
             columns.append(len(row))
             row.extend(tokens)
         first, last = min(wanted), max(wanted)
-        updates, names = self._updates, self._names.now()
-        served = await self._client.chosen(
-            [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
-            [wanted.get(position, []) for position in range(first, last + 1)],
-            start=decision_row(len(prompt_ids), first),
-            check=lambda spans: self._expect(expected, [version_spans(names, spans, 1)]),
-            deadline=deadline,
-        )
+        updates = self._updates
+        with self._asking(expected) as (client, names):
+            served = await client.chosen(
+                [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
+                [wanted.get(position, []) for position in range(first, last + 1)],
+                start=decision_row(len(prompt_ids), first),
+                check=lambda spans: self._expect(expected, [version_spans(names, spans, 1)]),
+                deadline=deadline,
+            )
         if updates != self._updates:  # the reply names only the weights of the token sampled after these rows
             raise VersionMismatchError(
                 f"{self._name}: the weights changed while candidates were scored", may_pass=expected is None
@@ -380,7 +410,13 @@ class VllmBackend(RemoteBackend):
         )
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Load new weights, all or nothing. No response is lost: those under way continue with the new weights."""
+        """Load new weights, all or nothing. No response is lost: those under way continue with the new weights.
+
+        Those of an adapter end with the adapter that they began with.
+        """
+        if self._adapters is not None:
+            await self._adapters.update(snapshot, deadline=deadline)
+            return
         if not self._found.takes_weights:
             needs = self._found.weights_need
             raise ConfigError(f"{self._server.section}: the server takes no weights: it needs {needs}")
@@ -404,11 +440,11 @@ class VllmBackend(RemoteBackend):
         self._standstill.sleeping(False)
 
     async def ping(self, *, deadline: float) -> None:
-        names = self._names.now()
-        await self._standstill.ping(
-            lambda: vllm_health.ask_engine(self._client, names, deadline=deadline),
-            lambda: self._server.endpoint.get("/health", deadline=deadline),
-        )
+        with self._asking() as (client, names):
+            await self._standstill.ping(
+                lambda: vllm_health.ask_engine(client, names, deadline=deadline),
+                lambda: self._server.endpoint.get("/health", deadline=deadline),
+            )
 
     async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
         """Return results in order, with at most `SINGLE_REQUESTS` in flight."""

@@ -81,6 +81,12 @@ class VllmClient:
         """Use OpenAI's route from now on, for servers without the one for token ids only."""
         self.route = CompletionsRoute()
 
+    def naming(self, model: str) -> VllmClient:
+        """Return a client of the same server whose requests name another model, such as an adapter."""
+        other = VllmClient(self.server)
+        other.model, other.route = model, self.route
+        return other
+
     async def sample(
         self, prompt: list[int], parameters: Mapping[str, Any], *, top_k: int, logprobs: int, deadline: float
     ) -> Sampled:

@@ -13,7 +13,7 @@ from typing import Any
 
 from spot_async.errors import DeadlineExceededError, PermanentError, TransientError
 
-from ..shared.held_weights import SentNames
+from ..shared.held_weights import ReplyNames
 from ..shared.remote import RemoteServer
 from .client import NoSuchRouteError, VllmClient
 
@@ -22,7 +22,7 @@ ONE_TOKEN_SHARE = 0.7  # share of the time left for sampling one token; the rest
 TOKENS_COUNTED = re.compile(rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
-async def ask_engine(client: VllmClient, names: SentNames, *, deadline: float) -> None:
+async def ask_engine(client: VllmClient, names: ReplyNames, *, deadline: float) -> None:
     """Raise a `RequestError` unless the engine answers and has weights that we sent.
 
     Without developer mode this samples one token.

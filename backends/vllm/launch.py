@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from spot_async.config import LoraConfig
+from spot_async.config.lora import TARGETS
+
+from ..shared.adapters import LOADED_AT_ONCE
 from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
 
 PACKAGE = "vllm"
 SCALE_OUT_SINCE = (0, 30)  # from here on /inference/v1/generate needs a flag that older versions do not know
+ALLOW_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks that a server can be started for
 
 
 def vllm_command(
@@ -20,6 +26,7 @@ def vllm_command(
     takes_weights: bool,
     sleeps: bool = False,
     weight_transfer: str | None = None,
+    adapters: LoraConfig | None = None,
 ) -> Command:
     """Return the command for a server on a Unix socket, or on a port if one is given or a prefix starts it.
 
@@ -43,10 +50,28 @@ def vllm_command(
         argv.append("--enable-sleep-mode")
     if takes_weights and weight_transfer is not None:
         argv += ["--weight-transfer-config", weight_transfer]
+    if adapters is not None:
+        argv += adapter_arguments(adapters)
     environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": doorway.key}
     if takes_weights:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
+    if adapters is not None:
+        environment[ALLOW_ADAPTERS] = "True"
     return Command([*argv, *settings.arguments], {**environment, **settings.environment}, PACKAGE, uds)
+
+
+def adapter_arguments(lora: LoraConfig) -> list[str]:
+    """Return the flags of a server that takes such adapters.
+
+    Without the list of layers the output layer could have one too, and then two prompts that are scored at once end the
+    engine (vLLM 0.32).
+    """
+    rank = next((each for each in RANKS if each >= lora.rank), lora.rank)
+    return [
+        *("--enable-lora", "--max-lora-rank", str(rank)),
+        *("--max-loras", str(LOADED_AT_ONCE), "--max-cpu-loras", str(LOADED_AT_ONCE + 1)),
+        *("--lora-target-modules", *TARGETS[lora.targets]),
+    ]
 
 
 def release(version: str) -> tuple[int, ...]:

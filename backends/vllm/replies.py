@@ -18,7 +18,7 @@ import numpy as np
 from spot_async.errors import PoisonedReplyError
 from spot_async.types import FloatArray, IntArray, VersionSpan
 
-from ..shared.held_weights import SentNames
+from ..shared.held_weights import ReplyNames
 from ..shared.replies import only
 from ..shared.stepwise import Steps
 from ..shared.token_texts import TOKEN_ID_PREFIX
@@ -49,7 +49,7 @@ class NamedSpan(msgspec.Struct):
     end: int
 
 
-def version_spans(names: SentNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
+def version_spans(names: ReplyNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
     """Return the version spans of a reply of `count` tokens; only one if the server names no weights."""
     if not spans:
         return (VersionSpan(0, count, names.version(None)),)

@@ -44,7 +44,7 @@ def transfer_config(settings: WeightSettings) -> str | None:
 
 def make_updater(server: RemoteServer, settings: WeightSettings, *, run_directory: Path) -> WeightUpdater:
     transport: VllmTransport
-    if settings.transport == "disk":
+    if settings.transport != "distributed":
         transport = DiskTransport(server)
     else:
         sender = WeightSender(settings, name=server.name, log_directory=run_directory / "logs")

@@ -17,6 +17,7 @@ from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
 
 if TYPE_CHECKING:
+    from spot_async.config.lora import LoraConfig
     from spot_async.spending.account import Account
 
 
@@ -74,6 +75,13 @@ class PluginSettings(Section):
         copy = self.model_copy()
         copy._cores = cores
         return copy
+
+    def with_lora(self, lora: LoraConfig | None) -> Self:
+        """Return a student's settings for a run that trains such adapters, or none (`training.lora`).
+
+        Raise ValueError if its servers cannot serve what that run trains.
+        """
+        return self
 
     @property
     def place(self) -> Place | None:

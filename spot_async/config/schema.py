@@ -371,6 +371,7 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
+        self.student.backend.with_lora(self.training.lora)
         self._check_queue()
         cap = self.training.importance_cap
         if cap is not None and self.training.behavior_under(self.max_staleness) == "served":

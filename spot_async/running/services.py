@@ -108,7 +108,8 @@ async def open_services(
     async with placed(served, cluster, directory) as there:
         make = _first_server if directly else _pool
         backends = {
-            role: make(role, model, directory, spending, cores, listener) for role, model in there.served.items()
+            role: make(role, _of_run(role, model, run), directory, spending, cores, listener)
+            for role, model in there.served.items()
         }
         if (replayed := spending.replayed_teacher) is not None:
             backends["teacher"] = replayed
@@ -125,6 +126,13 @@ async def open_services(
                     kept_scores = await spending.kept_scores(found)
                     found = await _give_first_weights(run, there.served, backends, found, listener)
                 yield OpenServices(backends, found, spending, kept_scores, diagnosis)
+
+
+def _of_run(role: str, model: ModelConfig, run: tuple[Config, TrainPlan] | None) -> ModelConfig:
+    """Return the model with what its servers have to know of the run."""
+    if role != "student" or run is None:
+        return model
+    return model.model_copy(update={"backend": model.backend.with_lora(run[0].training.lora)})
 
 
 def _pool(

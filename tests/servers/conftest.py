@@ -25,6 +25,7 @@ from tiny_models import make_model
 from spot_async.backends.sglang.launch import sglang_command
 from spot_async.backends.shared.launch import Doorway, LaunchSettings, free_port
 from spot_async.backends.vllm.launch import vllm_command
+from spot_async.config import LoraConfig
 
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
@@ -127,12 +128,15 @@ def start_vllm(vllm_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFac
         takes_weights: bool = True,
         scale_out: bool = True,
         port: int | None = None,
+        adapters: LoraConfig | None = None,
     ) -> Iterator[RunningServer]:
         port = port or free_port()
         settings = vllm_launch.model_copy(update={"arguments": [*VLLM_ARGUMENTS, *arguments], "port": port})
         directory = tmp_path_factory.mktemp("vllm")
         doorway = Doorway(port, directory, NO_KEY)
-        command = vllm_command(settings, model, doorway, max_logprobs=max_logprobs, takes_weights=takes_weights)
+        command = vllm_command(
+            settings, model, doorway, max_logprobs=max_logprobs, takes_weights=takes_weights, adapters=adapters
+        )
         argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
         environment, log_path = command.environment, directory / "log"
         with run_server(argv, environment=environment, port=port, model=model, log_path=log_path) as server:
@@ -153,11 +157,13 @@ def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPat
     """`start_sglang(model, *arguments)`: an SGLang server until the context ends, by the adapter's own command."""
 
     @contextmanager
-    def start(model: Path, *arguments: str, port: int | None = None) -> Iterator[RunningServer]:
+    def start(
+        model: Path, *arguments: str, port: int | None = None, adapters: LoraConfig | None = None
+    ) -> Iterator[RunningServer]:
         settings = sglang_launch.model_copy(update={"arguments": [*SGLANG_ARGUMENTS, *arguments]})
         port = port or free_port()
         directory = tmp_path_factory.mktemp("sglang")
-        command = sglang_command(settings, model, Doorway(port, directory, NO_KEY))
+        command = sglang_command(settings, model, Doorway(port, directory, NO_KEY), adapters=adapters)
         for name, text in command.files.items():
             (directory / name).write_text(text)
         log_path = directory / "log"

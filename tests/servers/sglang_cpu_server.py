@@ -1,6 +1,6 @@
 """Starts SGLang's server, as published for GPUs, on a machine without one. Arguments are the server's own.
 
-Three things that are missing there get stand-ins; nothing that is installed is changed. Run by the interpreter of
+Some things that are missing there get stand-ins; nothing that is installed is changed. Run by the interpreter of
 SGLang's environment. The server's other processes are forked, so all of them have the stand-ins.
 """
 
@@ -90,7 +90,21 @@ def allow_deterministic_inference() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
 
 
+def forget_pinned_memory() -> None:
+    """SGLang's adapters are held in pinned memory, which only machines with an accelerator have."""
+    for name in ("empty", "zeros", "ones", "arange", "tensor", "full"):
+        make = getattr(torch, name)
+
+        def unpinned(*values: Any, _make: Any = make, pin_memory: bool = False, **keys: Any) -> Any:
+            return _make(*values, **keys)
+
+        setattr(torch, name, unpinned)
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+
+
 stand_ins = [declare_torchvision_operators(), install_kernels()]
+if "--enable-lora" in sys.argv:
+    forget_pinned_memory()
 if "--enable-deterministic-inference" in sys.argv:
     allow_deterministic_inference()
 

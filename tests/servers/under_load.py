@@ -1,0 +1,131 @@
+"""A load of rollouts on a student whose weights change, through a pool and stages as in a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from parity import PARITY_NATS, Dense, decisions, own, soon
+
+from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import both, watched
+from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.replicas.pool import ReplicaPool
+from spot_async.stages.stage import Stage
+from spot_async.tools.conformance.checks import A_LITTLE
+from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, WeightSnapshot, WeightVersion
+
+ROLLOUTS = 8  # in flight, always
+BETWEEN = 6  # tokens that others sample between two updates
+BEYOND_SHARE = 1e-4  # of positions, by which rounding in float32 alone takes them a little beyond the bound
+VOCAB = 512
+RESPONSE = np.random.default_rng(1).integers(3, VOCAB, 40).astype(np.int32)
+POSITIONS = np.arange(0, 40, 5, dtype=np.int32)
+CANDIDATES = np.arange(32, dtype=np.int32).reshape(8, 4)
+
+
+def prompt_of(number: int) -> IntArray:
+    return np.random.default_rng(number).integers(3, 480, 20 + number % 60).astype(np.int32)
+
+
+def sampling(max_tokens: int, seed: int) -> SamplingSettings:
+    return SamplingSettings(max_tokens=max_tokens, stop_token_ids=(), seed=seed)
+
+
+class Load:
+    """What is asked of the student while its weights change."""
+
+    def __init__(self, pool: ReplicaPool[Any], tokens: int) -> None:
+        def stage(name: str) -> Stage[Any]:
+            return Stage(
+                name,
+                pool,
+                concurrency=ROLLOUTS + 1,
+                timeout_s=300.0,
+                retry=RetryPolicy(8),
+                mailbox_capacity=ROLLOUTS + 1,
+                jitter=lambda: 0.5,
+                longest_standstill_s=WEIGHT_UPDATE_TIMEOUT_S,
+            )
+
+        self._rollout, self._candidates = stage("rollout"), stage("candidates")
+        self._tokens = tokens  # of a rollout
+        self.asked = 0
+        self.replies: list[tuple[IntArray, Generation]] = []
+        self.candidates: list[FloatArray] = []
+        self.is_over = False
+
+    async def generate(self, max_tokens: int) -> None:
+        number = self.asked
+        self.asked += 1
+        prompt = prompt_of(number)
+        reply = await self._rollout.ask(
+            (number,),
+            lambda student, deadline: student.generate(prompt, sampling(max_tokens, number), deadline=deadline),
+        )
+        assert len(reply.token_ids) == max_tokens
+        self.replies.append((prompt, reply))
+
+    async def roll_out(self, first_tokens: int) -> None:
+        await self.generate(first_tokens)
+        while not self.is_over:
+            await self.generate(self._tokens)
+
+    async def score_candidates(self) -> None:
+        self.candidates.append(
+            await self._candidates.ask(
+                (0,),
+                lambda student, deadline: student.candidate_logprobs(
+                    prompt_of(0),
+                    RESPONSE,
+                    POSITIONS,
+                    CANDIDATES,
+                    temperature=1.0,
+                    expected_version=None,
+                    deadline=deadline,
+                ),
+            )
+        )
+
+
+async def under_load(make: Callable[[], Any], held: dict[WeightVersion, Path], tokens: int) -> Load:
+    """Update a student to each of the weights in turn, under a load of rollouts of so many tokens; return the load."""
+    pool: ReplicaPool[Any] = ReplicaPool("student", {"student": make}, are_ours=False)
+    snapshots = [WeightSnapshot(directory=str(path), version=version) for version, path in held.items()]
+
+    async def run() -> Load:
+        assert (await pool.capabilities(deadline=soon())).in_flight_updates
+        await pool.update_weights(snapshots[0], deadline=soon())
+        load = Load(pool, tokens)
+        async with asyncio.TaskGroup() as group:
+            # They begin with unlike lengths, or all of them could end at the same moment, and an update meet none.
+            for number in range(1, ROLLOUTS + 1):
+                group.create_task(load.roll_out(tokens * number // ROLLOUTS))
+            for snapshot in snapshots[1:]:
+                await load.generate(BETWEEN)  # beside the others, which come as far
+                await both(load.score_candidates(), pool.update_weights(snapshot, deadline=soon()))
+            await load.generate(BETWEEN)
+            load.is_over = True
+        assert pool.replicas[0].restarts == 0
+        return load
+
+    async with pool:
+        return await watched(run(), [pool.watch])
+
+
+def nats_off_spans(prompt: IntArray, reply: Generation, held: dict[WeightVersion, Path], dense: Dense) -> FloatArray:
+    """How far off each token's log-probability (T,) is from the weights that its span names."""
+    sequence = [*prompt.tolist(), *reply.token_ids.tolist()]
+    exact = np.full(len(reply.token_ids), np.nan, np.float32)
+    for span in reply.version_spans:
+        rows = decisions(dense(held[span.version], sequence), prompt, reply.token_ids)
+        exact[span.start : span.end] = own(rows, reply.token_ids)[span.start : span.end]
+    return np.abs(reply.logprobs - exact)
+
+
+def expect_rounding(nats: FloatArray) -> None:
+    assert float(nats.max()) <= A_LITTLE * PARITY_NATS, f"{nats.max():.2g} nats off"
+    assert float((nats > PARITY_NATS).mean()) <= BEYOND_SHARE
