@@ -21,7 +21,7 @@ from toy_runs import CONFIGS, train, with_error
 
 METHODS = ("opd", "spot", "grpo")
 LORA = "training.lora={rank: 8, alpha: 16, targets: all}"
-RATES = {"full": (1e-4, 2e-4, 4e-4, 8e-4), "LoRA": (5e-4, 1e-3, 2e-3, 4e-3)}
+RATES = {"full": (1e-4, 2e-4, 4e-4, 8e-4), "LoRA": (2.5e-4, 5e-4, 1e-3, 2e-3)}
 RATE_SEED = 100
 
 
