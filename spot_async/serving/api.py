@@ -37,6 +37,8 @@ GENERATE_MANY = "/generate_many"
 SCORE = "/score"
 CANDIDATE_LOGPROBS = "/candidate_logprobs"
 UPDATE_WEIGHTS = "/update_weights"
+LOAD_ADAPTER = "/load_adapter"
+UNLOAD_ADAPTER = "/unload_adapter"
 
 CONTENT_TYPE = "application/msgpack"
 # Names the process that a request is meant for. Any other process, such as the same server started again with other
@@ -87,6 +89,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: IntArray  # (P,)
     sampling: SamplingSettings
     top_k: int = 0
+    adapter: str | None = None  # the name of one that is loaded; None: the server's own weights
     timeout_s: float
 
 
@@ -111,6 +114,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: IntArray  # (T,)
     top_k: int
     temperature: float = 1.0
+    adapter: str | None = None
     timeout_s: float
 
 
@@ -123,6 +127,7 @@ class CandidateRequest(msgspec.Struct, frozen=True, kw_only=True):
     candidate_ids: IntArray  # (N, k)
     expected_version: WeightVersion | None  # None: those that it holds then
     temperature: float = 1.0
+    adapter: str | None = None
     timeout_s: float
 
 
@@ -135,6 +140,21 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answered with a `VersionReply` once all later tokens will come from the new weights."""
 
     snapshot: WeightSnapshot
+    timeout_s: float
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Load the adapter in the snapshot's directory under a new name. Answered with a `VersionReply`."""
+
+    name: str
+    snapshot: WeightSnapshot
+    timeout_s: float
+
+
+class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Forget an adapter. Requests that name it already go on with it. Answered with a `VersionReply`."""
+
+    name: str
     timeout_s: float
 
 

@@ -79,7 +79,16 @@ def test_a_server_for_other_machines_is_asked_by_any_name_of_its_own_with_its_ke
     assert (refusal and refusal.status) == status
 
 
-@pytest.mark.parametrize("path", [api.UPDATE_WEIGHTS, f"{api.UPDATE_WEIGHTS}%0A", f"{api.UPDATE_WEIGHTS}/"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        api.UPDATE_WEIGHTS,
+        f"{api.UPDATE_WEIGHTS}%0A",
+        f"{api.UPDATE_WEIGHTS}/",
+        api.LOAD_ADAPTER,
+        api.UNLOAD_ADAPTER,
+    ],
+)
 async def test_who_has_the_key_but_not_the_token_gives_no_weights_however_the_path_is_written(path: str) -> None:
     worker: Any = SimpleNamespace(version=WeightVersion(0, 1))  # which cannot read weights, let alone take them
     app = build_app(worker, None, credentials=Credentials("secret", "token"), is_local=True)  # type: ignore[arg-type]

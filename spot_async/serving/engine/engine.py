@@ -12,15 +12,22 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from spot_async.errors import PoisonedReplyError, SpotError, TransientError, VersionMismatchError
-from spot_async.models.alignment import decision_row, decision_rows
-from spot_async.serving.api import CandidateReply, CandidateRequest, ScoreRequest
+from spot_async.errors import (
+    PoisonedReplyError,
+    ServerRestartedError,
+    SpotError,
+    TransientError,
+    VersionMismatchError,
+)
+from spot_async.serving.api import CandidateReply
+from spot_async.serving.engine.adapters import Adapter, Adapters
 from spot_async.serving.engine.cache import bucketed
 from spot_async.serving.engine.limits import Limits
 from spot_async.serving.engine.model import CausalModel
@@ -30,7 +37,7 @@ from spot_async.serving.engine.scoring import candidate_rows, score_rows
 from spot_async.serving.engine.slots import SlotTable
 from spot_async.serving.engine.weights import Parameters
 from spot_async.serving.settings import EngineSettings
-from spot_async.types import Generation, Int64Array, TokenScores, WeightVersion
+from spot_async.types import Generation, TokenScores, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +54,7 @@ class Engine:
     def __init__(self, model: CausalModel, settings: EngineSettings) -> None:
         self.limits = Limits(vocab_size=model.vocab_size, max_context_tokens=model.max_context_tokens)
         self.parameters = Parameters(model.module.state_dict())
+        self.adapters = Adapters(Path(model.name), model.products, model.device)
         self.version = WeightVersion(0, 0)
         self.tokens_generated = 0
         self.tokens_scored = 0
@@ -65,6 +73,11 @@ class Engine:
 
     def submit(self, task: Task) -> None:
         """Queue a task. A later `step` answers its future."""
+        try:
+            task.adapter = self.adapters.named(task.request.adapter)
+        except ServerRestartedError as error:
+            _refuse(task.future, error)
+            return
         if isinstance(task, GenerateTask):
             task.number = next(self._numbers)
             self._waiting.append(task)
@@ -84,8 +97,14 @@ class Engine:
         """Copy in weights that `parameters.read` has checked. Responses in flight continue under them.
 
         The keys and values of such responses are the old weights'. So they give up their slots and go to the front of
-        the queue, to be read in again with the tokens that they have.
+        the queue, to be read in again with the tokens that they have. Adapters are the old weights', so they are
+        forgotten with all that was asked of them.
         """
+        self.adapters.clear()
+        adapted = [*self._table.tasks, *self._waiting, *self._scoring]
+        for task in [each for each in adapted if each.adapter is not None]:
+            self.abort(task)
+            _refuse(task.future, ServerRestartedError("the weights below the adapter were replaced"))
         running = sorted((self._table.save(row) for row in range(self._table.active)), key=lambda task: task.number)
         for row in reversed(range(self._table.active)):
             self._table.remove(row)
@@ -157,16 +176,17 @@ class Engine:
             self._padded_prefix,
             tokens=self._settings.prefill_tokens,
             rows=self._settings.slots - self._table.active,
-            text=lambda task: task.prefix().tobytes(),
+            text=GenerateTask.read_as,
         )
-        places: dict[bytes, int] = {}
+        places: dict[tuple[Adapter | None, bytes], int] = {}
         prefixes = [task.prefix() for task in group]
-        sources = np.array([places.setdefault(prefix.tobytes(), len(places)) for prefix in prefixes])
+        sources = np.array([places.setdefault(task.read_as(), len(places)) for task in group])
         token_ids = np.zeros((len(places), self._padded_prefix(group[0])), np.int64)
         for place, prefix in zip(sources, prefixes, strict=True):
             token_ids[place, : len(prefix)] = prefix
         try:
-            self._model.prefill(self._tensor(token_ids), self._cache, self._table.active, self._tensor(sources))
+            with self._model.adapted([adapter for adapter, _ in places], repeats=token_ids.shape[1]):
+                self._model.prefill(self._tensor(token_ids), self._cache, self._table.active, self._tensor(sources))
         except RuntimeError as error:
             self._fail(group, error)
             return
@@ -179,10 +199,13 @@ class Engine:
         rows = slice(0, table.active)
         padded = self._model.padded_rows(table.active)
         width = self._model.padded_width(int(table.length[rows].max()) + 1)
+        adapters = [task.adapter for task in table.tasks]
+        adapters += adapters[:1] * (padded - len(adapters))
         try:
-            hidden = self._model.decode(
-                self._tensor(table.last_token[:padded]), self._tensor(table.length[:padded]), width, self._cache
-            )
+            with self._model.adapted(adapters):
+                hidden = self._model.decode(
+                    self._tensor(table.last_token[:padded]), self._tensor(table.length[:padded]), width, self._cache
+                )
             logits = self._model.logits(hidden)[rows]
         except RuntimeError as error:
             # All active rows are decoded together, so all of them fail. Their stages ask again.
@@ -227,9 +250,10 @@ class Engine:
             self._cache.erase(row)
         self._free(row)
         if broken:
-            _refuse(task.future, PoisonedReplyError(f"weights {self.version} gave logits that are not finite"))
+            version = self._version_of(task)
+            _refuse(task.future, PoisonedReplyError(f"weights {version} gave logits that are not finite"))
             return
-        task.close_span(self.version)
+        task.close_span(self._version_of(task))
         stopped = int(task.token_ids[-1]) in task.request.sampling.stop_token_ids
         generation = Generation(
             token_ids=task.token_ids,
@@ -254,7 +278,7 @@ class Engine:
     def _score_batch(self) -> None:
         group = take_group(
             self._scoring,
-            lambda task: (type(task), self._padded_sequence(task), _score_shape(task)),
+            lambda task: (type(task), self._padded_sequence(task), task.shape()),
             self._padded_sequence,
             tokens=self._settings.score_tokens,
             rows=self._settings.score_tokens,
@@ -273,9 +297,10 @@ class Engine:
             self._fail(group, error)
 
     def _refuse_version(self, task: ScoreTask | CandidateTask) -> bool:
-        if isinstance(task, ScoreTask) or task.request.expected_version in (None, self.version):
+        version = self._version_of(task)
+        if isinstance(task, ScoreTask) or task.request.expected_version in (None, version):
             return False
-        message = f"asked of weights {task.request.expected_version}, but the server holds {self.version}"
+        message = f"asked of weights {task.request.expected_version}, but the server holds {version}"
         _refuse(task.future, VersionMismatchError(message))
         return True
 
@@ -288,9 +313,10 @@ class Engine:
             request = task.request
             sequence = np.concatenate([request.prompt_ids, request.response_ids])
             token_ids[number, : len(sequence)] = sequence
-            rows.append(number * width + _decisions(request))
+            rows.append(number * width + task.decisions())
             self.tokens_scored += len(sequence)
-        hidden = self._model.hidden(self._tensor(token_ids)).flatten(0, 1)
+        with self._model.adapted([task.adapter for task in group], repeats=width):
+            hidden = self._model.hidden(self._tensor(token_ids)).flatten(0, 1)
         return hidden[self._tensor(np.concatenate(rows))]
 
     def _answer_scores(self, group: Sequence[ScoreTask], hidden: torch.Tensor) -> None:
@@ -316,9 +342,9 @@ class Engine:
                 entropy=entropy[start:end],
                 entropy_lower=entropy[start:end],
                 entropy_upper=entropy[start:end],
-                version=self.version,
+                version=self._version_of(task),
             )
-            self._answer_finite(task.future, reply, logprobs[start:end])
+            self._answer_finite(task, reply, logprobs[start:end])
 
     def _answer_candidates(self, group: Sequence[CandidateTask], hidden: torch.Tensor) -> None:
         candidates = np.concatenate([task.request.candidate_ids for task in group]).astype(np.int64)
@@ -332,20 +358,25 @@ class Engine:
         end = 0
         for task in group:
             start, end = end, end + len(task.request.positions)
-            reply = CandidateReply(logprobs=logprobs[start:end], version=self.version)
-            self._answer_finite(task.future, reply, logprobs[start:end])
+            reply = CandidateReply(logprobs=logprobs[start:end], version=self._version_of(task))
+            self._answer_finite(task, reply, logprobs[start:end])
 
-    def _answer_finite(self, future: Future[T], reply: T, logprobs: npt.NDArray[np.float32]) -> None:
+    def _answer_finite(self, task: Task, reply: Any, logprobs: npt.NDArray[np.float32]) -> None:
         if np.isnan(logprobs).any():
-            _refuse(future, PoisonedReplyError(f"weights {self.version} gave logits that are not finite"))
+            version = self._version_of(task)
+            _refuse(task.future, PoisonedReplyError(f"weights {version} gave logits that are not finite"))
         else:
-            _answer(future, reply)
+            _answer(task.future, reply)
 
     def _padded_sequence(self, task: ScoreTask | CandidateTask) -> int:
         length = len(task.request.prompt_ids) + len(task.request.response_ids)
         return min(bucketed(length), self.limits.max_context_tokens)
 
     # -- both --
+
+    def _version_of(self, task: Task) -> WeightVersion:
+        """Return the version of the weights that a task is asked of."""
+        return self.version if task.adapter is None else task.adapter.version
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._model.device)
@@ -355,22 +386,6 @@ class Engine:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         for task in group:
             _refuse(task.future, TransientError(f"the engine failed on this request: {line}"))
-
-
-def _decisions(request: ScoreRequest | CandidateRequest) -> Int64Array:
-    """Return the output rows of a sequence that decide the requested positions."""
-    prompt, response = len(request.prompt_ids), len(request.response_ids)
-    if isinstance(request, CandidateRequest):
-        return decision_row(prompt, 0) + request.positions.astype(np.int64)
-    rows = decision_rows(prompt, response)
-    return np.arange(rows.start, rows.stop)
-
-
-def _score_shape(task: ScoreTask | CandidateTask) -> tuple[int, float]:
-    """Return what tasks must have in common to be scored in one forward pass."""
-    request = task.request
-    count = request.candidate_ids.shape[1] if isinstance(request, CandidateRequest) else request.top_k
-    return count, request.temperature
 
 
 def _answer(future: Future[T], result: T) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from spot_async.serving.engine.adapters import Products
 from spot_async.serving.engine.cache import decode_width
 from spot_async.serving.engine.model import CausalModel, logprob_gap
 
@@ -39,6 +40,7 @@ class _Norm(NamedTuple):
 class _Layer(NamedTuple):
     """One layer's tensors: H query heads, G key/value heads, d numbers per head, I inner numbers, D hidden numbers."""
 
+    number: int
     attention_norm: _Norm
     qkv: torch.Tensor  # ((H + 2 G) d, D)
     qkv_bias: torch.Tensor | None
@@ -107,7 +109,7 @@ class FusedModel(CausalModel):
         self._query_heads = attention.q_proj.out_features // self._dim
         self._scale: float = attention.scaling
         self._embedding: torch.Tensor = base.embed_tokens.weight
-        self._layers = [_fuse(layer) for layer in base.layers]
+        self._layers = [_fuse(number, layer) for number, layer in enumerate(base.layers)]
         self._norm = _norm(base.norm)
         positions = torch.arange(self.max_context_tokens, device=self.device)
         cos, sin = base.rotary_emb(self._embedding, positions[None])  # (1, positions, d) each
@@ -128,6 +130,15 @@ class FusedModel(CausalModel):
             and type(base.embed_tokens) is nn.Embedding
             and all(_layer_fits(layer) for layer in base.layers)
         )
+
+    @property
+    def products(self) -> Products:
+        names = {layer: name for name, layer in self._adaptable().items()}
+        return {
+            (number, product): [names[linear] for linear in linears]
+            for number, layer in enumerate(self._base.layers)
+            for product, linears in _products(layer.self_attn, layer.mlp).items()
+        }
 
     def new_cache(self, slots: int) -> FusedCache:  # type: ignore[override]
         return FusedCache(
@@ -192,7 +203,10 @@ class FusedModel(CausalModel):
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries (rows, H, d), keys and values (rows, G, d), with queries and keys rotated."""
-        projected = F.linear(layer.attention_norm(x), layer.qkv, layer.qkv_bias).view(len(x), -1, self._dim)
+        normed = layer.attention_norm(x)
+        projected = F.linear(normed, layer.qkv, layer.qkv_bias)
+        self._adapted.add((layer.number, "qkv"), normed, projected)
+        projected = projected.view(len(x), -1, self._dim)
         queries, keys = self._query_heads, self._kv_heads
         turned = projected[:, : queries + keys]
         if layer.head_norms is not None:
@@ -221,11 +235,17 @@ class FusedModel(CausalModel):
 
     def _project(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         x.addmm_(attended, layer.output)
+        self._adapted.add((layer.number, "output"), attended, x)
         return x if layer.output_bias is None else x.add_(layer.output_bias)
 
     def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(layer.mlp_norm(x), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        x.addmm_(F.silu(gate).mul_(up), layer.down)
+        normed = layer.mlp_norm(x)
+        gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+        self._adapted.add((layer.number, "gate_up"), normed, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = F.silu(gate).mul_(up)
+        x.addmm_(inner, layer.down)
+        self._adapted.add((layer.number, "down"), inner, x)
         return x if layer.down_bias is None else x.add_(layer.down_bias)
 
 
@@ -248,6 +268,16 @@ def _layer_fits(layer: Any) -> bool:
     )
 
 
+def _products(attention: Any, mlp: Any) -> dict[str, list[nn.Linear]]:
+    """Return the layers that one product computes, by the product's name."""
+    return {
+        "qkv": [attention.q_proj, attention.k_proj, attention.v_proj],
+        "output": [attention.o_proj],
+        "gate_up": [mlp.gate_proj, mlp.up_proj],
+        "down": [mlp.down_proj],
+    }
+
+
 def _norm_fits(norm: Any, size: int | None) -> bool:
     return hasattr(norm, "variance_epsilon") and (size is None or tuple(norm.weight.shape) == (size,))
 
@@ -256,12 +286,13 @@ def _children(module: Any) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _fuse(layer: Any) -> _Layer:
+def _fuse(number: int, layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, qkv_bias = _fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
     gate_up, gate_up_bias = _fuse_linears([mlp.gate_proj, mlp.up_proj])
     normed = _children(attention) >= _HEAD_NORMS
     return _Layer(
+        number=number,
         attention_norm=_norm(layer.input_layernorm),
         qkv=qkv,
         qkv_bias=qkv_bias,

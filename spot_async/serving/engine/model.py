@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 import transformers
 
 from spot_async.base.text import first_line
+from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError
+from spot_async.serving.engine.adapters import AdaptedRows, Adapter, Products
 from spot_async.serving.engine.cache import PrefillDone, SlotCache, bucketed, decode_width
 from spot_async.serving.settings import EngineSettings
 
@@ -68,6 +71,23 @@ class CausalModel:
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
         self._output_layer = module.get_output_embeddings()
         self._plain_head = self._has_plain_head()
+        self._adapted = AdaptedRows()
+        for name, layer in self._adaptable().items():
+            layer.register_forward_hook(self._adding(name))
+
+    @property
+    def products(self) -> Products:
+        """The products that can take an adapter, each with its layers' names in the model."""
+        return {name: (name,) for name in self._adaptable()}
+
+    @contextlib.contextmanager
+    def adapted(self, adapters: Sequence[Adapter | None], *, repeats: int = 1) -> Iterator[None]:
+        """Compute with adapters in the `with` block: one for each sequence, of `repeats` tokens; None for none."""
+        self._adapted = AdaptedRows.of(adapters, repeats, self.device)
+        try:
+            yield
+        finally:
+            self._adapted = AdaptedRows()
 
     def padded_rows(self, rows: int) -> int:
         """Return how many rows to compute where `rows` are needed."""
@@ -120,6 +140,21 @@ class CausalModel:
 
     def new_cache(self, slots: int) -> SlotCache:
         return SlotCache(self.layers, slots=slots, limit=self.max_context_tokens)
+
+    def _adaptable(self) -> Mapping[str, torch.nn.Linear]:
+        return {
+            name: layer
+            for name, layer in self.module.named_modules()
+            if type(layer) is torch.nn.Linear and name.rpartition(".")[2] in TARGETS["all"]
+        }
+
+    def _adding(self, product: Hashable) -> Callable[[torch.nn.Module, tuple[torch.Tensor], torch.Tensor], None]:
+        """Return a forward hook that adds to a layer's output what the rows' adapters add."""
+
+        def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            self._adapted.add(product, inputs[0].flatten(0, -2), output.flatten(0, -2))
+
+        return add
 
     @torch.no_grad()
     def _has_plain_head(self) -> bool:

@@ -11,9 +11,20 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.models.alignment import decision_row, decision_rows
 from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.engine.adapters import Adapter
 from spot_async.serving.engine.sampling import draw_uniforms
-from spot_async.types import Float64Array, FloatArray, Generation, IntArray, TokenScores, VersionSpan, WeightVersion
+from spot_async.types import (
+    Float64Array,
+    FloatArray,
+    Generation,
+    Int64Array,
+    IntArray,
+    TokenScores,
+    VersionSpan,
+    WeightVersion,
+)
 
 
 class Tokens(NamedTuple):
@@ -43,6 +54,7 @@ class GenerateTask:
     future: Future[Generation] = dataclasses.field(default_factory=Future)
     number: int = -1  # counts tasks in order of arrival
     row: int | None = None  # its slot's row
+    adapter: Adapter | None = None
     token_ids: IntArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # (t,)
     logprobs: FloatArray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))  # (t,)
     topk_ids: IntArray | None = None  # (t, K)
@@ -61,6 +73,10 @@ class GenerateTask:
         """The context without its last token, (context_length - 1,), which a prefill reads."""
         return self.context()[:-1]
 
+    def read_as(self) -> tuple[Adapter | None, bytes]:
+        """What decides the prefix's keys and values."""
+        return self.adapter, self.prefix().tobytes()
+
     def close_span(self, version: WeightVersion) -> None:
         """Note that everything sampled since the last span came from `version`."""
         start = self.spans[-1].end if self.spans else 0
@@ -72,12 +88,31 @@ class GenerateTask:
 class ScoreTask:
     request: ScoreRequest
     future: Future[TokenScores] = dataclasses.field(default_factory=Future)
+    adapter: Adapter | None = None
+
+    def decisions(self) -> Int64Array:
+        """The output rows of the sequence that decide the response's tokens."""
+        rows = decision_rows(len(self.request.prompt_ids), len(self.request.response_ids))
+        return np.arange(rows.start, rows.stop)
+
+    def shape(self) -> tuple[int, float]:
+        """What tasks must have in common to be scored in one forward pass."""
+        return self.request.top_k, self.request.temperature
 
 
 @dataclasses.dataclass(eq=False)
 class CandidateTask:
     request: CandidateRequest
     future: Future[CandidateReply] = dataclasses.field(default_factory=Future)
+    adapter: Adapter | None = None
+
+    def decisions(self) -> Int64Array:
+        """The output rows of the sequence that decide the requested positions."""
+        return decision_row(len(self.request.prompt_ids), 0) + self.request.positions.astype(np.int64)
+
+    def shape(self) -> tuple[int, float]:
+        """What tasks must have in common to be scored in one forward pass."""
+        return self.request.candidate_ids.shape[1], self.request.temperature
 
 
 Request = GenerateRequest | ScoreRequest | CandidateRequest

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from spot_async.errors import SpotError
 from spot_async.serving.api import Stats, VersionReply
+from spot_async.serving.engine.adapters import Adapter
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.limits import Limits
 from spot_async.serving.engine.requests import GenerateTask, Request, Task, Tokens, new_task
@@ -89,14 +91,34 @@ class EngineWorker:
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> Future[VersionReply]:
         """Return a future that is done once all later tokens come from these tensors, which `read_weights` returned."""
+        return self._call(lambda: self._engine.update_weights(tensors, version), version)
+
+    def read_adapter(self, directory: Path, version: WeightVersion) -> Adapter:
+        """Read and check an adapter, as `adapters.Adapters.read` does. Safe beside the engine's thread."""
+        return self._engine.adapters.read(directory, version)
+
+    def load_adapter(self, name: str, adapter: Adapter) -> Future[VersionReply]:
+        """Return a future that is done once requests may name the adapter."""
+        return self._call(lambda: self._engine.adapters.load(name, adapter), adapter.version)
+
+    def unload_adapter(self, name: str) -> Future[VersionReply]:
+        """Return a future that is done once no request can name the adapter any more."""
+        return self._call(lambda: self._engine.adapters.unload(name), self.version)
+
+    def _call(self, change: Callable[[], None], version: WeightVersion) -> Future[VersionReply]:
         future: Future[VersionReply] = Future()
 
-        def update() -> None:
-            if future.set_running_or_notify_cancel():
-                self._engine.update_weights(tensors, version)
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                change()
+            except SpotError as error:
+                future.set_exception(error)
+            else:
                 future.set_result(VersionReply(version=version))
 
-        self._calls.put(update)
+        self._calls.put(call)
         return future
 
     @property

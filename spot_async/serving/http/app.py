@@ -90,6 +90,21 @@ def build_app(
             future = worker.update_weights(tensors, version)
             return await _outcome(request, future, message.timeout_s)
 
+    async def load_adapter(request: Request) -> Response:
+        if (refusal := access.refusal_of_update(request.headers)) is not None:
+            return answer(api.LOAD_ADAPTER, refusal)
+        message = await decode(request, api.LoadRequest)
+        directory, version = Path(message.snapshot.directory), message.snapshot.version
+        async with updating:
+            adapter = await asyncio.to_thread(worker.read_adapter, directory, version)
+            return await _outcome(request, worker.load_adapter(message.name, adapter), message.timeout_s)
+
+    async def unload_adapter(request: Request) -> Response:
+        if (refusal := access.refusal_of_update(request.headers)) is not None:
+            return answer(api.UNLOAD_ADAPTER, refusal)
+        message = await decode(request, api.UnloadRequest)
+        return await _outcome(request, worker.unload_adapter(message.name), message.timeout_s)
+
     routes = [
         Route(api.HEALTH, health),
         Route(api.STATS, stats),
@@ -99,6 +114,8 @@ def build_app(
         Route(api.SCORE, submit(api.ScoreRequest), methods=["POST"]),
         Route(api.CANDIDATE_LOGPROBS, submit(api.CandidateRequest), methods=["POST"]),
         Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
+        Route(api.LOAD_ADAPTER, load_adapter, methods=["POST"]),
+        Route(api.UNLOAD_ADAPTER, unload_adapter, methods=["POST"]),
         *more_routes,
     ]
     guards = [Middleware(RefuseStrangers, access=access), Middleware(_RefuseOthersRequests, instance=instance)]
