@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from deadlines import soon
 from process_trees import gone
-from ssh_server import ssh_server
+from ssh_server import ssh_client, ssh_server
 
 from spot_async.backends.local import LocalBackend
 from spot_async.backends.shared.launch import free_port
@@ -37,17 +37,6 @@ def running(word: str, model: Path) -> set[int]:
         if word in line and str(model) in line:
             found.add(int(entry.parent.name))
     return found
-
-
-def ssh_client() -> int:
-    """Return the process of ours that holds the link to the server."""
-    tree = process_tree(os.getpid())
-    guards = {pid for pid, fields in tree.items() if int(fields[1]) == os.getpid() and "guard.py" in command_line(pid)}
-    return next(pid for pid, fields in tree.items() if int(fields[1]) in guards)
-
-
-def command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @pytest.mark.long

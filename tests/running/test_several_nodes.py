@@ -22,6 +22,9 @@ import pytest
 from kill_drill import ROOT, command
 from network_namespaces import Machine, machines
 from safetensors.numpy import load_file
+from ssh_server import ssh_server
+
+from spot_async.base.processes.guard import process_tree
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces")
 KEYS = (
@@ -36,6 +39,7 @@ KEYS = (
     "run.trace=false",
 )
 PATIENCE_S = 240.0
+DATA = ROOT / "examples" / "running_sum"
 
 
 def train(run: Path, *keys: str) -> list[str]:
@@ -47,14 +51,14 @@ def rows(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def pids(machine: Machine, module: str = "") -> list[int]:
-    """Return the processes on a machine that run a module of ours; all of them without one."""
+def pids(machine: Machine, module: str = "", word: str = "") -> list[int]:
+    """Return the processes on a machine, or those with this module of ours and this word on their command line."""
     found = subprocess.run(["ip", "netns", "pids", machine.name], capture_output=True, text=True, check=True)
     chosen = []
     for pid in map(int, found.stdout.split()):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if f"-m {module} " in line or not module:
+            if (f"-m {module} " in line or not module) and word in line:
                 chosen.append(pid)
     return chosen
 
@@ -244,3 +248,40 @@ def test_a_signal_to_all_nodes_ends_the_run_with_a_checkpoint_and_both_go_on_by_
             again.append(subprocess.Popen(machine.command(*words, *place), cwd=ROOT))
         assert [process.wait(PATIENCE_S) for process in again] == [0, 0]
         assert len(rows(run.run)) == so_far + 1
+
+
+@pytest.mark.nightly
+@needs_proc
+def test_servers_on_a_third_machine_behind_ssh_come_back_whichever_end_is_killed(tmp_path: Path) -> None:
+    keys = (
+        "training.iterations=6",
+        f"student.model={DATA / 'student'}",
+        f"teacher.model={DATA / 'teacher'}",
+    )
+    (directory := tmp_path / "nodes").mkdir()
+    (keys_of_ssh := tmp_path / "ssh").mkdir()
+    with machines(3) as place:
+        here, _, there = place
+        with ssh_server(keys_of_ssh, 2222, address=there.address, within=there.command()) as client:
+            far = f"{{launch: {{prefix: [ssh, -F, {client}, there], host: {there.address}}}}}"
+            run = NodesRun(place, directory, (*keys, f"student.backend={far}", f"teacher.backend={far}"))
+
+            def servers() -> set[int]:
+                """Return the two servers, without their guards."""
+                return {pid for pid in pids(there, "spot_async.serving") if len(process_tree(pid)) == 1}
+
+            def comes_back(iteration: int, victims: Callable[[], Sequence[int]], ends: int) -> None:
+                run.reach(iteration)
+                before = servers()
+                kill(victims())
+                wait_until(lambda: len(servers() - before) == ends and len(servers()) == 2, run.all_said())
+
+            try:
+                nodes = [run.start(node, place[node]) for node in range(2)]
+                comes_back(1, lambda: [min(servers())], 1)
+                comes_back(3, lambda: pids(here, word="ssh -F"), 2)
+                assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], run.all_said()
+            finally:
+                run.end()
+            wait_until(lambda: not pids(there, "spot_async.serving"), "servers are left")
+        check(run, on_one_machine(tmp_path / "whole", *keys), 6)
