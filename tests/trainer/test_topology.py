@@ -37,7 +37,8 @@ TORCHRUN = {
     "TORCHELASTIC_MAX_RESTARTS": "0",
     "TORCHELASTIC_RUN_ID": "job-7",
 }
-# SkyPilot 0.9.3, docs "Distributed Multi-Node Jobs" and "Secrets and Environment Variables".
+# SkyPilot 0.9.3, docs "Distributed Multi-Node Jobs" and "Secrets and Environment Variables". 0.14.1 has the same names
+# (sky/skylet/constants.py).
 SKYPILOT = {
     "SKYPILOT_NODE_RANK": "1",
     "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
