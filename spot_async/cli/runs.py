@@ -134,12 +134,18 @@ def train(
 
 def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) -> tuple[Topology, Config] | None:
     """Return which node of a run on several machines this is, and its configuration; None for a run on one."""
+    from spot_async.run_directory.manifest import committed
     from spot_async.trainer.nodes.topology import check_ranks, topology
 
     if resume is None or resume == "auto":
         if config is None:
             return None  # refused below
         settings = load_config(config, overrides)
+        path = settings.run.directory
+        if resume == "auto" and path is not None and committed(Path(path)):
+            # Node 0 goes on with the configuration that the run began with, whatever CONFIG says by now.
+            begun = load_config(Path(path) / "config.yaml", overrides)
+            settings = begun.model_copy(update={"cluster": settings.cluster})
     else:
         if RunDirectory.open(Path(resume)).purpose == "eval":
             return None

@@ -76,6 +76,23 @@ def test_half_a_cluster_is_one_line_and_a_dry_run_says_which_node_this_is(monkey
     refused("training.ranks=2", "cluster.nodes=2, but this is node 2 (PET_NNODES)")
 
 
+def test_a_node_goes_on_with_what_the_run_began_with_whatever_the_configuration_says_by_now(monkeypatch, tmp_path):
+    config = tmp_path / "my.yaml"
+
+    def ask_for(ranks: int) -> None:
+        config.write_text(f"base: {Path('configs/quickstart.yaml').resolve()}\ntraining: {{ranks: {ranks}}}\n")
+
+    ask_for(3)
+    run = RunDirectory.create(tmp_path / "run", load_config(config))
+    (checkpoint := run.path / "checkpoints" / "step-000002").mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    ask_for(2)
+    place = ["cluster.nodes=2", "cluster.node_rank=1", "cluster.address=127.0.0.1", f"run.directory={run.path}"]
+    assert_refused(
+        invoke(monkeypatch, "train", "--resume", "auto", str(config), *place), "training.ranks=3 cannot be shared by 2"
+    )
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_one_line(monkeypatch, tmp_path, refused):
     left = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: left)
