@@ -83,15 +83,37 @@ def ray_node(machine: Machine, directory: str, *where: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[list[Machine]]:
-    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets need a short path
+def places() -> Iterator[list[Machine]]:
+    with machines(3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[str]:
+    made = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets need a short path
     try:
-        with machines(2) as (head, other), contextlib.ExitStack() as stack:
-            stack.enter_context(ray_node(head, directory, "--head", f"--port={PORT}"))
-            stack.enter_context(ray_node(other, directory, f"--address={head.address}:{PORT}"))
-            yield [head, other]
+        yield made
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(places, directory) -> Iterator[list[Machine]]:
+    head, other, _ = places
+    with ray_node(head, directory, "--head", f"--port={PORT}"), joined_node(head, other, directory):
+        yield [head, other]
+
+
+@pytest.fixture
+def lost(cluster, places, directory) -> Iterator[Machine]:
+    """Add a node that need not be one of the cluster afterwards."""
+    places[2].set_link("up")
+    with joined_node(cluster[0], places[2], directory):
+        yield places[2]
+
+
+def joined_node(head: Machine, machine: Machine, directory: str) -> contextlib.AbstractContextManager[None]:
+    return ray_node(machine, directory, f"--address={head.address}:{PORT}")
 
 
 def small_run(student: str) -> list[str]:
@@ -353,9 +375,25 @@ def test_what_a_server_has_started_ends_when_ray_kills_the_worker(cluster):
         driver.kill()
 
 
-def test_nothing_is_left_on_a_node_that_ray_has_lost(cluster, tmp_path):
-    """The last test: it takes a node from the cluster."""
+@pytest.mark.parametrize("victim", ["raylet/raylet", "scripts start", "link"])
+def test_nothing_is_left_on_a_node_that_ray_has_lost(cluster, lost, tmp_path, victim):
+    with RayRun(
+        [*cluster, lost], tmp_path, LONG, "student.backend.launch.heartbeat_timeout_s=5", student="m2: 1"
+    ) as run:
+        run.until(1)
+        assert pids(lost, SERVER)
+        if victim == "link":
+            lost.set_link("down")
+        else:
+            kill(pids(lost, victim))
+        wait_until(lambda: not pids(lost, "spot_async"), "something is left", 20)
+
+
+def test_nothing_is_left_when_the_head_of_the_cluster_is_gone(cluster, tmp_path):
+    """The last test: it takes the cluster. Ray's processes wait a minute for a head that comes back."""
     with RayRun(cluster, tmp_path, LONG) as run:
         run.until(1)
-        kill(pids(cluster[1], "raylet/raylet"))
-        wait_until(lambda: not pids(cluster[1], "spot_async"), "something is left", 20)
+        kill(pids(cluster[0], "gcs_server"))
+        wait_until(lambda: not run.left(), "something is left", 150)
+        assert run.ended() != 0
+        assert "ray (pid" in run.said
