@@ -43,7 +43,7 @@ test-long: install
 test-nodes: install
 	$(BIN)/python -m pytest -m nightly tests/running/test_several_nodes.py
 
-# Runs with servers on a Ray cluster of two network namespaces. Needs root. SPOT_RAY_PYTHON names an environment with
+# Runs with servers on a Ray cluster of network namespaces. Needs root. SPOT_RAY_PYTHON names an environment with
 # spot-async and ray that is installed already, to use in place of this target's own.
 SPOT_RAY_PYTHON ?=
 test-ray: install $(if $(SPOT_RAY_PYTHON),,.venv-ray/installed)
