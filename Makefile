@@ -60,11 +60,12 @@ test-ray: install $(if $(SPOT_RAY_PYTHON),,.venv-ray/installed)
 test-slurm: install
 	$(BIN)/python -m pytest -m nightly tests/running/test_slurm.py
 
-# Real vLLM and SGLang on this machine's CPU, with tiny models.
+# Real vLLM and SGLang on this machine's CPU, with tiny models. `make test-servers SERVERS=nightly`: those that take minutes.
+SERVERS ?= not nightly
 test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
 	SPOT_VLLM_PYTHON=$(or $(SPOT_VLLM_PYTHON),$(CURDIR)/.venv-vllm/bin/python) \
 	SPOT_SGLANG_PYTHON=$(or $(SPOT_SGLANG_PYTHON),$(CURDIR)/.venv-sglang/bin/python) \
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 tests/servers
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "$(SERVERS)" tests/servers
 
 # Properties and fault tests with new examples, in place of the same ones each time.
 soak: install

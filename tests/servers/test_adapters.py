@@ -27,7 +27,6 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import ADAPTER, WEIGHTS_FILE, layers_of, tensor_shapes, write_config
 from spot_async.types import WeightSnapshot, WeightVersion
 
-UPDATES = 50
 TOKENS = 60
 LORA = LoraConfig(rank=8, alpha=16.0, targets="all")
 KINDS = {"vllm": VllmBackend, "sglang": SglangBackend}
@@ -68,11 +67,12 @@ def backend(kind: str, server: RunningServer, directory: Path, lora: LoraConfig 
     return KINDS[kind](settings.with_lora(lora), role="student", model=str(server.model), run_directory=directory)
 
 
+@pytest.mark.parametrize("updates", [6, pytest.param(50, marks=pytest.mark.nightly)])
 async def test_every_version_is_an_adapter_of_its_own(
-    kind: str, start: StartServer, models: TinyModels, tmp_path: Path, dense_logprobs: Dense
+    updates: int, kind: str, start: StartServer, models: TinyModels, tmp_path: Path, dense_logprobs: Dense
 ) -> None:
     later = [published(tmp_path / f"step-{number}", models.student, number) for number in (1, 2)]
-    held = {WeightVersion(0, step): later[step % 2] for step in range(1, UPDATES + 1)}
+    held = {WeightVersion(0, step): later[step % 2] for step in range(1, updates + 1)}
     flags = ["--lora-backend", "torch_native"] if kind == "sglang" else []
     with start(models.student, *flags, adapters=LORA) as server:
         before = {WeightVersion(0, 0): models.student}

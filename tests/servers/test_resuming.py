@@ -17,6 +17,7 @@ from kill_drill import ROOT, again, command, descendants, rows, victim, weights
 ITERATIONS = 8
 KILLS = 3
 KEYS = (f"training.iterations={ITERATIONS}", "training.checkpoint_every=2", "evaluation=null", "training.batch_size=32")
+SHARDED = ("training.ranks=2", "training.sharding=fsdp2")
 
 
 def train(run: Path, *keys: str) -> None:
@@ -53,7 +54,9 @@ def kill_once(run: Path, rng: random.Random, given: list[str]) -> None:
     process.wait(timeout=180)
 
 
-@pytest.mark.parametrize("keys", [(), ("training.ranks=2", "training.sharding=fsdp2")], ids=["one rank", "two sharded"])
+@pytest.mark.parametrize(
+    "keys", [pytest.param((), id="one rank"), pytest.param(SHARDED, id="two sharded", marks=pytest.mark.nightly)]
+)
 def test_a_strict_run_killed_at_random_ends_with_the_same_bits(
     tmp_path: Path, keys: tuple[str, ...], whole: Callable[..., str]
 ) -> None:
@@ -73,8 +76,10 @@ def test_a_strict_run_killed_at_random_ends_with_the_same_bits(
 
 @pytest.mark.parametrize(
     ("number", "keys"),
-    [(signal.SIGTERM, ()), (signal.SIGUSR1, ("training.ranks=2", "training.sharding=fsdp2"))],
-    ids=["SIGTERM", "SIGUSR1"],
+    [
+        pytest.param(signal.SIGTERM, (), id="SIGTERM", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGUSR1, SHARDED, id="SIGUSR1"),
+    ],
 )
 def test_a_run_that_a_scheduler_stops_goes_on_from_the_step_it_stood_at(
     tmp_path: Path, number: signal.Signals, keys: tuple[str, ...], whole: Callable[..., str]

@@ -112,6 +112,30 @@ def test_student_on_the_local_engine_and_a_teacher_on_sglang(
     check(train(tmp_path, models, problems, {"kind": "local"}, started))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_fifty_versions_of_an_adapter(
+    kind: str, max_staleness: int, request: Any, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    launch: LaunchSettings = request.getfixturevalue(f"{kind}_launch")
+    flags = ["--lora-backend", "torch_native"] if kind == "sglang" else []
+    launch = launch.model_copy(update={"arguments": [*launch.arguments, *flags]})
+    student = {"kind": kind, "launch": launch.model_dump(), "weights": {"transport": "adapter"}}
+    config = write_config(tmp_path, models, problems, student, {"kind": "local"})
+    lora = ("training.lora.rank=8", "training.lora.targets=all", "training.learning_rate=0.01")
+    length = ("training.iterations=50", "sampling.max_response_tokens=16", "evaluation=null")
+    run("train", str(config), f"max_staleness={max_staleness}", *length, *lora)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 50
+    check(rows)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    behind = [number // BATCH - int(sample["version"].partition(".")[2]) for number, sample in enumerate(samples)]
+    assert set(behind) <= set(range(max_staleness + 1))
+    said = [json.loads(line)["event"] for line in (tmp_path / "run" / "logs" / "run.jsonl").read_text().splitlines()]
+    assert "an adapter stays loaded" not in said
+
+
 def test_a_forecast_with_a_student_on_vllm_that_shows_only_the_top_of_its_distributions(
     vllm_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
 ) -> None:
