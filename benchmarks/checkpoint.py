@@ -23,7 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from spot_async.trainer.checkpoint import load_checkpoint
-from spot_async.trainer.model import load_student
+from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.parallel import ReplicatedStrategy
 from spot_async.trainer.saving import CheckpointSaver
 
@@ -60,7 +60,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        student = load_student(str(options.model))
+        student = new_student(str(options.model))
+        read_parameters(student, str(options.model), torch.device("cpu"))
         rows.append(measured(options.model.name, student, Path(directory) / "a", options.repeats, options.iteration_s))
         shape = AutoModelForCausalLM.from_config(qwen3_config(options.shape), dtype=torch.float32)
         rows.append(measured(options.shape, shape, Path(directory) / "b", options.repeats, None))

@@ -32,7 +32,7 @@ from spot_async.serving.engine.model import load_model, quiet_transformers
 from spot_async.serving.engine.requests import Task, new_task
 from spot_async.serving.settings import EngineSettings
 from spot_async.tools.estimate.model_size import ModelSize, read_size
-from spot_async.trainer.model import load_student
+from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.types import Generation, SamplingSettings
 
 SLOTS, PROMPT_TOKENS, RESPONSE_TOKENS = 64, 200, 256
@@ -91,7 +91,9 @@ def decode_bound_s(size: ModelSize, weight_bytes: int, rate: float) -> float:
 @torch.no_grad()
 def mismatch(directory: Path, replies: list[Generation], prompts: list[np.ndarray]) -> tuple[float, float]:
     """Return the mean and largest difference in nats to the trainer's forward (float32 weights, bfloat16 autocast)."""
-    student = load_student(str(directory)).cuda()
+    student = new_student(str(directory))
+    read_parameters(student, str(directory), torch.device("cuda"))
+    student.cuda()
     gaps = []
     for prompt, reply in zip(prompts[:8], replies[:8], strict=True):
         ids = torch.tensor(np.concatenate([prompt, reply.token_ids])[None], device="cuda")

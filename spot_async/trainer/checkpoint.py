@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from spot_async.base.text import first_line
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import flush_to_disk
-from spot_async.trainer.parallel import Strategy, local
+from spot_async.trainer.parallel import Strategy, local, offsets
 
 STEP = "trained_steps"
 RANDOM_STATE = "random_state"
@@ -60,7 +60,7 @@ def held_tensors(
         state = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
     # A rank may have no part of a small tensor.
     state = {**{name: each for name, each in state.items() if local(each).numel()}, **_random_state(strategy)}
-    return {name: HeldTensor(local(each).contiguous().cpu(), _offsets(each)) for name, each in state.items()}
+    return {name: HeldTensor(local(each).contiguous().cpu(), offsets(each)) for name, each in state.items()}
 
 
 def write_checkpoint(
@@ -172,14 +172,6 @@ def _write(path: Path, tensors: Mapping[str, HeldTensor]) -> None:
     save_file({name: each.part for name, each in tensors.items()}, path, metadata={PLACES: json.dumps(places)})
     flush_to_disk(path)
     flush_to_disk(path.parent)
-
-
-def _offsets(tensor: Tensor) -> list[int]:
-    """Return where in the whole tensor this rank's part begins."""
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.dim()
-    (chunk,) = cast(Any, tensor).__create_chunk_list__()
-    return list(chunk.offsets)
 
 
 def _check(found: dict[str, TensorStorageMetadata], wanted: dict[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""The student under training: loads it, and computes log-probabilities of only the tokens that matter.
+"""The student under training: computes log-probabilities of only the tokens that matter.
 
 A vocabulary of 150,000 times a few thousand tokens makes gigabytes of logits. So only the decision rows of responses go
 to the output layer, a bounded block at a time, and each block is recomputed in the backward pass. How the model is
-spread over ranks is not decided here.
+loaded and spread over ranks is not decided here.
 """
 
 from __future__ import annotations
@@ -14,40 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from spot_async.base.processes.memory import without_gc
-from spot_async.base.text import first_line
 from spot_async.config import TrainingConfig
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.selected_logprobs import selected_logprobs
 
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies exist at once
-
-
-@without_gc()  # loading imports the model's architecture
-def load_student(directory: str) -> PreTrainedModel:
-    """Load the causal model of a Hugging Face directory, on the CPU: float32, training mode, no dropout.
-
-    Raises `DataError` if it cannot be loaded, or if the architecture does something between hidden states and logits
-    that `ResponseLogprobs` would leave out (soft caps, scales).
-    """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        raise DataError(f"student {directory} cannot be loaded: {first_line(error)}") from error
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):  # a float on transformers' attention layers
-            module.attention_dropout = 0.0
-    _check_output_layer(model, directory)
-    return model
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -66,17 +41,6 @@ def recompute_layers(model: PreTrainedModel, training: TrainingConfig) -> None:
         raise DataError(f"training.recompute_layers: {type(model).__name__} marks no layers that could be run again")
     for layer in layers[: training.recomputed_layers(len(layers))]:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-@torch.no_grad()
-def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
-    ids = torch.arange(min(4, model.config.vocab_size))[None]
-    logits = model(input_ids=ids, use_cache=False).logits
-    ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
-        raise DataError(
-            f"student {directory}: {type(model).__name__} changes logits after its output layer; not supported"
-        )
 
 
 def _hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -183,6 +183,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def offsets(tensor: Tensor) -> list[int]:
+    """Return where in the whole tensor this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim()
+    (chunk,) = cast(Any, tensor).__create_chunk_list__()
+    return list(chunk.offsets)
+
+
 class Strategy(ABC):
     """How the student is spread over the ranks.
 
@@ -213,11 +221,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(
-        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        dtype: Precision,
+        fill: Callable[[], None],
     ) -> Forward:
-        """Put `module`, float32 and on the CPU, onto the ranks' devices; return its forward pass in `dtype`.
+        """Put `module` onto the ranks' devices; return its forward pass in `dtype`.
 
-        `layers` are the parts that may be gathered one at a time. All ranks have read the module from the same file.
+        `layers` are the parts that may be gathered one at a time. `fill` gives parameters on the meta device their
+        values, on the rank's device, once it is known what this rank holds of them.
         """
 
     @abstractmethod
@@ -250,8 +264,14 @@ class ReplicatedStrategy(Strategy):
     """Every rank holds the whole student and its optimiser state, and makes the same steps. bfloat16 is by autocast."""
 
     def prepare(
-        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        dtype: Precision,
+        fill: Callable[[], None],
     ) -> Forward:
+        fill()
         module.to(device)
 
         def forward(batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -284,7 +304,12 @@ class ShardedStrategy(Strategy):
     """
 
     def prepare(
-        self, module: nn.Module, layers: Sequence[nn.Module], device: torch.device, dtype: Precision
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        dtype: Precision,
+        fill: Callable[[], None],
     ) -> Forward:
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"training.sharding=fsdp2 needs torch 2.8 or newer, this is {torch.__version__}")
@@ -309,6 +334,7 @@ class ShardedStrategy(Strategy):
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # so that gloo and NCCL do the same
+        fill()
         return module
 
     def reduce_gradients(self, module: nn.Module) -> None:

@@ -32,6 +32,7 @@ from spot_async.trainer.batching import (
 )
 from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.feed import BatchFeed
+from spot_async.trainer.loading import new_student, read_in_passing, read_parameters
 from spot_async.trainer.lora import add_adapters
 from spot_async.trainer.loss import (
     BranchTerm,
@@ -48,7 +49,7 @@ from spot_async.trainer.loss import (
 )
 from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Tally
-from spot_async.trainer.model import ResponseLogprobs, decoder_layers, load_student, recompute_layers
+from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
 from spot_async.trainer.packing import attend_per_document
 from spot_async.trainer.parallel import (
     Strategy,
@@ -116,7 +117,7 @@ class StudentTrainer:
         self._strategy = strategy
         self._device = device
         dtype = torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32
-        self.model = load_student(settings.model_directory)
+        self.model = new_student(settings.model_directory)
         is_packed = self._pack()
         self._layout = Layout(
             is_packed,
@@ -128,7 +129,13 @@ class StudentTrainer:
         if self._training.recompute_layers:
             recompute_layers(self.model, self._training)
         student = ResponseLogprobs(self.model, settings.temperature)
-        self._response_logprobs = strategy.prepare(student, decoder_layers(self.model), device, self._training.dtype)
+        self._response_logprobs = strategy.prepare(
+            student,
+            decoder_layers(self.model),
+            device,
+            self._training.dtype,
+            fill=partial(read_parameters, self.model, settings.model_directory, device),
+        )
         self._optimizer = torch.optim.AdamW(
             (each for each in self.model.parameters() if each.requires_grad),
             lr=self._training.learning_rate,
@@ -212,7 +219,8 @@ class StudentTrainer:
         if self._training.packing is False:
             return False
         try:
-            attend_per_document(self.model)
+            with read_in_passing(self.model, self._settings.model_directory):
+                attend_per_document(self.model)
         except DataError as error:
             if self._training.packing is True:
                 raise DataError(f"training.packing=true: {error}; set training.packing=false") from None

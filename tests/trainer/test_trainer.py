@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, Gra
 import spot_async.trainer.model as trainer_model
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError, DataError, TrainerError
+from spot_async.trainer.loading import new_student
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import METRICS
-from spot_async.trainer.model import load_student
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import SoftTargets, Supervision, WeightVersion
 
@@ -377,12 +377,12 @@ def test_an_architecture_that_rescales_its_logits_is_refused(tmp_path: Path) -> 
     )
     GraniteForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(DataError, match="GraniteForCausalLM"):
-        load_student(str(tmp_path))
+        new_student(str(tmp_path))
 
 
 def test_an_unreadable_student_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=os.fspath(tmp_path)) as caught:
-        load_student(str(tmp_path))
+        new_student(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 

@@ -1,0 +1,171 @@
+"""Loads the student: first without memory for its parameters, then what this rank holds of them, from the files.
+
+So no rank holds the model twice, and one that holds a part reads that part. On a CPU float32 parameters are views of
+the mapped file, which ranks share until they change them.
+
+Some files do not hold just the model's parameters, as those of mixtures whose experts transformers stacks. Those models
+are loaded whole, as transformers does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from spot_async.base.processes.memory import without_gc
+from spot_async.base.text import first_line
+from spot_async.errors import DataError
+from spot_async.models.weight_files import weight_files, weight_shapes
+from spot_async.trainer.parallel import local, offsets
+
+
+@without_gc()  # loading imports the model's architecture
+def new_student(directory: str) -> PreTrainedModel:
+    """Return the causal model of a Hugging Face directory: float32, training mode, no dropout.
+
+    Its parameters are on the meta device until `read_parameters`, or else it is whole, on the CPU.
+
+    Raises `DataError` if it cannot be loaded, or if the architecture does something between hidden states and logits
+    that `ResponseLogprobs` would leave out (soft caps, scales).
+    """
+    try:
+        model = _without_memory(directory) or _whole(directory)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):  # a float on transformers' attention layers
+                module.attention_dropout = 0.0
+        with read_in_passing(model, directory):
+            _check_output_layer(model, directory)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(f"student {directory} cannot be loaded: {first_line(error)}") from error
+    return model
+
+
+@torch.no_grad()
+def read_parameters(model: nn.Module, directory: str, device: torch.device) -> None:
+    """Give parameters on the meta device their memory on `device`, and read this rank's part of them."""
+    read: dict[nn.Parameter, nn.Parameter] = {}  # tied ones once
+    with ExitStack() as stack:
+        for module, key, parameter, stored in list(_without_values(model, directory, stack)):
+            if parameter not in read:
+                tensor = _like(parameter, stored[_held(parameter)].to(device, parameter.dtype))
+                read[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            setattr(module, key, read[parameter])
+
+
+@contextmanager
+def read_in_passing(model: nn.Module, directory: str) -> Iterator[None]:
+    """Let a model compute on the CPU whose parameters are on the meta device: a module has them while it runs."""
+    with ExitStack() as stack:
+        own: dict[nn.Module, dict[str, tuple[nn.Parameter, Any]]] = {}
+        for module, key, parameter, stored in _without_values(model, directory, stack):
+            own.setdefault(module, {})[key] = parameter, stored
+
+        def take(module: nn.Module, *_: Any) -> None:
+            for key, (parameter, stored) in own[module].items():
+                setattr(module, key, nn.Parameter(stored[...].to(parameter.dtype), requires_grad=False))
+
+        def drop(module: nn.Module, *_: Any) -> None:
+            for key, (parameter, _stored) in own[module].items():
+                setattr(module, key, parameter)
+
+        for module in own:
+            stack.callback(module.register_forward_pre_hook(take).remove)
+            stack.callback(module.register_forward_hook(drop, always_call=True).remove)
+        yield
+
+
+def _without_memory(directory: str) -> PreTrainedModel | None:
+    """Return the model with its parameters on the meta device, or None if the files do not hold just these.
+
+    Buffers are computed, as always: files do not have those of rotary positions.
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:  # one that is tied stays the same
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return one
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    finally:
+        hook.remove()
+    with suppress(DataError):
+        if weight_shapes(Path(directory)) == {name: tuple(each.shape) for name, each in model.named_parameters()}:
+            with suppress(OSError):  # without the file it follows from the model's configuration
+                model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+            return model
+    return None
+
+
+def _whole(directory: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
+    )
+    return model
+
+
+def _without_values(
+    model: nn.Module, directory: str, stack: ExitStack
+) -> Iterator[tuple[nn.Module, str, nn.Parameter, Any]]:
+    """Yield parameters on the meta device: module, its name for it, parameter, and what the files have for it.
+
+    The last is read when it is indexed, until the stack ends.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
+    files: dict[str, Any] = {}
+    for path in weight_files(Path(directory)) if names else ():
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        files |= dict.fromkeys(file.keys(), file)
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter in names:
+                yield module, key, parameter, files[names[parameter]].get_slice(names[parameter])
+
+
+def _held(parameter: nn.Parameter) -> Any:
+    """Return which part of a whole tensor this rank holds, as an index."""
+    if not isinstance(parameter, DTensor):
+        return ...
+    first = offsets(parameter)[0]
+    return slice(first, first + len(local(parameter)))
+
+
+def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """Return a rank's part as what `parameter` is: the part of a sharded tensor, or a whole one."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+@torch.no_grad()
+def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
+    ids = torch.arange(min(4, model.config.vocab_size))[None]
+    logits = model(input_ids=ids, use_cache=False).logits
+    ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
+        raise DataError(
+            f"student {directory}: {type(model).__name__} changes logits after its output layer; not supported"
+        )
