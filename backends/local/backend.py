@@ -6,6 +6,7 @@ in `shared/`:
 
 * `http.py` sends requests with deadlines and turns every failure into one of `spot_async.errors`.
 * `replies.py` checks that the numbers in a reply can be true.
+* `adapters.py` serves a student's versions as adapters beside its base model.
 * `held_weights.py` notices a server that was restarted, or updated by somebody else.
 * `remote.py` adds what JSON servers have in common: settings, a server started in its own environment, billing.
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from ..shared.adapters import Adapters
 from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes
 from ..shared.connection import proxy_for
 from ..shared.failures import UNREADABLE, FailedReply, classify
@@ -51,10 +52,10 @@ from ..shared.held_weights import HeldWeights
 from ..shared.http import HttpEndpoint
 from ..shared.replies import check_candidates, check_generation, check_scores
 from ..shared.stepwise import read_aside
+from .adapters import NOT_FOUND, LocalAdapters
+from .bodies import largest_generation, take_frames, time_left
 from .coalescing import Coalescer, Outcome
 from .server import LocalServer, LocalSettings
-
-NOT_FOUND = 404
 
 T = TypeVar("T")
 
@@ -78,6 +79,10 @@ class LocalBackend:
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
         self._coalescer = Coalescer(self._generate_many)
+        self._adapters: Adapters | None = None
+        if (lora := settings.adapters(role)) is not None:
+            loads, directory = LocalAdapters(self._post_once, self._section), run_directory / "weights"
+            self._adapters = Adapters(loads, lora, name=self._name, base=Path(model), directory=directory)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -90,6 +95,10 @@ class LocalBackend:
             # Requests name this process, so that another one at its address, with other weights, refuses them.
             self._endpoint = await stack.enter_async_context(self._connection({api.INSTANCE_HEADER: found.instance}))
             self._capabilities = await self.capabilities(deadline=deadline)
+            if self._adapters is not None:
+                await self._load_first(self._adapters, deadline)
+                if self._settings.url is not None:
+                    stack.push_async_callback(self._adapters.close)
             self._exit_stack = stack.pop_all()
         return self
 
@@ -104,6 +113,12 @@ class LocalBackend:
                 f"{self._section}: {self._name} does not answer as `spot-async serve` does (GET {api.HEALTH}); for "
                 "another server use kind: vllm, sglang or openai"
             ) from None
+
+    async def _load_first(self, adapters: Adapters, deadline: float) -> None:
+        try:
+            await adapters.start(deadline=deadline)
+        except PermanentError as error:
+            raise ConfigError(f"{self._section}: the server does not take this run's adapters: {error}") from None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -120,6 +135,11 @@ class LocalBackend:
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         found = self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)
+        if self._is_student and self._settings.takes_adapters:
+            takes = self._adapters is not None
+            return msgspec.structs.replace(
+                found, weight_transport="adapter", weight_update=takes, in_flight_updates=takes
+            )
         # A student's server that was already running may hold another run's weights.
         is_unknown = self._is_student and self._settings.url is not None
         return msgspec.structs.replace(found, version=None) if is_unknown else found
@@ -143,16 +163,17 @@ class LocalBackend:
         session: str | None = None,
         deadline: float,
     ) -> Generation:
-        request = api.GenerateRequest(
-            prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, timeout_s=_time_left(deadline)
-        )
-        if session is not None:
-            return await self._coalescer.ask(session, request, deadline)
-        return await self._generate(request, deadline)
+        with self._asking() as adapter:
+            request = api.GenerateRequest(
+                prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, adapter=adapter, timeout_s=time_left(deadline)
+            )
+            if session is not None:
+                return await self._coalescer.ask(session, request, deadline)
+            return await self._generate(request, deadline)
 
     async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
         check = functools.partial(self._check_generation, request, self._held.now())
-        return await self._post(api.GENERATE, request, Generation, check, deadline, _largest_generation(request))
+        return await self._post(api.GENERATE, request, Generation, check, deadline, largest_generation(request))
 
     async def _generate_many(
         self, requests: Sequence[api.GenerateRequest], on_reply: Callable[[int, Outcome], None], deadline: float
@@ -174,7 +195,7 @@ class LocalBackend:
         def read(part: bytes) -> None:
             received.extend(part)
             try:
-                for frame in _take_frames(received):
+                for frame in take_frames(received):
                     reply = self._decode(frame, api.GenerateReply)
                     if not 0 <= reply.index < len(requests):
                         raise PoisonedReplyError(f"replied to request {reply.index} of {len(requests)}")
@@ -184,7 +205,7 @@ class LocalBackend:
             except PoisonedReplyError as error:
                 raise failed(error.reworded(f"{self._name}{api.GENERATE_MANY}: {error}"), bytes(received)) from None
 
-        largest = sum(map(_largest_generation, requests))
+        largest = sum(map(largest_generation, requests))
         await self._endpoint.stream(
             api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest
         )
@@ -203,27 +224,29 @@ class LocalBackend:
 
     def _check_generation(self, request: api.GenerateRequest, since: int, reply: Generation) -> Generation:
         for span in reply.version_spans:
-            self._held.check(span.version, since)
+            self._check_version(span.version, request.adapter, since)
         return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        request = api.ScoreRequest(
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            top_k=top_k,
-            temperature=temperature,
-            timeout_s=_time_left(deadline),
-        )
         since = self._held.now()
+        with self._asking() as adapter:
+            request = api.ScoreRequest(
+                prompt_ids=prompt_ids,
+                response_ids=response_ids,
+                top_k=top_k,
+                temperature=temperature,
+                adapter=adapter,
+                timeout_s=time_left(deadline),
+            )
 
-        def check(reply: TokenScores) -> TokenScores:
-            self._held.check(reply.version, since)
-            return check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
+            def check(reply: TokenScores) -> TokenScores:
+                self._check_version(reply.version, adapter, since)
+                return check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
 
-        largest = largest_reply_bytes(len(response_ids), len(response_ids) * (1 + top_k))
-        return await self._post(api.SCORE, request, TokenScores, check, deadline, largest)
+            largest = largest_reply_bytes(len(response_ids), len(response_ids) * (1 + top_k))
+            return await self._post(api.SCORE, request, TokenScores, check, deadline, largest)
 
     async def candidate_logprobs(
         self,
@@ -238,31 +261,52 @@ class LocalBackend:
     ) -> FloatArray:
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
-        request = api.CandidateRequest(
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            positions=positions,
-            candidate_ids=candidate_ids,
-            temperature=temperature,
-            expected_version=expected_version,
-            timeout_s=_time_left(deadline),
-        )
         since = self._held.now()
+        with self._asking(expected_version) as adapter:
+            request = api.CandidateRequest(
+                prompt_ids=prompt_ids,
+                response_ids=response_ids,
+                positions=positions,
+                candidate_ids=candidate_ids,
+                temperature=temperature,
+                expected_version=expected_version,
+                adapter=adapter,
+                timeout_s=time_left(deadline),
+            )
 
-        def check(reply: api.CandidateReply) -> api.CandidateReply:
-            if expected_version is None:
-                self._held.check(reply.version, since)
-            elif reply.version != expected_version:
-                raise PoisonedReplyError(f"is of weights {reply.version}, but {expected_version} were asked for")
-            check_candidates(reply.logprobs, candidate_ids)
-            return reply
+            def check(reply: api.CandidateReply) -> api.CandidateReply:
+                if expected_version is None:
+                    self._check_version(reply.version, adapter, since)
+                elif reply.version != expected_version:
+                    raise PoisonedReplyError(f"is of weights {reply.version}, but {expected_version} were asked for")
+                check_candidates(reply.logprobs, candidate_ids)
+                return reply
 
-        largest = largest_reply_bytes(logprobs=candidate_ids.size)
-        reply = await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline, largest)
-        return reply.logprobs
+            largest = largest_reply_bytes(logprobs=candidate_ids.size)
+            reply = await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline, largest)
+            return reply.logprobs
+
+    @contextlib.contextmanager
+    def _asking(self, expected: WeightVersion | None = None) -> Iterator[str | None]:
+        """Give the name of the adapter that one request is asked of; None where the server takes whole weights."""
+        if self._adapters is None:
+            yield None
+            return
+        with self._adapters.request(expected) as adapter:
+            yield adapter.name
+
+    def _check_version(self, version: WeightVersion, adapter: str | None, since: int) -> None:
+        """Raise a `RequestError` for a reply of other weights than its request, sent at `since`, was asked of."""
+        if self._adapters is None or adapter is None:
+            self._held.check(version, since)
+        elif version != self._adapters.version_of(adapter):
+            raise PoisonedReplyError(f"is of weights {version}, and not those of adapter {adapter}")
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        request = api.UpdateRequest(snapshot=snapshot, timeout_s=_time_left(deadline))
+        if self._adapters is not None:
+            await self._adapters.update(snapshot, deadline=deadline)
+            return
+        request = api.UpdateRequest(snapshot=snapshot, timeout_s=time_left(deadline))
 
         def check(reply: api.VersionReply) -> api.VersionReply:
             if reply.version != snapshot.version:
@@ -280,6 +324,8 @@ class LocalBackend:
         check: Callable[[T], T],
         deadline: float,
         largest: int = ANSWER_BYTES,
+        *,
+        resend: bool = True,
     ) -> T:
         """Send a request and return what `check` makes of its reply. A large reply is read and checked in a thread."""
         sent = wire.encode(request)
@@ -291,13 +337,22 @@ class LocalBackend:
 
         with self._endpoint.turn() as turn:
             reply = await self._endpoint.post(
-                path, sent, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest, turn=turn
+                path,
+                sent,
+                content_type=api.CONTENT_TYPE,
+                deadline=deadline,
+                resend=resend,
+                largest=largest,
+                turn=turn,
             )
             try:
                 return await read_aside(reply, read)
             except RequestError as error:
                 error.exchange = self._endpoint.exchange("POST", path, sent, received=reply)
                 raise
+
+    async def _post_once(self, path: str, request: msgspec.Struct, deadline: float) -> object:
+        return await self._post(path, request, api.VersionReply, lambda reply: reply, deadline, resend=False)
 
     def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
         address = self._server.address
@@ -341,27 +396,3 @@ class LocalBackend:
             yield
         except PoisonedReplyError as error:
             raise PoisonedReplyError(f"{self._name}{path}: {error}") from None
-
-
-def _largest_generation(request: api.GenerateRequest) -> int:
-    tokens = request.sampling.max_tokens
-    return largest_reply_bytes(tokens, tokens * (1 + request.top_k))
-
-
-def _take_frames(received: bytearray) -> Iterator[bytes]:
-    """Cut whole frames off the front of `received` and yield them."""
-    header = api.FRAME_HEADER
-    while len(received) >= header.size:
-        length, checksum = header.unpack_from(received)
-        end = header.size + length
-        if len(received) < end:
-            return
-        frame = bytes(memoryview(received)[header.size : end])
-        if zlib.crc32(frame) != checksum:
-            raise PoisonedReplyError("a reply changed on its way")
-        yield frame
-        del received[:end]
-
-
-def _time_left(deadline: float) -> float:
-    return max(0.0, deadline - asyncio.get_running_loop().time())

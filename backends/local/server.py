@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import pydantic
 from pydantic import Field
@@ -21,11 +21,12 @@ from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import check_length, private_directory
 from spot_async.base.tasks import while_alive
-from spot_async.config import OneOrMore, Place, PluginSettings, PositiveFloat, PositiveInt, as_list
+from spot_async.config import OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.settings import EngineSettings
 
+from ..shared.adapter_settings import AdapterSettings
 from ..shared.connection import Url, address_of, check_different
 from ..shared.launch import Ask, Command, Doorway, LaunchedServer, check_installed
 from ..shared.process_settings import ProcessSettings
@@ -52,7 +53,17 @@ class LocalLaunch(ProcessSettings):
         return self
 
 
-class LocalSettings(EngineSettings, PluginSettings):
+class LocalWeights(Section):
+    """How new weights reach the servers of a student."""
+
+    transport: Literal["disk", "adapter"] = Field(
+        "disk",
+        description="disk: servers read the published directory; adapter: they read the adapter alone (needs "
+        "`training.lora`)",
+    )
+
+
+class LocalSettings(EngineSettings, AdapterSettings):
     """The settings of one or several of our own servers."""
 
     kind: str = "local"
@@ -72,6 +83,11 @@ class LocalSettings(EngineSettings, PluginSettings):
         None, description="where a server is started if not on this machine; a list for several"
     )
     start_timeout_s: PositiveFloat = Field(600.0, description="longest time that loading the model may take")
+    weights: LocalWeights = Field(LocalWeights(), description="how new weights reach a student's server")
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.weights.transport == "adapter"
 
     @property
     def where(self) -> str | LocalLaunch | None:

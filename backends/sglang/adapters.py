@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 from spot_async.errors import ConfigError, PermanentError, ServerRestartedError
+from spot_async.types import WeightSnapshot
 
 from .weights import Control
 
@@ -21,10 +21,10 @@ class SglangAdapters:
         self._section = section
         self._ask = ask
 
-    async def load(self, name: str, directory: Path, *, deadline: float) -> None:
+    async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
         try:
             await self._control.post(
-                "/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}, deadline, resend=False
+                "/load_lora_adapter", {"lora_name": name, "lora_path": adapter.directory}, deadline, resend=False
             )
         except PermanentError as error:
             raise ConfigError(

@@ -32,8 +32,8 @@ UNLOAD_TIMEOUT_S = 30.0
 class AdapterServer(Protocol):
     """The requests that are needed here."""
 
-    async def load(self, name: str, directory: Path, *, deadline: float) -> None:
-        """Load an adapter, and return once a request that names it was answered with it."""
+    async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
+        """Load an adapter from its directory, and return once a request that names it would be answered with it."""
         ...
 
     async def unload(self, name: str, *, deadline: float) -> None:
@@ -112,6 +112,10 @@ class Adapters:
             adapter.requests -= 1
             self._one_ended.set()
 
+    def version_of(self, name: str) -> WeightVersion | None:
+        """Return the version of an adapter that a request names now."""
+        return next((each.version() for each in self._loaded if each.name == name), None)
+
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load a snapshot's adapter, and name it in all requests from now on. Requests in flight are left alone.
 
@@ -127,7 +131,8 @@ class Adapters:
                 f"{self._prefix}-{self._loads}-{snapshot.version}", snapshot.version, in_use(Path(snapshot.directory))
             )
             self._leaving.append(adapter)  # until it is known to be there
-            await self._server.load(adapter.name, directory.absolute(), deadline=deadline)
+            files = WeightSnapshot(directory=str(directory.absolute()), version=snapshot.version)
+            await self._server.load(adapter.name, files, deadline=deadline)
             self._leaving.remove(adapter)
             self._loaded.append(adapter)
             self._retire()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, ServerRestartedError
+from spot_async.types import WeightSnapshot
 
 from .client import NoSuchRouteError, VllmClient
 from .launch import ALLOW_ADAPTERS
@@ -32,8 +32,8 @@ class VllmAdapters:
     def __init__(self, client: VllmClient) -> None:
         self._client = client
 
-    async def load(self, name: str, directory: Path, *, deadline: float) -> None:
-        server, body = self._client.server, {"lora_name": name, "lora_path": str(directory)}
+    async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
+        server, body = self._client.server, {"lora_name": name, "lora_path": adapter.directory}
         try:
             await server.ask("/v1/load_lora_adapter", body, bytes, deadline=deadline)
         except NoSuchRouteError:
@@ -50,7 +50,7 @@ class VllmAdapters:
             ) from None
         await self._client.naming(name).sample([0], ONE_TOKEN, top_k=0, logprobs=0, deadline=deadline)
         listed = (await server.get("/v1/models", _Models, deadline=deadline)).data
-        if not any(each.id == name and each.root == str(directory) for each in listed):
+        if not any(each.id == name and each.root == adapter.directory for each in listed):
             raise PoisonedReplyError(f"{server.name}/v1/models: does not list the adapter {name} that it was given")
 
     async def unload(self, name: str, *, deadline: float) -> None:

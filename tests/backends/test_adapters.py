@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from spot_async.backends.shared.adapters import LOADED_AT_ONCE, Adapters
+from spot_async.base import registry
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, DeadlineExceededError, TransientError, VersionMismatchError
 from spot_async.models.adapter_files import ADAPTER, WEIGHTS_FILE, write_zero_adapter
@@ -29,7 +30,8 @@ class Server:
         self.unloaded: list[str] = []
         self.fails = False
 
-    async def load(self, name: str, directory: Path, *, deadline: float) -> None:
+    async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
+        directory = Path(adapter.directory)
         assert name not in self.held
         assert len(self.held) <= LOADED_AT_ONCE
         assert (directory / WEIGHTS_FILE).is_file()
@@ -166,10 +168,11 @@ async def test_the_server_is_left_with_nothing(base, tmp_path):
     assert server.held == {}
 
 
-def test_adapters_as_weights_need_adapters():
-    from spot_async.backends.vllm.backend import VllmBackend
-
-    settings = VllmBackend.Settings.model_validate({"url": "http://127.0.0.1:1", "weights": {"transport": "adapter"}})
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "local"])
+def test_adapters_as_weights_need_adapters(kind):
+    settings = registry.load("backends", kind).Settings.model_validate(
+        {"url": "http://127.0.0.1:1", "weights": {"transport": "adapter"}}
+    )
     with pytest.raises(ValueError, match=r"weights\.transport=adapter needs training\.lora"):
         settings.with_lora(None)
     assert settings.with_lora(LORA).adapters("student") == LORA

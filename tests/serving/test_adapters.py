@@ -214,6 +214,8 @@ def test_other_weights_end_what_was_asked_of_adapters(versions: Any, engine_for:
     for task in (tasks[0], tasks[1], tasks[3]):
         with pytest.raises(ServerRestartedError, match="were replaced"):
             task.future.result(timeout=0)
+    with pytest.raises(PermanentError, match="was given other weights"):
+        load(engine, "three", adapters["one"], V2)
 
 
 def test_an_adapter_of_another_base_is_refused(

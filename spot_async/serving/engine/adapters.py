@@ -82,6 +82,7 @@ class Adapters:
         self._base = base
         self._products = products
         self._device = device
+        self._has_base = True
         self._named: dict[str, Adapter] = {}  # that which was named last is the last
 
     def read(self, directory: Path, version: WeightVersion) -> Adapter:
@@ -104,8 +105,11 @@ class Adapters:
     def load(self, name: str, adapter: Adapter) -> None:
         """Let requests name it, and forget that which was not named for longest, if there are many.
 
-        Raises `PermanentError` if another has the name: an adapter is never replaced.
+        Raises `PermanentError` if another has the name, since an adapter is never replaced, or if the model below is
+        not that which the server started with.
         """
+        if not self._has_base:
+            raise PermanentError("its model was given other weights after its start: restart it, to load adapters")
         if name in self._named:
             raise PermanentError(f"has an adapter {name} already: give each a name of its own")
         self._named[name] = adapter
@@ -116,8 +120,10 @@ class Adapters:
         """Forget an adapter, if there is one of that name. Requests that have begun with it end with it."""
         self._named.pop(name, None)
 
-    def clear(self) -> None:
+    def base_replaced(self) -> None:
+        """Forget all adapters, and load none from now on: they are of the model that the server started with."""
         self._named.clear()
+        self._has_base = False
 
     def named(self, name: str | None) -> Adapter | None:
         """Return the adapter that a request names, if it names one. Raises `ServerRestartedError` if there is none."""

@@ -100,7 +100,7 @@ class Engine:
         the queue, to be read in again with the tokens that they have. Adapters are the old weights', so they are
         forgotten with all that was asked of them.
         """
-        self.adapters.clear()
+        self.adapters.base_replaced()
         adapted = [*self._table.tasks, *self._waiting, *self._scoring]
         for task in [each for each in adapted if each.adapter is not None]:
             self.abort(task)

@@ -1,0 +1,82 @@
+"""Runs whose local server gets each version as an adapter: one version a response, and what is learnt is the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from problem_files import FEW
+from safetensors.numpy import load_file
+
+import spot_async
+from spot_async.backends.local import LocalBackend
+from spot_async.models.adapter_files import ADAPTER, WEIGHTS_FILE
+from spot_async.types import Generation
+
+pytestmark = pytest.mark.usefixtures("servers_on_threads", "trainer_on_thread")
+ROOT = Path(__file__).parents[2]
+KEYS = (
+    FEW,
+    "training.iterations=2",
+    "training.warmup_iterations=0",
+    "training.batch_size=4",
+    "training.mini_batch_size=4",
+    "training.learning_rate=1e-3",
+    "training.lora={rank: 4, targets: all}",
+    "sampling.max_response_tokens=48",
+    "evaluation=null",
+)
+AS_ADAPTERS = "student.backend.weights={transport: adapter}"
+
+Run = Callable[..., tuple[Path, list[Generation]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run in a directory of this name; return the directory, and what the student's server answered."""
+    monkeypatch.chdir(ROOT)
+
+    def make(name: str, *keys: str) -> tuple[Path, list[Generation]]:
+        answered: list[Generation] = []
+        generate = LocalBackend.generate
+
+        @functools.wraps(generate)
+        async def noted(*values: Any, **named: Any) -> Generation:
+            answered.append(await generate(*values, **named))
+            return answered[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalBackend, "generate", noted)
+            spot_async.run("configs/running_sum/opd.yaml", [*KEYS, f"run.directory={tmp_path / name}", *keys])
+        return tmp_path / name, answered
+
+    return make
+
+
+def student(directory: Path) -> dict[str, np.ndarray]:
+    return load_file(directory / "student" / ADAPTER / WEIGHTS_FILE)
+
+
+def tokens(answered: list[Generation]) -> list[list[int]]:
+    return sorted(reply.token_ids.tolist() for reply in answered)
+
+
+def test_a_strict_run_learns_from_adapters_what_it_learns_from_merged_weights(run: Run) -> None:
+    merged, before = run("merged")
+    adapted, answered = run("adapted", AS_ADAPTERS)
+    assert {reply.version_spans[0].version.step for reply in answered} == {0, 1}
+    assert all(len(reply.version_spans) == 1 for reply in answered)
+    assert tokens(answered) == tokens(before)
+    expected = student(merged)
+    for name, tensor in student(adapted).items():
+        np.testing.assert_allclose(tensor, expected[name], atol=1e-5, err_msg=name)  # one step changes them by 1e-3
+
+
+def test_no_response_of_an_asynchronous_run_meets_an_update(run: Run) -> None:
+    _, answered = run("run", AS_ADAPTERS, "max_staleness=1", "training.iterations=4")
+    assert {reply.version_spans[0].version.step for reply in answered} >= {0, 1, 2}
+    assert all(len(reply.version_spans) == 1 for reply in answered)
