@@ -25,6 +25,7 @@ from spot_async.base.processes.memory import without_gc
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.models.weight_files import weight_files, weight_shapes
+from spot_async.trainer.lora import own_weights
 from spot_async.trainer.parallel import local, offsets
 
 
@@ -86,6 +87,15 @@ def read_in_passing(model: nn.Module, directory: str) -> Iterator[None]:
         yield
 
 
+def has_just(directory: Path, model: nn.Module) -> bool:
+    """Return whether the tensors of a directory's files are a model's weights as they are."""
+    try:
+        found = weight_shapes(directory)
+    except DataError:
+        return False
+    return found == {name: tuple(each.shape) for name, each in own_weights(model).items()}
+
+
 def _without_memory(directory: str) -> PreTrainedModel | None:
     """Return the model with its parameters on the meta device, or None if the files do not hold just these.
 
@@ -105,12 +115,11 @@ def _without_memory(directory: str) -> PreTrainedModel | None:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     finally:
         hook.remove()
-    with suppress(DataError):
-        if weight_shapes(Path(directory)) == {name: tuple(each.shape) for name, each in model.named_parameters()}:
-            with suppress(OSError):  # without the file it follows from the model's configuration
-                model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-            return model
-    return None
+    if not has_just(Path(directory), model):
+        return None
+    with suppress(OSError):  # without the file it follows from the model's configuration
+        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    return model
 
 
 def _whole(directory: str) -> PreTrainedModel:

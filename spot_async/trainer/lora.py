@@ -21,6 +21,7 @@ from spot_async.config import LoraConfig
 from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError
 from spot_async.models.adapter_files import DOWN, PEFT_PREFIX, UP, WEIGHTS_FILE, Layers, write_config
+from spot_async.trainer.parallel import whole
 
 
 class AdaptedLinear(nn.Module):
@@ -70,17 +71,23 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
     return ((name, each) for name, each in model.named_modules() if isinstance(each, AdaptedLinear))
 
 
-@torch.no_grad()
-def merged(model: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a whole state with adapters added to their layers, under the names of a model without any.
+def own_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's live weights and persistent buffers by name, without adapters, tied ones once.
 
-    They are added in float32, and the sum is then made `dtype`. `state` stays as it is.
+    What FSDP has gathered for its use is sharded again.
     """
-    sums = {}
-    for name, layer in adapted_layers(model):
-        down, up = state[f"{name}.{DOWN}"], state[f"{name}.{UP}"]
-        sums[f"{name}.weight"] = (state[f"{name}.weight"].float() + layer.scale * (up @ down)).to(dtype)
-    return {name: sums.get(name, each) for name, each in state.items() if name.rpartition(".")[2] not in (DOWN, UP)}
+    names: dict[Tensor, str] = {}
+    for name, each in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] not in (DOWN, UP):
+            names.setdefault(each, name)
+    return {name: each for each, name in names.items()}
+
+
+def whole_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole adapters by their parameters' names. All ranks must call it."""
+    live = model.state_dict(keep_vars=True)
+    names = (f"{name}.{part}" for name, _ in adapted_layers(model) for part in (DOWN, UP))
+    return {name: whole(live[name]) for name in names}
 
 
 def layer_shapes(model: nn.Module) -> Layers:
@@ -88,13 +95,9 @@ def layer_shapes(model: nn.Module) -> Layers:
     return {name: (each.weight.shape[0], each.weight.shape[1]) for name, each in adapted_layers(model)}
 
 
-def write_adapter(directory: Path, model: nn.Module, state: dict[str, Tensor], lora: LoraConfig, base: str) -> None:
-    """Write the adapter of a whole state into a new directory, in PEFT's format and float32. `base` is its model."""
+def write_adapter(directory: Path, model: nn.Module, adapters: dict[str, Tensor], lora: LoraConfig, base: str) -> None:
+    """Write whole adapters into a new directory, in PEFT's format and float32. `base` is the model they are for."""
     directory.mkdir()
-    tensors = {
-        f"{PEFT_PREFIX}{name}.{part}.weight": state[f"{name}.{part}"].contiguous()
-        for name, _ in adapted_layers(model)
-        for part in (DOWN, UP)
-    }
+    tensors = {f"{PEFT_PREFIX}{name}.weight": each.contiguous() for name, each in adapters.items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     write_config(directory, layer_shapes(model), lora, base)

@@ -24,7 +24,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -183,6 +182,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that all ranks gather if it is sharded; all of them must call it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def offsets(tensor: Tensor) -> list[int]:
     """Return where in the whole tensor this rank's part begins."""
     if not isinstance(tensor, DTensor):
@@ -243,10 +248,6 @@ class Strategy(ABC):
         norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    @abstractmethod
-    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return all parameters and buffers by name on rank 0. All ranks must call it; others may get nothing."""
-
     def sum(self, values: Tensor) -> Tensor:
         """Sum element-wise over ranks, in place."""
         if self.ranks > 1:
@@ -290,9 +291,6 @@ class ReplicatedStrategy(Strategy):
         works = [dist.all_reduce(p.grad, async_op=True) for p in parameters] if self.ranks > 1 else []
         for work in works:
             work.wait()
-
-    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        return module.state_dict()
 
 
 class ShardedStrategy(Strategy):
@@ -339,14 +337,6 @@ class ShardedStrategy(Strategy):
 
     def reduce_gradients(self, module: nn.Module) -> None:
         """Do nothing: the backward pass has summed them."""
-
-    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return all tensors on rank 0, on the CPU. Tied parameters are gathered apart, and made one tensor again."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = cast(dict[str, Tensor], get_model_state_dict(module, options=options))
-        whole: dict[int, Tensor] = {}
-        parts = module.state_dict(keep_vars=True)
-        return {name: whole.setdefault(id(part), state[name]) for name, part in parts.items() if name in state}
 
 
 def strategy_of(training: TrainingConfig) -> Strategy:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.base.text import first_line
@@ -19,14 +18,15 @@ from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
 from spot_async.models.weight_files import complete_directory, delete_weights
-from spot_async.trainer.lora import layer_shapes, merged, write_adapter
+from spot_async.trainer.lora import layer_shapes, write_adapter
+from spot_async.trainer.streaming import WeightStream
 
 # Files to copy from the initial student: tokenizer, chat template and generation settings.
 COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 
 
 class WeightPublisher:
-    """Writes `weights/step-NNNNNN` directories and keeps the newest few."""
+    """Writes `weights/step-NNNNNN` directories and keeps the newest few. One of the ranks writes."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class WeightPublisher:
         dtype: torch.dtype,
         keep: int,
         lora: LoraConfig | None = None,
+        writes: bool,
     ) -> None:
         self._directory = directory
         self._student_directory = student_directory
@@ -44,22 +45,28 @@ class WeightPublisher:
         self._dtype = dtype
         self._keep = keep
         self._lora = lora
+        self._writes = writes
         directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
 
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
 
-    def publish(self, model: PreTrainedModel, state: dict[str, Tensor], step: int) -> None:
-        """Write `state` as `model`'s weights of `step`.
+    def publish(self, model: PreTrainedModel, step: int) -> None:
+        """Write `model`'s weights of `step`. All ranks must call it, since sharded weights are gathered for it.
 
-        Raises `TrainerError` when that fails (full disk, an adapter that is not whole). Older weights are then
+        Raises `TrainerError` when writing fails (full disk, an adapter that is not whole). Older weights are then
         untouched, and nothing of the new ones is left.
         """
+        with WeightStream(model, self._student_directory, self._dtype) as weights:
+            if self._writes:
+                self._publish(weights, step)
+
+    def _publish(self, weights: WeightStream, step: int) -> None:
         final = self.path(step)
         try:
             with complete_directory(final) as partial:
-                self._write(model, state, partial)
+                self._write(weights, partial)
         except DataError as error:
             raise TrainerError(f"cannot publish weights to {final}: {error}") from error
         except (OSError, SafetensorError) as error:
@@ -68,22 +75,26 @@ class WeightPublisher:
         for old in self._published()[: -self._keep]:
             delete_weights(old)  # weights that a server is still loading stay, and are tried again after the next step
 
-    def _write(self, model: PreTrainedModel, state: dict[str, Tensor], directory: Path) -> None:
+    def _write(self, weights: WeightStream, directory: Path) -> None:
+        model = weights.model
         for file in sorted(self._student_directory.iterdir()):
             if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
                 shutil.copyfile(file, directory / file.name)
         if self._lora is not None:
             # In a directory of its own: transformers would load one that lies beside model.safetensors on top of it.
-            write_adapter(directory / ADAPTER, model, state, self._lora, str(self._student_directory.absolute()))
+            write_adapter(
+                directory / ADAPTER, model, weights.adapters, self._lora, str(self._student_directory.absolute())
+            )
             check_adapter(directory / ADAPTER, layer_shapes(model), self._lora, name=f"of {directory.name[1:]}")
-            state = merged(model, state, self._dtype)
-        model.save_pretrained(directory, state_dict=_cast(state, self._dtype))
+        weights.write(directory)
         config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
         config.dtype = self._dtype  # the type of the files, which may differ from that in training
         config.save_pretrained(directory)
-        if self._end_token_ids:
+        if model.can_generate():
             generation = copy.deepcopy(model.generation_config)
-            generation.eos_token_id = list(self._end_token_ids)
+            if self._end_token_ids:
+                generation.eos_token_id = list(self._end_token_ids)
             generation.save_pretrained(directory)
         mode = (directory / "config.json").stat().st_mode  # safetensors makes files that only their owner can read
         for file in (each for each in directory.rglob("*") if each.is_file()):
@@ -102,12 +113,3 @@ class WeightPublisher:
         published = self._published()
         saved = f"complete weights up to {published[-1]} are untouched" if published else "none were published before"
         return f"cannot publish weights to {final}: {reason}; {saved}"
-
-
-def _cast(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return floating-point tensors as `dtype`. Tied ones stay one tensor, or they would be written twice."""
-    casts: dict[int, Tensor] = {}
-    return {
-        name: casts.setdefault(value.data_ptr(), value.to(dtype)) if value.is_floating_point() else value
-        for name, value in state.items()
-    }

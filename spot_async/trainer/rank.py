@@ -149,6 +149,7 @@ class StudentTrainer:
             dtype=dtype,
             keep=self._training.keep_weights,
             lora=self._training.lora,
+            writes=strategy.rank == 0,
         )
         self._saver = CheckpointSaver(strategy, device)
         self._checkpoint_s = 0.0  # for which checkpoints held up training since the last report
@@ -404,9 +405,7 @@ class StudentTrainer:
             self._publish(self.step)
 
     def _publish(self, step: int) -> WeightSnapshot:
-        state = self._strategy.full_state_dict(self.model)
-        if self._strategy.rank == 0:
-            self._publisher.publish(self.model, state, step)
+        self._publisher.publish(self.model, step)
         return WeightSnapshot(
             directory=str(self._publisher.path(step)), version=WeightVersion(self._settings.lineage, step)
         )

@@ -1,0 +1,120 @@
+"""Gathers a student's weights one after another, and writes each before the next comes.
+
+So no rank ever holds the whole student. What is written is what transformers' `save_pretrained` would write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spot_async.models.adapter_files import DOWN, UP
+from spot_async.models.weight_files import INDEX_FILE
+from spot_async.trainer.loading import has_just
+from spot_async.trainer.lora import adapted_layers, own_weights, whole_adapters
+from spot_async.trainer.parallel import whole
+
+MAX_FILE_SIZE = "50GB"  # as transformers' `save_pretrained`
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors calls them
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class WeightStream:
+    """A student's weights as they are published: merged with its adapters, and of type `dtype`.
+
+    All ranks make one, and one of them writes. As a context manager it gathers in the end what was not written, since
+    other ranks wait for this one, whether it could write or not.
+    """
+
+    def __init__(self, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
+        self.model = model
+        self.adapters = whole_adapters(model)
+        self._dtype = dtype
+        shapes = {name: tuple(each.shape) for name, each in own_weights(model).items()}
+        # Transformers changes some mixtures' weights when it reads them, and changes them back when it writes.
+        self._files, self._index = self._layout(shapes) if has_just(base, model) else ({}, None)
+        self._names = [name for each in self._files.values() for name in each] or list(shapes)
+        self._tensors = self._gathered()
+
+    def __enter__(self) -> WeightStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        deque(self._tensors, maxlen=0)
+
+    def write(self, directory: Path) -> None:
+        """Write all weights into a directory."""
+        if not self._files:
+            self._write_whole(directory)
+        for file, shapes in self._files.items():
+            self._write_file(directory / file, shapes)
+        if self._index is not None:
+            (directory / INDEX_FILE).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
+
+    def _gathered(self) -> Iterator[Tensor]:
+        """Gather weights on the CPU. None is held on to while the next one is gathered."""
+        live = own_weights(self.model)
+        layers = {f"{name}.weight": (name, layer.scale) for name, layer in adapted_layers(self.model)}
+        for name in self._names:
+            yield self._published(whole(live[name]), layers.get(name)).cpu()
+
+    def _published(self, tensor: Tensor, layer: tuple[str, float] | None) -> Tensor:
+        """Return a whole weight as it is published. An adapter is added in float32, and the sum is then cast."""
+        if layer is not None:
+            name, scale = layer
+            tensor = tensor.float() + scale * (self.adapters[f"{name}.{UP}"] @ self.adapters[f"{name}.{DOWN}"])
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def _layout(self, shapes: Shapes) -> tuple[dict[str, Shapes], dict[str, object] | None]:
+        """Return which file has which weights in which order, and the index if there are several files."""
+        names = sorted(shapes, key=_layer_by_layer)
+        split = split_torch_state_dict_into_shards(
+            {name: torch.empty(shapes[name], dtype=self._dtype, device="meta") for name in names},
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_FILE_SIZE,
+        )
+        files = {file: {name: shapes[name] for name in sorted(own)} for file, own in split.filename_to_tensors.items()}
+        if not split.is_sharded:
+            return files, None
+        sizes = {"total_parameters": self.model.num_parameters(), **split.metadata}
+        return files, {"metadata": sizes, "weight_map": split.tensor_to_filename}
+
+    def _write_file(self, path: Path, shapes: Shapes) -> None:
+        """Write one safetensors file, whose header comes before its tensors."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, shape in shapes.items():
+            begin, end = end, end + torch.Size(shape).numel() * self._dtype.itemsize
+            header[name] = {"dtype": TYPES[self._dtype], "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _ in shapes:
+                file.write(_bytes(next(self._tensors)))
+
+    def _write_whole(self, directory: Path) -> None:
+        """Let transformers write all weights at once, tied ones as one tensor under each of their names."""
+        state = dict(zip(self._names, self._tensors, strict=True))
+        names = {each: name for name, each in own_weights(self.model).items()}
+        live = self.model.state_dict(keep_vars=True)
+        self.model.save_pretrained(
+            directory, state_dict={name: state[names[each]] for name, each in live.items() if each in names}
+        )
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _layer_by_layer(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key by which layer 2 comes before layer 10, as transformers sorts weights into files."""
+    return [(False, int(part), "") if part.isdigit() else (True, 0, part) for part in name.split(".")]
