@@ -16,6 +16,7 @@ do not have.
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from spot_async.types import Sample, Supervision
 
 FILE = "ledger.sqlite"
 FORMAT = 1
+NAMED = 5  # ordinals that a line about prompts names
 TABLES = """
 create table if not exists about (name text primary key, value integer not null) without rowid;
 create table if not exists prompts (
@@ -39,7 +41,7 @@ create table if not exists prompts (
     problem text not null,
     attempt integer not null,  -- how often it was begun
     state text not null,  -- running, queued, batched, left_out, dead, unpaid
-    reason text,  -- of dead and unpaid ones
+    reason text,  -- of dead ones, and of those that there was no money for at first
     batch integer,  -- the first one is 0
     lineage integer,  -- of the weights that the batch made
     samples blob  -- of queued and batched ones
@@ -129,10 +131,14 @@ class Ledger:
     # What happens to prompts
 
     def admit(self, ordinal: int, problem_id: str) -> None:
-        """Note that a prompt is begun, for the first time or once more."""
+        """Note that a prompt is begun, for the first time or once more.
+
+        Of one that there was no money for the reason is kept: it comes behind prompts that were admitted after it.
+        """
         self._do(
             "insert into prompts (ordinal, problem, attempt, state) values (?, ?, 1, 'running') "
-            "on conflict do update set attempt = attempt + 1, state = 'running', reason = null, samples = null",
+            "on conflict do update set attempt = attempt + 1, state = 'running', samples = null, "
+            "reason = case state when 'dead' then null else reason end",
             (ordinal, problem_id),
         )
 
@@ -250,3 +256,30 @@ class Ledger:
             yield
         except sqlite3.Error as error:
             raise StorageError(f"cannot write {self._path}: {error}") from None
+
+
+def state_of(row: PromptRow, step: int) -> str:
+    """Return a prompt's state at a checkpoint."""
+    if row.batch is not None and row.batch < step:
+        return "left out" if row.state == "left_out" else "trained"
+    return row.state if row.state in ("dead", "unpaid") else "pending"
+
+
+def batch_faults(rows: Sequence[PromptRow], step: int, batch_size: int) -> Iterator[str]:
+    """Yield what is wrong with the batches before a step: too few or too many prompts, or prompts passed over.
+
+    A prompt that there was no money for at first is not passed over: later ones may well be trained before it.
+    """
+    sizes = Counter(row.batch for row in rows if row.batch is not None and row.batch < step)
+    for batch in range(step):
+        if sizes[batch] != batch_size:
+            yield f"batch {batch + 1} has {sizes[batch]} prompts in place of {batch_size}"
+    last = max((row.ordinal for row in rows if row.batch is not None and row.batch < step), default=-1)
+    passed = [
+        row.ordinal for row in rows if row.ordinal <= last and state_of(row, step) == "pending" and row.reason is None
+    ]
+    known = {row.ordinal for row in rows}
+    lost = [ordinal for ordinal in range(last + 1) if ordinal not in known]
+    for what, ordinals in (("were passed over", passed), ("are in no ledger", lost)):
+        if ordinals:
+            yield f"{len(ordinals)} prompts {what}: {', '.join(map(str, ordinals[:NAMED]))}"

@@ -207,7 +207,8 @@ class Invariants:
         used = trained | set(book.ordinals(PromptState.LEFT_OUT))
         require(len(used) == self.finished * self._batch_size, "I4", f"{len(used)} prompts are in batches")
         given_up = {*book.ordinals(PromptState.DEAD), *book.ordinals(PromptState.UNPAID)}
-        skipped = set(range(max(used, default=-1) + 1)) - used - given_up
+        late = self._unpaid & set(book.ordinals(PromptState.LEFT_OVER))  # paid for at last, and no batch was left
+        skipped = set(range(max(used, default=-1) + 1)) - used - given_up - late
         require(not skipped, "I4", f"prompts {sorted(skipped)} were passed over")
         admitted = sum(book.counts.values())
         could_go_on = orchestrator.state.spent is None and admitted < self._prompts

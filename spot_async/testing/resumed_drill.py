@@ -37,7 +37,7 @@ from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.run_directory.ledger import Ledger, PromptRow
+from spot_async.run_directory.ledger import Ledger, PromptRow, batch_faults
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running.checkpoints import RunCheckpoints, go_back
 from spot_async.spending.account import Account, Spending
@@ -309,10 +309,11 @@ class ResumedDrill(Drill):
         with closing(Ledger.open(self._directory.path)) as ledger:
             rows = list(ledger.prompts())
         require([row.ordinal for row in rows] == list(range(len(rows))), "I10", "prompts are missing in the ledger")
+        faults = list(batch_faults(rows, step, self.batch_size))
+        require(not faults, "I10", f"verify-run says: {'; '.join(faults)}")
         weights = ""
         for batch in range(step):
             ordinals = [row.ordinal for row in rows if row.batch == batch]
-            require(len(ordinals) == self.batch_size, "I10", f"batch {batch} has prompts {ordinals} in the ledger")
             samples = [sample for ordinal in ordinals for sample in witness.finished[ordinal]]
             trained = [sample.supervision for sample in samples if sample.supervision is not None]
             weights = weights_after(weights, trained)
@@ -322,14 +323,18 @@ class ResumedDrill(Drill):
         self.check_evaluations(())
 
     def _check_prompts(self, rows: Sequence[PromptRow], step: int) -> None:
-        """Check that the prompts before the last one that was trained are in a batch, or dead."""
+        """Check that the prompts before the last one that was trained are in a batch, or dead.
+
+        One that there was no money for comes later, and no batch may be left for it.
+        """
         last = max((row.ordinal for row in rows if row.batch is not None), default=-1)
         for row in rows:
             is_in = row.batch is not None and row.batch < step
             is_used = is_in and row.state == (
                 "batched" if is_trained(self._witness.finished[row.ordinal]) else "left_out"
             )
-            holds = is_used or row.state == "dead" or row.ordinal > last
+            may_wait = row.ordinal > last or (row.ordinal in self._witness.unpaid and row.batch is None)
+            holds = is_used or row.state == "dead" or may_wait
             require(holds, "I10", f"prompt {row.ordinal} is {row.state}, in batch {row.batch}")
 
     def _check_rows(self, rows: Sequence[PromptRow], step: int) -> None:

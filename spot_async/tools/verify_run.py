@@ -19,11 +19,10 @@ from spot_async.config.loading import load_config
 from spot_async.errors import DataError
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.run_directory.ledger import FILE, Ledger, PromptRow
+from spot_async.run_directory.ledger import FILE, Ledger, batch_faults, state_of
 from spot_async.run_directory.reading import RunFiles
 
 STATES = ("trained", "left out", "dead", "unpaid", "pending")
-NAMED = 5  # ordinals that a line names
 
 
 class Verification(NamedTuple):
@@ -45,7 +44,7 @@ def verify(path: Path) -> Verification:
         rows = list(ledger.prompts())
     config = load_config(path / "config.yaml", ())
     step, faults = _read_checkpoints(path)
-    faults += _batch_faults(rows, step, config.training.batch_size)
+    faults += batch_faults(rows, step, config.training.batch_size)
     faults += _metric_faults(path, step)
     epochs: list[Counter[str]] = []
     seen: Counter[str] = Counter()
@@ -56,13 +55,6 @@ def verify(path: Path) -> Verification:
             epochs.append(Counter())
         epochs[epoch][state_of(row, step)] += 1
     return Verification(step, epochs, faults)
-
-
-def state_of(row: PromptRow, step: int) -> str:
-    """Return a prompt's state at a checkpoint."""
-    if row.batch is not None and row.batch < step:
-        return "left out" if row.state == "left_out" else "trained"
-    return row.state if row.state in ("dead", "unpaid") else "pending"
 
 
 def show(console: Console, path: Path, found: Verification) -> None:
@@ -88,21 +80,6 @@ def _read_checkpoints(path: Path) -> tuple[int, list[str]]:
         except DataError as fault:
             faults.append(str(fault))
     return step, faults
-
-
-def _batch_faults(rows: Sequence[PromptRow], step: int, batch_size: int) -> Iterator[str]:
-    """Yield what is wrong with the batches before a step: too few or too many prompts, or prompts passed over."""
-    sizes = Counter(row.batch for row in rows if row.batch is not None and row.batch < step)
-    for batch in range(step):
-        if sizes[batch] != batch_size:
-            yield f"batch {batch + 1} has {sizes[batch]} prompts in place of {batch_size}"
-    last = max((row.ordinal for row in rows if row.batch is not None and row.batch < step), default=-1)
-    passed = [row.ordinal for row in rows if row.ordinal <= last and state_of(row, step) == "pending"]
-    known = {row.ordinal for row in rows}
-    lost = [ordinal for ordinal in range(last + 1) if ordinal not in known]
-    for what, ordinals in (("were passed over", passed), ("are in no ledger", lost)):
-        if ordinals:
-            yield f"{len(ordinals)} prompts {what}: {', '.join(map(str, ordinals[:NAMED]))}"
 
 
 def _metric_faults(path: Path, step: int) -> Iterator[str]:

@@ -38,9 +38,11 @@ def kill(life, after, step):
 CUT_OFF = (7, [kill(0, 1, 42), kill(1, 1, 121), DiskFault(101, "bad newest", 0, None, None)])
 # An evaluation ended after the next checkpoint. A power cut took its file, and its weights were gone.
 LATE_EVALUATION = (37091, [DiskFault(1, "power cut", 4, 53, None)])
+# A prompt that there was no money for comes last in the next life, and no batch is left for it.
+PAID_TOO_LATE = (62997, [Fault(0, 2098495906369600860)])
 
 
-@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION])
+@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION, PAID_TOO_LATE])
 def test_what_once_went_wrong_does_not_any_more(seed, faults):
     assert failure(seed, faults) is None
 
