@@ -150,6 +150,7 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
         step = step_of(directory)
         if keep_every is None or step % keep_every:
             (directory / FILE).unlink()  # first, so that half of a checkpoint never counts
+            flush_to_disk(directory)  # a power cut must not bring it back: a run may have gone back behind it by then
             shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -14,6 +14,7 @@ from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
 from spot_async.loop.admission import PromptState
 from spot_async.loop.resuming import Resumption
+from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
 from spot_async.run_directory.layout import RunDirectory
@@ -81,9 +82,9 @@ def go_back(
     """
     step = beginning.step
     directory.remove_summary()
+    _move_aside(directory.path, step)  # first, so that whoever comes next begins at no later step than the ledger does
     ledger.roll_back(step)
     directory.cut_after(step)
-    _move_aside(directory.path, step)
     manifest.remove_unfinished(directory.path)
     rows = list(ledger.prompts())
     dead = [row for row in rows if row.state == "dead"]
@@ -191,8 +192,9 @@ def _move_aside(run: Path, step: int) -> None:
 
 
 def _put_aside(run: Path, paths: Iterable[Path]) -> None:
-    """Move files and directories of a run to `rolled-back/`. Raise StorageError where the disk does not allow it."""
-    for each in sorted(paths):
+    """Move files and directories of a run to `rolled-back/`, for good. Raise StorageError where the disk refuses."""
+    found = sorted(paths)
+    for each in found:
         target = run / ROLLED_BACK / each.relative_to(run)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -201,3 +203,8 @@ def _put_aside(run: Path, paths: Iterable[Path]) -> None:
             each.replace(target)
         except OSError as error:
             raise StorageError(f"cannot move {each} to {target}: {error.strerror}") from None
+    try:
+        for parent in {each.parent for each in found}:
+            flush_to_disk(parent)
+    except OSError as error:
+        raise StorageError(f"cannot move files to {run / ROLLED_BACK}: {error.strerror}") from None

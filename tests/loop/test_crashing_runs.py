@@ -40,9 +40,20 @@ CUT_OFF = (7, [kill(0, 1, 42), kill(1, 1, 121), DiskFault(101, "bad newest", 0, 
 LATE_EVALUATION = (37091, [DiskFault(1, "power cut", 4, 53, None)])
 # A prompt that there was no money for comes last in the next life, and no batch is left for it.
 PAID_TOO_LATE = (62997, [Fault(0, 2098495906369600860)])
+# The newest checkpoint was damaged. While the run went back, a power cut brought one back that had been pruned.
+PRUNED = (
+    53079,
+    [
+        DiskFault(1, "kill", 2, 150, None),
+        DiskFault(102, "power cut", 0, 76, None),
+        DiskFault(200, "bad newest", 0, None, None),
+        DiskFault(201, "kill", 0, 506, None),
+        DiskFault(300, "power cut", 0, None, 3),
+    ],
+)
 
 
-@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION, PAID_TOO_LATE])
+@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION, PAID_TOO_LATE, PRUNED])
 def test_what_once_went_wrong_does_not_any_more(seed, faults):
     assert failure(seed, faults) is None
 
