@@ -233,7 +233,13 @@ def trainer_settings() -> Callable[..., TrainerSettings]:
     """Settings of a short run: `make(model, run_directory, temperature=..., seed=..., **training)`."""
 
     def make(
-        model: Path, run_directory: Path, *, temperature: float = 1.0, seed: int = 0, **training: Any
+        model: Path,
+        run_directory: Path,
+        *,
+        temperature: float = 1.0,
+        seed: int = 0,
+        merged_every: int = 1,
+        **training: Any,
     ) -> TrainerSettings:
         training = {"iterations": 10, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 1e-3, **training}
         return TrainerSettings(
@@ -243,6 +249,7 @@ def trainer_settings() -> Callable[..., TrainerSettings]:
             temperature=temperature,
             seed=seed,
             iterations=training["iterations"],
+            merged_every=merged_every,
         )
 
     return make

@@ -14,11 +14,6 @@ class AdapterSettings(PluginSettings):
 
     _lora: LoraConfig | None = PrivateAttr(None)  # of the adapters that its servers take, where they take some
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether a student's servers take adapters alone (`weights.transport: adapter`)."""
-        raise NotImplementedError
-
     def with_lora(self, lora: LoraConfig | None) -> Self:
         if not self.takes_adapters:
             return self

@@ -277,6 +277,17 @@ def sleeps_while_training(model: ModelConfig) -> bool:
     return bool(getattr(model.backend, "sleep_while_training", False))
 
 
+def merged_every(config: Config) -> int:
+    """Return after how many iterations the whole student is published, besides those of a checkpoint (0: never).
+
+    Servers that take adapters do not need it. Evaluations do, since they keep the best student. Without checkpoints it
+    is written each time, or a kill would lose it.
+    """
+    if not config.student.backend.takes_adapters or config.training.checkpoint_every == 0:
+        return 1
+    return config.evaluation.eval_every if config.evaluation is not None else 0
+
+
 def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
     """Return the model whose tokenizer renders training prompts. A Jinja file is rendered with the student's."""
     if config.prompt.template != "teacher":

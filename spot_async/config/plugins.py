@@ -76,6 +76,11 @@ class PluginSettings(Section):
         copy._cores = cores
         return copy
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether a student's servers take adapters alone as new weights."""
+        return False
+
     def with_lora(self, lora: LoraConfig | None) -> Self:
         """Return a student's settings for a run that trains such adapters, or none (`training.lora`).
 

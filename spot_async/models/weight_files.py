@@ -37,6 +37,11 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a directory that was published holds whole weights, and not an adapter alone."""
+    return (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
+
+
 def weight_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the directory's weights by name, from the headers of its files. Raises `DataError`."""
     shapes: dict[str, tuple[int, ...]] = {}

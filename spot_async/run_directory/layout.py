@@ -45,7 +45,7 @@ from spot_async.base.text import visible
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.models.weight_files import complete_directory, delete_weights, flush_to_disk
+from spot_async.models.weight_files import complete_directory, delete_weights, flush_to_disk, has_weights
 
 DECIMALS = 6  # of numbers in arrays, which people read
 RUN_FORMAT = 1  # raised when a run directory's files can no longer be read as before
@@ -309,6 +309,15 @@ class RunDirectory:
     def point_student_to(self, directory: Path) -> None:
         """Let the link `student` point to the newest published weights. The switch is atomic."""
         self._point("student", directory)
+
+    def advance_student_to(self, directory: Path) -> None:
+        """Let the link `student` point to published weights, if they are whole and newer than those it points to.
+
+        With LoRA most iterations may publish the adapter alone.
+        """
+        link = self.path / "student"
+        if has_weights(directory) and not (link.exists() and link.resolve().name > directory.name):
+            self.point_student_to(directory)
 
     def keep_best(self, weights: Path) -> None:
         """Let the link `best` point to a copy of published weights, and delete the copy before.

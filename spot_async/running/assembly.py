@@ -12,7 +12,7 @@ from pathlib import Path
 from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
-from spot_async.checks.plan import TrainPlan, sleeps_while_training
+from spot_async.checks.plan import TrainPlan, merged_every, sleeps_while_training
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
@@ -148,6 +148,7 @@ def trainer_settings(
         resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)
     return TrainerSettings(
         resume=resume,
+        merged_every=merged_every(config),
         lineage=lineage,
         training=training_under_staleness(config.training, config.max_staleness),
         model_directory=str(Path(local_path(config.student.model)).resolve()),

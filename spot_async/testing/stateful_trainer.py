@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Literal
 
 from spot_async.errors import TrainerError
-from spot_async.models.weight_files import complete_directory, delete_weights, flush_to_disk
+from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights, flush_to_disk
 from spot_async.testing.invariants import require, weights_after
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 INITIAL_WEIGHTS = ""
-FILE = "weights"
+FILE = SINGLE_FILE
 RANKS = 2  # whose files make a checkpoint
 SAVING_S = 0.3  # a rank's file
 

@@ -1,24 +1,29 @@
 """Writes new weights to disk, as a Hugging Face directory that has its name only once it is complete.
 
+With LoRA a directory may have the adapter alone, which is all that its servers read.
+
 Which weights belong to a resumable state is not decided here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.base.text import first_line
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
-from spot_async.models.weight_files import complete_directory, delete_weights
-from spot_async.trainer.lora import layer_shapes, write_adapter
+from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, flush_to_disk, has_weights
+from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.streaming import WeightStream
 
 # Files to copy from the initial student: tokenizer, chat template and generation settings.
@@ -52,41 +57,70 @@ class WeightPublisher:
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
 
-    def publish(self, model: PreTrainedModel, step: int) -> None:
-        """Write `model`'s weights of `step`. All ranks must call it, since sharded weights are gathered for it.
+    def publish(self, model: PreTrainedModel, step: int, *, is_whole: bool = True) -> None:
+        """Write `model`'s weights of `step`, or its adapter alone.
 
-        Raises `TrainerError` when writing fails (full disk, an adapter that is not whole). Older weights are then
-        untouched, and nothing of the new ones is left.
+        All ranks must call it, since sharded weights are gathered for it. Raises `TrainerError` when writing fails
+        (full disk, an adapter that is not whole). Older weights are then untouched, and nothing of the new ones is
+        left.
         """
-        with WeightStream(model, self._student_directory, self._dtype) as weights:
-            if self._writes:
-                self._publish(weights, step)
+        adapters = whole_adapters(model)
+        if is_whole:
+            with WeightStream(model, adapters, self._student_directory, self._dtype) as weights:
+                if self._writes:
+                    self._publish(model, adapters, weights, step)
+        elif self._writes:
+            self._publish(model, adapters, None, step)
 
-    def _publish(self, weights: WeightStream, step: int) -> None:
+    def complete(self, model: PreTrainedModel, step: int) -> None:
+        """Write the whole weights of a published `step` beside its adapter, if they are not there.
+
+        `model` still has the weights of that step. All ranks must call it. Raises `TrainerError`.
+        """
+        with WeightStream(model, whole_adapters(model), self._student_directory, self._dtype) as weights:
+            if self._writes and not has_weights(self.path(step)):
+                with self._describing_errors(self.path(step)):
+                    self._add(weights, self.path(step))
+
+    def _publish(
+        self, model: PreTrainedModel, adapters: dict[str, Tensor], weights: WeightStream | None, step: int
+    ) -> None:
         final = self.path(step)
-        try:
-            with complete_directory(final) as partial:
-                self._write(weights, partial)
-        except DataError as error:
-            raise TrainerError(f"cannot publish weights to {final}: {error}") from error
-        except (OSError, SafetensorError) as error:
-            raise TrainerError(self._describe(error, final)) from error
+        with self._describing_errors(final), complete_directory(final) as partial:
+            if weights is not None:
+                weights.write(partial)
+            self._write(model, adapters, partial)
         self._remove_leftovers()
-        for old in self._published()[: -self._keep]:
-            delete_weights(old)  # weights that a server is still loading stay, and are tried again after the next step
+        published = self._published()
+        # The run's link `student` points to one of the last two whole ones until the next checkpoint counts.
+        kept = {*published[-self._keep :], *[each for each in published if has_weights(each)][-2:]}
+        for old in published:
+            if old not in kept:
+                delete_weights(old)  # those that a server is still loading stay, and are tried again next time
 
-    def _write(self, weights: WeightStream, directory: Path) -> None:
-        model = weights.model
+    def _add(self, weights: WeightStream, directory: Path) -> None:
+        """Put whole weights into a published directory. A reader sees all of them or none."""
+        partial = directory.with_name(f".{directory.name}-whole")
+        partial.mkdir()
+        try:
+            weights.write(partial)
+            for file in sorted(partial.glob("model*"), key=lambda file: file.name == INDEX_FILE):  # the index last
+                _make_readable(file, like=directory)
+                flush_to_disk(file)
+                file.rename(directory / file.name)
+            flush_to_disk(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _write(self, model: PreTrainedModel, adapters: dict[str, Tensor], directory: Path) -> None:
+        """Write what is beside whole weights."""
         for file in sorted(self._student_directory.iterdir()):
             if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
                 shutil.copyfile(file, directory / file.name)
         if self._lora is not None:
             # In a directory of its own: transformers would load one that lies beside model.safetensors on top of it.
-            write_adapter(
-                directory / ADAPTER, model, weights.adapters, self._lora, str(self._student_directory.absolute())
-            )
+            write_adapter(directory / ADAPTER, model, adapters, self._lora, str(self._student_directory.absolute()))
             check_adapter(directory / ADAPTER, layer_shapes(model), self._lora, name=f"of {directory.name[1:]}")
-        weights.write(directory)
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = self._dtype  # the type of the files, which may differ from that in training
@@ -96,9 +130,8 @@ class WeightPublisher:
             if self._end_token_ids:
                 generation.eos_token_id = list(self._end_token_ids)
             generation.save_pretrained(directory)
-        mode = (directory / "config.json").stat().st_mode  # safetensors makes files that only their owner can read
         for file in (each for each in directory.rglob("*") if each.is_file()):
-            file.chmod(mode)
+            _make_readable(file, like=directory)
 
     def _remove_leftovers(self) -> None:
         """Delete what was half written, or half deleted, by a process that was killed or on a busy disk."""
@@ -108,8 +141,22 @@ class WeightPublisher:
     def _published(self) -> list[Path]:
         return sorted(self._directory.glob("step-*"))
 
+    @contextlib.contextmanager
+    def _describing_errors(self, final: Path) -> Iterator[None]:
+        try:
+            yield
+        except DataError as error:
+            raise TrainerError(f"cannot publish weights to {final}: {error}") from error
+        except (OSError, SafetensorError) as error:
+            raise TrainerError(self._describe(error, final)) from error
+
     def _describe(self, error: OSError | SafetensorError, final: Path) -> str:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         published = self._published()
         saved = f"complete weights up to {published[-1]} are untouched" if published else "none were published before"
         return f"cannot publish weights to {final}: {reason}; {saved}"
+
+
+def _make_readable(file: Path, like: Path) -> None:
+    """Give a file the rights of the directory's `config.json`: safetensors makes files that others cannot read."""
+    file.chmod((like / "config.json").stat().st_mode)

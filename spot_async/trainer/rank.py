@@ -200,7 +200,7 @@ class StudentTrainer:
         self._strategy.max(tally.maxima)
         metrics = tally.report(grad_norms=norms, learning_rate=rate, train_s=time.perf_counter() - started)
         started = time.perf_counter()
-        snapshot = self._publish(step=iteration + 1)
+        snapshot = self._publish(iteration + 1, is_whole=self._settings.publishes_whole(iteration + 1))
         if self._settings.shares_devices and self._device.type == "cuda":
             torch.cuda.empty_cache()  # the student's server needs the memory that torch would keep
         metrics["publish_s"] = time.perf_counter() - started
@@ -212,6 +212,8 @@ class StudentTrainer:
     def begin_to_save(self, directory: Path, done: Done) -> None:
         """Begin to write a checkpoint of the state between two iterations. The next one may be trained at once."""
         started = time.perf_counter()
+        if not self._settings.publishes_whole(self.step):
+            self._publisher.complete(self.model, self.step)
         self._saver.begin(directory, self.step, self.model, self._optimizer, done)
         self._checkpoint_s += time.perf_counter() - started
 
@@ -402,10 +404,10 @@ class StudentTrainer:
         # Rank 0 decides, because others may see its new directory before they look.
         is_gone = self._strategy.rank == 0 and not self._publisher.path(self.step).exists()
         if self._strategy.max(torch.tensor(float(is_gone), device=self._device)) > 0:
-            self._publish(self.step)
+            self._publish(self.step, is_whole=True)
 
-    def _publish(self, step: int) -> WeightSnapshot:
-        self._publisher.publish(self.model, step)
+    def _publish(self, step: int, *, is_whole: bool) -> WeightSnapshot:
+        self._publisher.publish(self.model, step, is_whole=is_whole)
         return WeightSnapshot(
             directory=str(self._publisher.path(step)), version=WeightVersion(self._settings.lineage, step)
         )

@@ -33,12 +33,22 @@ class TrainerSettings(Section):
         False, description="the student's server is on the same devices, and needs their memory"
     )
     resume: ResumePoint | None = Field(None, description="None: begin with the initial student")
+    merged_every: int = Field(
+        1,
+        ge=0,
+        description="with LoRA: iterations between two that publish the whole student, merged with its adapters; the "
+        "others publish the adapter alone. 0: only what a checkpoint is of, and the last, is whole",
+    )
     lineage: int = Field(0, ge=0, description="of the versions that are published")
     end_token_ids: tuple[int, ...] = Field((), description="what ends a response; published as the eos tokens")
 
     @property
     def weights_directory(self) -> Path:
         return Path(self.run_directory) / "weights"
+
+    def publishes_whole(self, step: int) -> bool:
+        """Whether the weights of a step are published whole, and not as an adapter alone."""
+        return step == self.iterations or (self.merged_every > 0 and step % self.merged_every == 0)
 
     def save(self) -> Path:
         """Write the settings to `trainer.json` in the run directory; return its path."""

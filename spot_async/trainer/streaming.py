@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from spot_async.models.adapter_files import DOWN, UP
 from spot_async.models.weight_files import INDEX_FILE
 from spot_async.trainer.loading import has_just
-from spot_async.trainer.lora import adapted_layers, own_weights, whole_adapters
+from spot_async.trainer.lora import adapted_layers, own_weights
 from spot_async.trainer.parallel import whole
 
 MAX_FILE_SIZE = "50GB"  # as transformers' `save_pretrained`
@@ -34,9 +34,10 @@ class WeightStream:
     other ranks wait for this one, whether it could write or not.
     """
 
-    def __init__(self, model: PreTrainedModel, base: Path, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, adapters: dict[str, Tensor], base: Path, dtype: torch.dtype) -> None:
+        """`adapters` are whole, and `base` is the directory that the student was read from."""
         self.model = model
-        self.adapters = whole_adapters(model)
+        self._adapters = adapters
         self._dtype = dtype
         shapes = {name: tuple(each.shape) for name, each in own_weights(model).items()}
         # Transformers changes some mixtures' weights when it reads them, and changes them back when it writes.
@@ -70,7 +71,7 @@ class WeightStream:
         """Return a whole weight as it is published. An adapter is added in float32, and the sum is then cast."""
         if layer is not None:
             name, scale = layer
-            tensor = tensor.float() + scale * (self.adapters[f"{name}.{UP}"] @ self.adapters[f"{name}.{DOWN}"])
+            tensor = tensor.float() + scale * (self._adapters[f"{name}.{UP}"] @ self._adapters[f"{name}.{DOWN}"])
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _layout(self, shapes: Shapes) -> tuple[dict[str, Shapes], dict[str, object] | None]:

@@ -72,6 +72,22 @@ def test_plan_says_before_what_a_run_keeps_and_after_it_what_it_measured(finishe
     assert found["warnings"] == []
 
 
+def test_plan_counts_adapters_that_are_published_alone(monkeypatch):
+    def sizes(*keys):
+        shown = invoke(
+            monkeypatch, "plan", "configs/quickstart.yaml", *QUICK[:-1], "training.iterations=40", "evaluation=null",
+            "training.lora={rank: 4}", "training.keep_weights=3", "--json", *keys,
+        )  # fmt: skip
+        assert shown.exit_code == 0, shown.stderr
+        return json.loads(shown.stdout)["expected"]
+
+    whole, alone = sizes(), sizes("student.backend.weights={transport: adapter}")
+    assert alone["publish_bytes"] == alone["adapter_bytes"] == whole["adapter_bytes"] < 0.2 * whole["publish_bytes"]
+    # Two that are whole and one that is being written; the adapters of the last three.
+    assert alone["published_kept_bytes"] == 3 * whole["publish_bytes"] + 3 * alone["adapter_bytes"]
+    assert whole["published_kept_bytes"] == 4 * whole["publish_bytes"]
+
+
 def few_problems(folder: Path) -> Path:
     lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
     path = folder / "heldout.jsonl"

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import spot_async
 from spot_async.backends.local import LocalBackend
 from spot_async.models.adapter_files import ADAPTER, WEIGHTS_FILE
+from spot_async.models.weight_files import SINGLE_FILE
 from spot_async.types import Generation
 
 pytestmark = pytest.mark.usefixtures("servers_on_threads", "trainer_on_thread")
@@ -71,6 +72,9 @@ def test_a_strict_run_learns_from_adapters_what_it_learns_from_merged_weights(ru
     assert {reply.version_spans[0].version.step for reply in answered} == {0, 1}
     assert all(len(reply.version_spans) == 1 for reply in answered)
     assert tokens(answered) == tokens(before)
+    # Until the checkpoint at its end the run writes adapters alone.
+    assert [(adapted / "weights" / f"step-{step:06d}" / SINGLE_FILE).exists() for step in (1, 2)] == [False, True]
+    assert (adapted / "student").resolve() == (adapted / "weights/step-000002")
     expected = student(merged)
     for name, tensor in student(adapted).items():
         np.testing.assert_allclose(tensor, expected[name], atol=1e-5, err_msg=name)  # one step changes them by 1e-3

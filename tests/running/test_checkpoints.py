@@ -38,7 +38,11 @@ async def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path, monkeypatc
         assert checkpoints.directory(10) == str(first)
         first.mkdir(parents=True)
         (first / "rank-00001-of-00001.safetensors").write_bytes(bytes(3_000_000))
+        student = tmp_path / "weights" / "step-000010"
+        student.mkdir(parents=True)
+        (student / "model.safetensors").touch()
         await checkpoints.commit(10)
+        assert (tmp_path / "student").resolve() == student  # it may have been published as an adapter alone
         # The next one takes what this one did.
         with pytest.raises(StorageError, match=r"takes 3.0 MB.*training.keep_checkpoints.*the checkpoints before"):
             checkpoints.directory(20)

@@ -46,6 +46,19 @@ def publish(run, step):
     return directory
 
 
+def test_student_advances_to_whole_weights_and_never_back(run):
+    first, second, alone = (run.path / "weights" / f"step-{step:06d}" for step in (1, 2, 3))
+    for directory, file in ((first, "model.safetensors"), (second, "model.safetensors.index.json"), (alone, "a.json")):
+        directory.mkdir(parents=True)
+        (directory / file).write_text("")
+    for directory, now in ((alone, None), (first, first), (second, second), (first, second), (alone, second)):
+        run.advance_student_to(directory)
+        assert not (run.path / "student").exists() if now is None else (run.path / "student").resolve() == now
+    shutil.rmtree(second)  # the link leads nowhere
+    run.advance_student_to(first)
+    assert (run.path / "student").resolve() == first
+
+
 def evaluation(*rows):
     """From rows of 1 (correct) and 0, one per problem."""
 

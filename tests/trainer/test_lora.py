@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from spot_async.base import wire
 from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.errors import DataError, TrainerError
+from spot_async.models.weight_files import has_weights
 from spot_async.run_directory.room import bytes_of_first
 from spot_async.trainer.checkpoint import load_checkpoint
 from spot_async.trainer.lora import AdaptedLinear
@@ -123,7 +126,7 @@ def test_an_adapter_that_is_not_finite_is_not_published(
     with torch.no_grad():
         next(iter(trained(trainer).values())).fill_(math.nan)
     with pytest.raises(TrainerError, match="not finite"):
-        trainer._publish(2)
+        trainer._publish(2, is_whole=True)
     assert list(first.parent.iterdir()) == [first]
 
 
@@ -159,6 +162,60 @@ def test_what_is_published_is_merged_and_has_the_adapter_beside_it(
     with torch.no_grad():
         beside = peft.PeftModel.from_pretrained(base, published / "adapter")(ids).logits.log_softmax(-1)
     assert (beside - found).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_most_steps_publish_the_adapter_alone_and_those_of_a_checkpoint_are_made_whole(
+    student: Path,
+    make_trainer: MakeTrainer,
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+    sharding: str,
+) -> None:
+    choices = {"sharding": sharding, "lora": LORA, "iterations": 6, "learning_rate": 1e-2}
+    whole_ones = make_trainer(student, tmp_path / "whole", **choices, keep_weights=9)
+    trainer = make_trainer(student, tmp_path / "alone", **choices, merged_every=0)
+    saved = threading.Semaphore(0)
+    for iteration in range(6):
+        for each in (whole_ones, trainer):
+            each.train(Batch(iteration, tuple(mixed_batch())))
+        if iteration in (0, 2):
+            trainer.begin_to_save(tmp_path / f"checkpoint-{iteration}", lambda seconds, failure: saved.release())
+            assert saved.acquire(timeout=60)
+    published = tmp_path / "alone" / "weights"
+    # The last two steps, and the last two whole ones: `student` may still point to the first of them.
+    assert sorted(each.name for each in published.iterdir()) == ["step-000003", "step-000005", "step-000006"]
+    assert [has_weights(each) for each in sorted(published.iterdir())] == [True, False, True]
+    for file in (tmp_path / "whole/weights").glob("step-00000[356]/**/*"):
+        own = published / file.relative_to(tmp_path / "whole/weights")
+        if file.is_file() and (own.exists() or "step-000005" not in str(own)):
+            assert own.read_bytes() == file.read_bytes(), own
+            assert own.stat().st_mode == file.stat().st_mode
+    alone = sum(each.stat().st_size for each in (published / "step-000005").rglob("*.safetensors"))
+    assert alone == (published / "step-000006/adapter/adapter_model.safetensors").stat().st_size
+
+
+def test_a_full_disk_while_a_step_is_made_whole_leaves_its_adapter(
+    student: Path,
+    make_trainer: MakeTrainer,
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = make_trainer(student, tmp_path, lora=LORA, merged_every=0)
+    published = Path(trainer.train(Batch(0, tuple(mixed_batch()))).snapshot.directory)
+    before = sorted(each.name for each in published.rglob("*"))
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("spot_async.trainer.publishing.flush_to_disk", full)
+        with pytest.raises(TrainerError, match=r"cannot publish weights to .*step-000001: No space left on device"):
+            trainer.begin_to_save(tmp_path / "checkpoint", lambda seconds, failure: None)
+    assert sorted(each.name for each in published.rglob("*")) == before
+    assert list(published.parent.iterdir()) == [published]
+    assert not has_weights(published)
 
 
 def test_an_adapter_is_written_as_servers_read_it(

@@ -40,7 +40,7 @@ def test_files_are_byte_for_byte_those_of_save_pretrained(
 ) -> None:
     monkeypatch.setattr(streaming, "MAX_FILE_SIZE", size)
     directory = random_model(tie_word_embeddings=tied)
-    snapshot = make_trainer(directory, tmp_path / "run", **training)._publish(1)
+    snapshot = make_trainer(directory, tmp_path / "run", **training)._publish(1, is_whole=True)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, training.get("dtype", "float32")))
     model.save_pretrained(tmp_path / "expected", max_shard_size=size)
     expected = {each.name: each.read_bytes() for each in (tmp_path / "expected").iterdir()}
@@ -53,7 +53,7 @@ def test_a_model_that_transformers_converts_is_published_as_it_was(
     random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     directory = random_architecture("mixtral")
-    published = Path(make_trainer(directory, tmp_path)._publish(1).directory)
+    published = Path(make_trainer(directory, tmp_path)._publish(1, is_whole=True).directory)
     found, expected = (load_file(each / "model.safetensors") for each in (published, directory))
     assert all(torch.equal(found.pop(name), each) for name, each in expected.items())
     assert not found
@@ -78,10 +78,10 @@ def test_a_whole_weight_is_gone_before_the_next_is_gathered_and_a_failed_rank_ga
 
     monkeypatch.setattr(streaming, "whole", whole)
     trainer = make_trainer(student, tmp_path, sharding="fsdp2", **training)
-    snapshot = trainer._publish(1)
+    snapshot = trainer._publish(1, is_whole=True)
     weights = len(load_file(Path(snapshot.directory) / "model.safetensors"))
     assert gathered == weights
     monkeypatch.setattr(WeightStream, "_write_file", is_full)
     with pytest.raises(TrainerError, match=r"No space left on device; complete weights up to .*step-000001"):
-        trainer._publish(2)
+        trainer._publish(2, is_whole=True)
     assert gathered == 2 * weights, "the other ranks gather all, and wait for this one"

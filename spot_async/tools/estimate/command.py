@@ -92,7 +92,7 @@ def sizes_table(config: Config, found: Requirements) -> Table:
             f"disk: checkpoints, the last {training.keep_checkpoints.last}{every}",
             lambda sizes: sizes.checkpoints_kept_bytes,
         ),
-        (f"disk: published students, the last {training.keep_weights}", lambda sizes: sizes.published_kept_bytes),
+        ("disk: published students", lambda sizes: sizes.published_kept_bytes),
         ("disk: samples.jsonl", lambda sizes: sizes.samples_bytes),
         ("disk: all of these", lambda sizes: sizes.disk_bytes),
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.checks.plan import TrainPlan
+from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.config.lora import TARGETS
@@ -32,6 +32,7 @@ from spot_async.tools.estimate.model_size import ModelSize, read_size
 from spot_async.tools.simulate.reading import read_run, read_tune, tune_beside
 
 SAMPLE_BYTES_PER_TOKEN = 80  # of samples.jsonl, as `run.samples_every` says
+WHOLE_KEPT = 2  # published directories that are whole, where most have an adapter alone
 SPEEDS = ("tokens_per_s", "tokens_per_s_each", "fixed_s")
 
 
@@ -73,7 +74,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """What a run sends and keeps, with responses of one length. None where the student's size is unknown."""
 
     batch_bytes: int  # one batch's supervision, which the trainer is sent
-    publish_bytes: int | None  # one directory of weights, which servers are sent
+    publish_bytes: int | None  # one directory of weights, which servers are sent; most have an adapter alone
     adapter_bytes: int | None  # the part of it that is the adapter
     checkpoint_bytes: int | None
     published_kept_bytes: int | None
@@ -166,9 +167,13 @@ def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, respon
     publish = adapter = checkpoint = published_kept = checkpoints_kept = None
     if parameters is not None:
         adapter = 4 * parameters.adapter
-        publish = (2 if training.dtype == "bfloat16" else 4) * parameters.model + adapter
+        whole = (2 if training.dtype == "bfloat16" else 4) * parameters.model + adapter
+        is_whole = merged_every(config) == 1
+        publish = whole if is_whole else adapter
         keeps_best = config.evaluation is not None and config.evaluation.eval_every > 0
-        published_kept = publish * min(iterations, training.keep_weights + 1 + keeps_best)
+        whole_ones = training.keep_weights if is_whole else WHOLE_KEPT
+        published_kept = whole * min(iterations, whole_ones + 1 + keeps_best)
+        published_kept += 0 if is_whole else adapter * min(iterations, training.keep_weights)
         checkpoint = BYTES_OF_PARAMETER * parameters.trained
         checkpoints_kept = checkpoint * _checkpoints(iterations, config)
     samples = round(SAMPLE_BYTES_PER_TOKEN * trained_tokens / every) if every else 0
