@@ -29,7 +29,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -45,7 +44,8 @@ from spot_async.base.text import visible
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.models.weight_files import complete_directory, delete_weights, flush_to_disk, has_weights
+from spot_async.models.weight_files import flush_to_disk
+from spot_async.run_directory.run_weights import RunWeights
 
 DECIMALS = 6  # of numbers in arrays, which people read
 RUN_FORMAT = 1  # raised when a run directory's files can no longer be read as before
@@ -283,6 +283,10 @@ class RunDirectory:
                 raise StorageError(f"cannot cut {path}: {error.strerror}") from None
 
     @property
+    def weights(self) -> RunWeights:
+        return RunWeights(self.path)
+
+    @property
     def has_summary(self) -> bool:
         """Whether the run came to its end."""
         return (self.path / SUMMARY).exists()
@@ -297,54 +301,6 @@ class RunDirectory:
             new.replace(path)
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from None
-
-    def weights_after(self, iteration: int) -> Path:
-        """Return where the trainer publishes the student of an iteration."""
-        return self.path / "weights" / f"step-{iteration:06d}"
-
-    def best_after(self, iteration: int) -> Path:
-        """Return where `keep_best` keeps the student of an iteration."""
-        return self.path / "weights" / f"best-{iteration:06d}"
-
-    def point_student_to(self, directory: Path) -> None:
-        """Let the link `student` point to the newest published weights. The switch is atomic."""
-        self._point("student", directory)
-
-    def advance_student_to(self, directory: Path) -> None:
-        """Let the link `student` point to published weights, if they are whole and newer than those it points to.
-
-        With LoRA most iterations may publish the adapter alone.
-        """
-        link = self.path / "student"
-        if has_weights(directory) and not (link.exists() and link.resolve().name > directory.name):
-            self.point_student_to(directory)
-
-    def keep_best(self, weights: Path) -> None:
-        """Let the link `best` point to a copy of published weights, and delete the copy before.
-
-        The trainer owns the `step-*` directories and deletes old ones, so the copy has a name of its own. It costs no
-        space while the original is there, since its files are hard links.
-        """
-        kept = weights.with_name(weights.name.replace("step-", "best-"))
-        if not kept.exists():
-            try:
-                with complete_directory(kept) as partial:
-                    shutil.copytree(weights, partial, copy_function=_link_or_copy, dirs_exist_ok=True)
-            except OSError as error:
-                raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
-        self._point("best", kept)
-        for each in weights.parent.glob("best-*"):
-            if each != kept:
-                delete_weights(each)
-
-    def _point(self, name: str, directory: Path) -> None:
-        new = self.path / f".{name}.new"
-        try:
-            new.unlink(missing_ok=True)
-            new.symlink_to(os.path.relpath(directory, self.path))
-            new.replace(self.path / name)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path / name}: {error.strerror}") from None
 
 
 def _end_of(path: Path, iteration: int) -> int:
@@ -382,14 +338,6 @@ def append_whole(file: FileIO, data: bytes) -> None:
         with contextlib.suppress(OSError):  # a torn line is harmless; the first error is what people must see
             file.truncate(end)
         raise
-
-
-def _link_or_copy(source: str, destination: str) -> None:
-    """Make a hard link, or a copy if the file system has no links."""
-    try:
-        os.link(source, destination)
-    except OSError:
-        shutil.copy2(source, destination)
 
 
 def _json(value: Any) -> bytes:

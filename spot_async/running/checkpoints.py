@@ -67,8 +67,8 @@ class RunCheckpoints:
         written = msgspec.structs.replace(self._beginning, step=iteration)
         await in_thread(RunDirectory(self._run).flush_rows)  # a resumed run does not write them again
         files = await in_thread(manifest.commit, directory, written)  # reads all of the tensors
-        run = RunDirectory(self._run)
-        run.advance_student_to(run.weights_after(iteration))
+        weights = RunDirectory(self._run).weights
+        weights.advance_student_to(weights.after(iteration))
         self._expected_bytes = bytes_of(files)
         self._ledger.forget_samples(iteration)
         await in_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)

@@ -50,7 +50,7 @@ class RunEvaluations:
 
     def is_missing(self, iteration: int) -> bool:
         """Return whether an evaluation that is due was not completed, and can still be made."""
-        is_there = self._directory.weights_after(iteration).is_dir()
+        is_there = self._directory.weights.after(iteration).is_dir()
         return self.is_due(iteration) and is_there and self._finished(f"{iteration:06d}") is None
 
     def go_back(self) -> None:
@@ -64,12 +64,12 @@ class RunEvaluations:
 
     async def of(self, student: Student, iteration: int, beside: Orchestrator | None = None) -> EvaluationResult | None:
         """Evaluate the weights of an iteration, which are served. `beside` is what goes on training meanwhile."""
-        return await self._measure(student, f"{iteration:06d}", self._directory.weights_after(iteration), beside)
+        return await self._measure(student, f"{iteration:06d}", self._directory.weights.after(iteration), beside)
 
     async def after(self, student: Student, iterations: int) -> EvaluationResult | None:
         """Return the evaluation after training, of the weights that so many iterations made; None if there is none."""
         directory, history = self._directory, self.history
-        after, last = history.result_after(iterations), directory.weights_after(iterations)
+        after, last = history.result_after(iterations), directory.weights.after(iterations)
         if after is not None:  # the last mid-run evaluation had the same weights, problems and seeds
             write_evaluation(self._config, self._plan.evaluation, directory, "after", last, after)
         elif self._results.spent is None:

@@ -353,13 +353,13 @@ class TrainingRun:
             snapshot = initial_weights(self._config.student, lineage)
             await services.student.update_weights(snapshot, deadline=loop.time() + WEIGHT_UPDATE_TIMEOUT_S)
             return
-        self._directory.point_student_to(self._directory.weights_after(step))
+        self._directory.weights.point_student_to(self._directory.weights.after(step))
         for iteration in range(1, step + 1):
             is_missing = self._evaluations.is_missing(iteration)
             if not is_missing and iteration < step:
                 continue
             self._begin(SENDING_WEIGHTS)
-            weights = str(self._directory.weights_after(iteration))
+            weights = str(self._directory.weights.after(iteration))
             snapshot = WeightSnapshot(directory=weights, version=WeightVersion(lineage, iteration))
             await services.student.update_weights(snapshot, deadline=loop.time() + WEIGHT_UPDATE_TIMEOUT_S)
             if is_missing:

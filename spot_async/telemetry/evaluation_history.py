@@ -57,12 +57,12 @@ class EvaluationHistory:
         self.best, self._last = None, max(evaluations.items(), key=itemgetter(0), default=None)
         weights: dict[int, Path] = {}
         for iteration, evaluation in sorted(evaluations.items()):
-            places = self._directory.best_after(iteration), self._directory.weights_after(iteration)
+            places = self._directory.weights.best_after(iteration), self._directory.weights.after(iteration)
             if found := [each for each in places if each.exists()]:
                 weights[iteration] = found[0]
                 self._note(iteration, evaluation)
         if self.best is not None:
-            self._directory.keep_best(weights[self.best.iteration])
+            self._directory.weights.keep_best(weights[self.best.iteration])
 
     def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
         """Take note of an evaluation of `weights`, and keep them if they are the best so far."""
@@ -70,7 +70,7 @@ class EvaluationHistory:
         before = self.best
         self._note(iteration, evaluation)
         if self.best is not before:
-            self._directory.keep_best(weights)
+            self._directory.weights.keep_best(weights)
 
     def _note(self, iteration: int, evaluation: EvaluationResult) -> None:
         figures = evaluation.figures()

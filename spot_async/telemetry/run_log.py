@@ -106,7 +106,7 @@ class RunLog:
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
         for sink in self._sinks:
             sink.write(result.iteration, metrics)
-        self._directory.advance_student_to(Path(result.report.snapshot.directory))
+        self._directory.weights.advance_student_to(Path(result.report.snapshot.directory))
 
     def _write_dead_letter(self, prompt: Prompt, error: RequestError) -> None:
         self._directory.append(FILE_NAME, [dead_letter(prompt, error)])

@@ -40,7 +40,7 @@ def publish(run, step):
     directory = run.path / "weights" / f"step-{step:06d}"
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_text(f"weights of {step}")
-    run.point_student_to(directory)
+    run.weights.point_student_to(directory)
     for old in sorted(directory.parent.glob("step-*"))[:-2]:
         shutil.rmtree(old)
     return directory
@@ -52,10 +52,10 @@ def test_student_advances_to_whole_weights_and_never_back(run):
         directory.mkdir(parents=True)
         (directory / file).write_text("")
     for directory, now in ((alone, None), (first, first), (second, second), (first, second), (alone, second)):
-        run.advance_student_to(directory)
+        run.weights.advance_student_to(directory)
         assert not (run.path / "student").exists() if now is None else (run.path / "student").resolve() == now
     shutil.rmtree(second)  # the link leads nowhere
-    run.advance_student_to(first)
+    run.weights.advance_student_to(first)
     assert (run.path / "student").resolve() == first
 
 
@@ -123,10 +123,10 @@ def test_earlier_best_weights_that_cannot_be_deleted_end_nothing(run, monkeypatc
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
     kept = [publish(run, step) for step in (1, 2)]
-    run.keep_best(kept[0])
+    run.weights.keep_best(kept[0])
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.setattr(shutil, "rmtree", refuse)
-        run.keep_best(kept[1])
+        run.weights.keep_best(kept[1])
     assert "best-000001" in logs[0]["directory"]
     assert (run.path / "best" / "model.safetensors").read_text() == "weights of 2"
 
@@ -134,7 +134,7 @@ def test_earlier_best_weights_that_cannot_be_deleted_end_nothing(run, monkeypatc
 def test_the_best_weights_have_their_name_once_they_are_complete_and_the_last_best_stays_until_then(run, monkeypatch):
     first, second = (publish(run, step) for step in (1, 2))
     (second / "tokenizer.json").write_text("words")
-    run.keep_best(first)
+    run.weights.keep_best(first)
     kept = run.path / "weights" / "best-000002"
     linked, link = [], os.link
 
@@ -149,11 +149,11 @@ def test_the_best_weights_have_their_name_once_they_are_complete_and_the_last_be
         patch.setattr(os, "link", full_disk)
         patch.setattr(shutil, "copy2", full_disk)
         with pytest.raises(StorageError, match="No space left"):
-            run.keep_best(second)
+            run.weights.keep_best(second)
     assert (run.path / "best" / "model.safetensors").read_text() == "weights of 1"
     assert sorted(each.name for each in kept.parent.iterdir()) == ["best-000001", "step-000001", "step-000002"]
     for _ in range(2):  # once more is harmless
-        run.keep_best(second)
+        run.weights.keep_best(second)
         assert (run.path / "best" / "model.safetensors").read_text() == "weights of 2"
         assert sorted(each.name for each in kept.parent.iterdir()) == ["best-000002", "step-000001", "step-000002"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def largest_difference_nats(run: Path, samples: list[dict[str, Any]]) -> float:
     `samples` are lines of samples.jsonl; all of the run's adapters must still be in `weights/`.
     """
     config = load_config(run / "config.yaml")
-    prompts = {prompt.problem.id: prompt.token_ids for prompt in plan_training(config).schedule}
+    schedule = plan_training(config).schedule  # without an end
+    prompts = {prompt.problem.id: prompt.token_ids for prompt in islice(schedule, schedule.per_epoch)}
     assert config.training.lora is not None
     model = AutoModelForCausalLM.from_pretrained(config.student.model, dtype=torch.float32).eval()
     base = {name: each.clone() for name, each in model.state_dict().items()}

@@ -34,14 +34,14 @@ def run(tmp_path):
         [f"student.model=org/base@{COMMIT}", f"teacher.model={EXAMPLE / 'teacher'}", "training.lora.rank=8"],
     )
     directory = RunDirectory.create(tmp_path / "run", config)
-    student = directory.weights_after(60)
+    student = directory.weights.after(60)
     shutil.copytree(EXAMPLE / "student", student)
     (student / "adapter").mkdir()
     (student / "adapter" / "adapter_config.json").write_text(
         json.dumps({"r": 8, "base_model_name_or_path": "/home/me/cache/base"})
     )
     (student / "adapter" / "adapter_model.safetensors").write_bytes(b"adapter")
-    directory.point_student_to(student)
+    directory.weights.point_student_to(student)
     figures = {"problems": 5, "avg_standard_error": 0.02, "pass_k": 4, "pass_standard_error": None}
     directory.write_summary(
         {
