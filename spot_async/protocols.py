@@ -71,6 +71,20 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class BaseScorer(Protocol):
+    """Scores with the weights that the student began with, beside newer ones. Optional, for a student's servers.
+
+    Those that take adapters can: these weights are their base. So the frozen reference needs no server of its own.
+    """
+
+    async def score_base(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        """Return what `Scorer.score` returns, of the first weights."""
+        ...
+
+
+@runtime_checkable
 class PositionScorer(Protocol):
     """Scores single positions with a wider top-k. Optional, for a teacher whose scores only bound the entropy.
 

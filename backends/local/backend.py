@@ -48,7 +48,7 @@ from ..shared.adapters import Adapters
 from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes
 from ..shared.connection import proxy_for
 from ..shared.failures import UNREADABLE, FailedReply, classify
-from ..shared.held_weights import HeldWeights
+from ..shared.held_weights import INITIAL, HeldWeights
 from ..shared.http import HttpEndpoint
 from ..shared.replies import check_candidates, check_generation, check_scores
 from ..shared.stepwise import read_aside
@@ -230,8 +230,24 @@ class LocalBackend:
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
+        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
+
+    async def score_base(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline, INITIAL)
+
+    async def _score(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+        expected: WeightVersion | None = None,
+    ) -> TokenScores:
         since = self._held.now()
-        with self._asking() as adapter:
+        with self._asking(expected) as adapter:
             request = api.ScoreRequest(
                 prompt_ids=prompt_ids,
                 response_ids=response_ids,

@@ -51,7 +51,7 @@ from ..shared.adapters import Adapters
 from ..shared.behind import ask_behind
 from ..shared.discovery import differences, noise_nats, temperature_convention
 from ..shared.health import Standstill
-from ..shared.held_weights import ReplyNames, WeightNames
+from ..shared.held_weights import INITIAL, ReplyNames, WeightNames
 from ..shared.masking import logit_bias
 from ..shared.remote import RemoteBackend, RemoteServer
 from ..shared.replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
@@ -196,13 +196,25 @@ class SglangBackend(RemoteBackend):
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        if temperature != 1.0:
-            raise PermanentError(
-                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
-                "sampling.temperature=1"
-            )
+        self._check_given_temperature(temperature)
+        return await self._bounded_scores(prompt_ids, response_ids, top_k, deadline)
+
+    async def score_base(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        self._check_given_temperature(temperature)
+        return await self._bounded_scores(prompt_ids, response_ids, top_k, deadline, INITIAL)
+
+    async def _bounded_scores(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        top_k: int,
+        deadline: float,
+        expected: WeightVersion | None = None,
+    ) -> TokenScores:
         served_k = max(top_k, min(self._settings.top_k or 1, self._vocab_size))
-        found = await self._score(prompt_ids, response_ids, served_k, deadline)
+        found = await self._score(prompt_ids, response_ids, served_k, deadline, expected)
         return bounded_scores(
             found.logprobs,
             *found.top,
@@ -329,7 +341,14 @@ class SglangBackend(RemoteBackend):
             server=f"sglang {info.version}",
         )
 
-    async def _score(self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, deadline: float) -> Scores:
+    async def _score(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        top_k: int,
+        deadline: float,
+        expected: WeightVersion | None = None,
+    ) -> Scores:
         if not len(response_ids):
             empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
             return Scores(np.zeros(0, np.float32), TopK(*empty), self._capabilities.version or WeightVersion(0, 0))
@@ -351,7 +370,7 @@ class SglangBackend(RemoteBackend):
             check_rows(response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
             return found
 
-        return await self._ask(body, read, deadline)
+        return await self._ask(body, read, deadline, expected)
 
     async def next_tokens(
         self,
@@ -442,6 +461,13 @@ class SglangBackend(RemoteBackend):
 
     def _limits_of(self, max_tokens: int) -> RequestLimits:
         return RequestLimits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
+
+    def _check_given_temperature(self, temperature: float) -> None:
+        if temperature != 1.0:
+            raise PermanentError(
+                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
+                "sampling.temperature=1"
+            )
 
     def _check_temperature(self, temperature: float) -> None:
         if temperature != 1.0 and self._capabilities.generation_temperature == "one":

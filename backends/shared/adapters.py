@@ -2,8 +2,10 @@
 
 Nothing is paused, and nothing is replaced. A request names the adapter that it is for, and ends with it, so that all of
 a response is of one version. An adapter is unloaded once no request names it any more, before its room is needed. Its
-directory is held until then: vLLM ends when it has to read one again that is gone. The base itself is served as an
-adapter of zeros, because vLLM on a CPU may mix up requests for the base with those beside them.
+directory is held until then: vLLM ends when it has to read one again that is gone.
+
+The base itself is served as an adapter of zeros, because vLLM on a CPU may mix up requests for the base with those
+beside them. It stays loaded: a frozen reference of the run is asked of it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from spot_async.types import WeightSnapshot, WeightVersion
 
 from .held_weights import INITIAL
 
-LOADED_AT_ONCE = 3  # the newest, the one before, whose requests may not have ended yet, and the next
+LOADED_AT_ONCE = 4  # the base, the newest, the one before, whose requests may not have ended yet, and the next
 UNLOAD_TIMEOUT_S = 30.0
 
 
@@ -69,7 +71,7 @@ class Adapters:
         # Two runs at one server, or two lives of one run, never use the same names.
         self._prefix = f"spot-{secrets.token_hex(4)}"
         self._loads = 0
-        self._loaded: list[Adapter] = []  # oldest first; requests name the last one
+        self._loaded: list[Adapter] = []  # the base, then oldest first; requests name the last one
         self._leaving: list[Adapter] = []  # the server may have them, and nothing names them
         self._one_ended = asyncio.Event()
         self._updating = asyncio.Lock()
@@ -148,7 +150,7 @@ class Adapters:
                     await self._one_ended.wait()
                     self._retire()
         except TimeoutError:
-            oldest = self._loaded[0]
+            oldest = self._loaded[1]
             raise DeadlineExceededError(
                 f"{self._name}: {oldest.requests} requests of weights {oldest.version()} do not end, so there is no "
                 "room for new ones"
@@ -157,7 +159,7 @@ class Adapters:
 
     def _retire(self) -> None:
         """Let go of old adapters that no request names."""
-        retired = [each for each in self._loaded[:-1] if not each.requests]
+        retired = [each for each in self._loaded[1:-1] if not each.requests]
         self._loaded = [each for each in self._loaded if each not in retired]
         self._leaving += retired
 

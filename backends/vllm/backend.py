@@ -196,7 +196,7 @@ class VllmBackend(RemoteBackend):
     @property
     def _max_context_tokens(self) -> int:
         """The context, less one: vLLM always samples a token, also after a sequence to score."""
-        scores = not self._is_student or self._found.chosen_tokens
+        scores = not self._is_student or self._found.chosen_tokens or self._adapters is not None
         return self._found.max_model_len - scores
 
     @property
@@ -258,6 +258,22 @@ class VllmBackend(RemoteBackend):
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
         """Score a response. The temperature must be 1, because vLLM scores given tokens at no other."""
+        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
+
+    async def score_base(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline, INITIAL)
+
+    async def _score(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+        expected: WeightVersion | None = None,
+    ) -> TokenScores:
         check_temperature(self._name, temperature)
         if not len(prompt_ids):
             raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
@@ -266,7 +282,7 @@ class VllmBackend(RemoteBackend):
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
-            with self._asking() as (client, _):
+            with self._asking(expected) as (client, _):
                 logprobs, topk_ids, topk_logprobs = await client.score(
                     prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
                 )

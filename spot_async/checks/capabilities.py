@@ -64,7 +64,8 @@ def check_capabilities(
 
 def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
     """Return the complaints about endpoints that only take text, or only write text, each with whether it applies."""
-    student, teacher, reference = found["student"], found.get("teacher"), found.get("reference")
+    student, teacher = found["student"], found.get("teacher")
+    reference = found.get("reference", student if needs.reference else None)
     return [
         (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
          "but not trained on"),
@@ -100,8 +101,9 @@ def _at_another_temperature(
     given = [("student", found["student"].generation_temperature, "sampled tokens")]
     if needs.teacher_top_k > 0 and "teacher" in found:
         given.append(("teacher", found["teacher"].score_temperature, "given tokens"))
-    if "reference" in found:
-        given.append(("reference", found["reference"].score_temperature, "given tokens"))
+    if needs.reference or "reference" in found:
+        role = "reference" if "reference" in found else "student"  # whose base it is then
+        given.append((role, found[role].score_temperature, "given tokens"))
     return [
         (convention == "one" and temperature != 1.0, f"sampling.temperature={temperature:g}: {role}.backend "
          f"({found[role].server}) gives log-probabilities of {what} at temperature 1 only: set it to 1")

@@ -28,7 +28,7 @@ from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, read_model, softmax_width
 from spot_async.models.hub import local_path
 from spot_async.models.vocabulary import stop_token_ids
-from spot_async.protocols import CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
+from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.spending.teacher_cache import teacher_model
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
@@ -56,8 +56,13 @@ class TrainPlan:
 
     @property
     def reference(self) -> ModelConfig | None:
-        """The model to serve as the frozen reference; None if the policy asks for none."""
+        """The model to serve as the frozen reference; None if the policy asks for none, or the student's servers."""
         return self.served.get("reference")
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the student's servers answer for the frozen reference, with their adapters off (`BaseScorer`)."""
+        return self.policy.needs.reference and self.reference is None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -187,6 +192,7 @@ def _check_roles(config: Config, needs: PolicyNeeds) -> None:
         ("teacher", config.teacher, Scorer, "score", needs.teacher_top_k > 0),
         ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
         ("reference", reference, Scorer, "score", needs.reference),
+        ("student", config.student, BaseScorer, "score_base", needs.reference and reference is None),
     ]
     for role, model, protocol, method, is_needed in asked:
         if is_needed and model is not None and not _offers(model, protocol):
@@ -204,7 +210,8 @@ def _offers(model: ModelConfig, protocol: type) -> bool:
 def check_places(config: Config, needs: PolicyNeeds) -> None:
     """Raise ConfigError unless each needed server has its own address, and this machine what its settings name."""
     fixed = next(filter(None, places(config.student)), None)
-    if needs.reference and config.reference is None and fixed is not None:
+    is_served_twice = needs.reference and config.reference is None and not config.student.backend.takes_adapters
+    if is_served_twice and fixed is not None:
         raise ConfigError(
             f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
             "once more; name its model and backend"
@@ -228,13 +235,15 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
 def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
     """Return the models to serve, by role.
 
-    A replay serves no teacher. The reference is the initial student unless the configuration names another.
+    A replay serves no teacher. The reference is the initial student unless the configuration names another. Where the
+    student's servers take adapters it is there already, as their base.
     """
+    initial = None if config.student.backend.takes_adapters else config.student
     is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
     models = {
         "student": config.student,
         "teacher": config.teacher if is_asked else None,
-        "reference": (config.reference or config.student) if needs.reference else None,
+        "reference": (config.reference or initial) if needs.reference else None,
     }
     return {role: model for role, model in models.items() if model is not None}
 

@@ -341,7 +341,9 @@ class Config(Section):
     student: ModelConfig = Field(description="the model that is trained")
     teacher: TeacherConfig | None = Field(None, description="the model that is learned from, if the policy needs one")
     reference: ModelConfig | None = Field(
-        None, description="frozen model of `training.reference_kl`; default: the initial student, served like it"
+        None,
+        description="frozen model of `training.reference_kl`; default: the initial student, served like it, or by the "
+        "student's own servers where they take adapters",
     )
     data: DataConfig = Field(description="the problems to train on")
     prompt: PromptConfig = Field(PromptConfig(), description="how a problem becomes a prompt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
@@ -51,6 +52,8 @@ def make_stages(
 ) -> Stages:
     """Make the stages of a run whose servers have answered."""
     student, teacher, needs = services.student, services.teacher, plan.policy.needs
+    # The student's backend is then a `BaseScorer`: the plan has seen to that.
+    reference: Any = student if plan.reference_is_base else services.reference
     return Stages(
         Services(
             generator=student,
@@ -58,7 +61,8 @@ def make_stages(
             candidate_scorer=student,
             verifier=verifier,
             teacher_generator=teacher if needs.teacher_responses else None,
-            reference=services.reference,
+            reference=reference,
+            reference_is_base=plan.reference_is_base,
         ),
         config.stages,
         config.sampling,

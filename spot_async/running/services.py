@@ -60,6 +60,7 @@ class OpenServices:
 
     @property
     def reference(self) -> ReferenceBackend | ReplicaPool[ReferenceBackend] | None:
+        """The student's own servers where none was started for it: see `TrainPlan.reference_is_base`."""
         return self.backends.get("reference")
 
 

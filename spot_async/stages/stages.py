@@ -86,6 +86,7 @@ class Services:
     # None when the policy needs no responses of the teacher
     teacher_generator: Generator | ServicePool[Generator] | None = None
     reference: Scorer | ServicePool[Scorer] | None = None  # None when the policy needs no reference
+    reference_is_base: bool = False  # the student's servers answer for it too, with their base (`BaseScorer`)
 
 
 class Stages:
@@ -138,6 +139,7 @@ class Stages:
         requests = requests_per_prompt(samples=max_samples_per_prompt, probes=max(1, max_probes_per_prompt))
 
         def stage(name: str, service: S | ServicePool[S], stage_config: StageConfig) -> Stage[S]:
+            is_students = STAGE_SERVERS[name] == "student" or (name == "reference" and services.reference_is_base)
             return Stage(
                 name,
                 pool_of(service),
@@ -146,9 +148,9 @@ class Stages:
                 retry=retry(stage_config.attempts),
                 mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,
-                longest_standstill_s=standstill_s if STAGE_SERVERS[name] == "student" else 0.0,
+                longest_standstill_s=standstill_s if is_students else 0.0,
                 events=self.events,
-                gate=self.student_gate if STAGE_SERVERS[name] == "student" else None,
+                gate=self.student_gate if is_students else None,
             )
 
         self.rollout = stage("rollout", services.generator, config.rollout)
@@ -282,15 +284,19 @@ class BoundStages:
         return await kept.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
-        scores = await _given(self._stages.reference, self._stages.services.reference, "reference").ask(
+        services = self._stages.services
+
+        def score(reference: Any, deadline: float) -> Awaitable[TokenScores]:
+            ask = reference.score_base if services.reference_is_base else reference.score
+            temperature = self._stages.sampling.temperature
+            scores: Awaitable[TokenScores] = ask(
+                self._prompt.token_ids, response_ids, top_k=1, temperature=temperature, deadline=deadline
+            )
+            return scores
+
+        scores = await _given(self._stages.reference, services.reference, "reference").ask(
             (self._prompt.ordinal,),
-            lambda reference, deadline: reference.score(
-                self._prompt.token_ids,
-                response_ids,
-                top_k=1,
-                temperature=self._stages.sampling.temperature,
-                deadline=deadline,
-            ),
+            score,
             session=self._session,
             tokens=len(self._prompt.token_ids) + len(response_ids),
         )

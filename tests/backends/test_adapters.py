@@ -75,18 +75,31 @@ async def started(server: Server, base: Path, tmp_path: Path) -> Adapters:
 async def test_a_request_keeps_its_version_and_an_old_one_goes_once_nothing_names_it(base, tmp_path):
     server = Server()
     adapters = await started(server, base, tmp_path)
+    await adapters.update(snapshot(tmp_path, base, 1), deadline=soon())
+    first = WeightVersion(0, 1)
     with adapters.request() as old:
-        await adapters.update(snapshot(tmp_path, base, 1), deadline=soon())
-        with adapters.request() as new, adapters.request(FIRST) as probe:
-            assert (old.version(), new.version(), probe.name) == (FIRST, (0, 1), old.name)
-        assert server.versions() == ["0.0", "0.1"]
-    await adapters.update(snapshot(tmp_path, base, 2), deadline=soon())
-    assert server.versions() == ["0.2"]
+        await adapters.update(snapshot(tmp_path, base, 2), deadline=soon())
+        with adapters.request() as new, adapters.request(first) as probe:
+            assert (old.version(), new.version(), probe.name) == (first, (0, 2), old.name)
+        assert server.versions() == ["0.0", "0.1", "0.2"]
+    await adapters.update(snapshot(tmp_path, base, 3), deadline=soon())
+    assert server.versions() == ["0.0", "0.3"]
     with (
-        pytest.raises(VersionMismatchError, match=r"holds weights 0\.2, not the 0\.0 asked for"),
-        adapters.request(FIRST),
+        pytest.raises(VersionMismatchError, match=r"holds weights 0\.3, not the 0\.1 asked for"),
+        adapters.request(first),
     ):
         pass
+
+
+async def test_the_base_stays_beside_whatever_comes(base, tmp_path):
+    server = Server()
+    adapters = await started(server, base, tmp_path)
+    with adapters.request(FIRST) as before:
+        pass
+    for step in range(1, 2 * LOADED_AT_ONCE):
+        await adapters.update(snapshot(tmp_path, base, step), deadline=soon())
+    with adapters.request(FIRST) as reference, adapters.request() as newest:
+        assert (reference.name, newest.version()) == (before.name, (0, 2 * LOADED_AT_ONCE - 1))
 
 
 async def test_an_update_waits_for_room_and_names_no_more_than_the_server_holds(base, tmp_path):
@@ -107,7 +120,7 @@ async def test_an_update_waits_for_room_and_names_no_more_than_the_server_holds(
         assert not update.done()
         assert len(server.held) == LOADED_AT_ONCE
         ended.set()
-    assert server.versions() == [f"0.{LOADED_AT_ONCE}"]
+    assert server.versions() == ["0.0", f"0.{LOADED_AT_ONCE}"]
 
 
 async def test_a_request_that_never_ends_fails_the_update_at_its_deadline(base, tmp_path):
@@ -118,7 +131,7 @@ async def test_a_request_that_never_ends_fails_the_update_at_its_deadline(base, 
             stack.enter_context(adapters.request())
             await adapters.update(snapshot(tmp_path, base, step), deadline=soon())
         weights, at = snapshot(tmp_path, base, LOADED_AT_ONCE), asyncio.get_running_loop().time() + 0.05
-        with pytest.raises(DeadlineExceededError, match=r"1 requests of weights 0\.0 do not end"):
+        with pytest.raises(DeadlineExceededError, match=r"1 requests of weights 0\.1 do not end"):
             await adapters.update(weights, deadline=at)
         with adapters.request() as request:
             assert request.version() == (0, LOADED_AT_ONCE - 1)
@@ -135,7 +148,7 @@ async def test_after_a_load_that_failed_requests_name_the_version_before_and_the
         assert request.version() == FIRST
     server.fails = False
     await adapters.update(weights, deadline=soon())
-    assert server.versions() == ["0.1"]
+    assert server.versions() == ["0.0", "0.1"]
 
 
 async def test_files_stay_while_the_server_may_read_them_again(base, tmp_path):

@@ -97,11 +97,13 @@ async def test_responses_under_way_end_on_their_version_and_the_next_are_of_the_
             np.testing.assert_allclose((await candidates(backend, version))[:, 0], exact, atol=1e-5)
         exact = dense_logprobs(base, PROMPT, RESPONSE)[np.arange(4), RESPONSE]
         np.testing.assert_allclose((await candidates(backend, V0))[:, 0], exact, atol=1e-5)
+        reference = await backend.score_base(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+        np.testing.assert_allclose(reference.logprobs, exact, atol=1e-5)
         await of_the_first.aclose()
         await asyncio.gather(*tasks[0], *tasks[1])
         await backend.update_weights(snapshot(updates[0].directory, 3), deadline=soon())
-        with pytest.raises(VersionMismatchError, match=r"holds weights 0\.3, not the 0\.0 asked for"):
-            await candidates(backend, V0)
+        with pytest.raises(VersionMismatchError, match=r"holds weights 0\.3, not the 0\.1 asked for"):
+            await candidates(backend, updates[0].version)
     for version, of_version in zip(models, tasks, strict=True):
         for task in of_version:
             reply = task.result()

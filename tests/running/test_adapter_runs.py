@@ -84,3 +84,31 @@ def test_no_response_of_an_asynchronous_run_meets_an_update(run: Run) -> None:
     _, answered = run("run", AS_ADAPTERS, "max_staleness=1", "training.iterations=4")
     assert {reply.version_spans[0].version.step for reply in answered} >= {0, 1, 2}
     assert all(len(reply.version_spans) == 1 for reply in answered)
+
+
+def test_the_students_servers_answer_for_the_reference_with_their_base(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    base_of, scores_of = LocalBackend.score_base, LocalBackend.score
+
+    async def score_base(self: LocalBackend, *values: Any, **named: Any) -> Any:
+        asked.append(f"base of {self._name}")
+        return await base_of(self, *values, **named)
+
+    async def score(self: LocalBackend, *values: Any, **named: Any) -> Any:
+        asked.append(self._name)
+        return await scores_of(self, *values, **named)
+
+    monkeypatch.setattr(LocalBackend, "score_base", score_base)
+    monkeypatch.setattr(LocalBackend, "score", score)
+    keys = ("policy={kind: grpo, samples: 2}", "training.reference_kl=0.1")
+    adapted, _ = run("adapted", AS_ADAPTERS, *keys)
+    assert asked.count("base of student") == 16  # two iterations of four prompts, two responses to each
+    assert "reference" not in asked
+    asked.clear()
+    merged, _ = run("merged", *keys)
+    assert asked.count("reference") >= 16
+    expected = student(merged)
+    for name, tensor in student(adapted).items():
+        np.testing.assert_allclose(tensor, expected[name], atol=1e-5, err_msg=name)

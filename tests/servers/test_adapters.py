@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import StartServer, TinyModels
-from parity import Dense, soon
+from parity import PARITY_NATS, Dense, decisions, own, soon
 from safetensors.torch import load_file, save_file
 from server_process import RunningServer
 from under_load import expect_rounding, nats_off_spans, under_load
@@ -89,6 +89,13 @@ async def test_every_version_is_an_adapter_of_its_own(
         broken = tmp_path / "step-1" / ADAPTER / WEIGHTS_FILE
         broken.write_bytes(broken.read_bytes()[:-100])
         async with backend(kind, server, tmp_path / "again") as student:
+            prompt, response = np.array([40, 41, 42], np.int32), np.array([50, 60, 70, 80], np.int32)
+            newer = WeightSnapshot(directory=str(tmp_path / "step-2"), version=WeightVersion(0, 2))
+            await student.update_weights(newer, deadline=soon())
+            for ask, model in ((student.score_base, models.student), (student.score, tmp_path / "step-2")):
+                scores = await ask(prompt, response, top_k=1, temperature=1.0, deadline=soon())
+                rows = decisions(dense_logprobs(model, [*prompt, *response]), prompt, response)
+                assert np.abs(scores.logprobs - own(rows, response)).max() < PARITY_NATS
             snapshot = WeightSnapshot(directory=str(tmp_path / "step-1"), version=WeightVersion(0, 1))
             with pytest.raises(DataError, match="cannot be read"):
                 await student.update_weights(snapshot, deadline=soon())

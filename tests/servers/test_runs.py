@@ -134,7 +134,8 @@ def test_fifty_versions_of_an_adapter(
     run("train", str(config), f"max_staleness={max_staleness}", *length, *lora)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 50
-    check(rows)
+    if max_staleness == 0:  # otherwise an iteration may have no token of its own weights
+        check(rows)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     behind = [number // BATCH - int(sample["version"].partition(".")[2]) for number, sample in enumerate(samples)]
     assert set(behind) <= set(range(max_staleness + 1))
