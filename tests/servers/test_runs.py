@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -73,14 +74,14 @@ def train(folder: Path, models: TinyModels, problems: Path, student: Any, teache
     return rows
 
 
-def check(rows: list[dict[str, float]]) -> None:
-    """What only a run whose parts fit together shows."""
+def check(rows: list[dict[str, float]], *, may_be_stale: bool = False) -> None:
+    """What only a run whose parts fit together shows. An iteration may be without a token of its own weights."""
     for row in rows:
         assert row["spot/selected"] > 0
         assert row["probe/requests"] > 0
         # The trainer computes the same log-probabilities from its own weights: rollouts came from the version they
         # carry, and tokens are aligned. Both sides are float32.
-        assert abs(row["train/mismatch_max"]) < 2e-4, row
+        assert abs(row.get("train/mismatch_max", 0.0 if may_be_stale else math.inf)) < 2e-4, row
     assert sum(row["spot/retained"] for row in rows) > 0
 
 
@@ -134,8 +135,7 @@ def test_fifty_versions_of_an_adapter(
     run("train", str(config), f"max_staleness={max_staleness}", *length, *lora)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 50
-    if max_staleness == 0:  # otherwise an iteration may have no token of its own weights
-        check(rows)
+    check(rows, may_be_stale=max_staleness > 0)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     behind = [number // BATCH - int(sample["version"].partition(".")[2]) for number, sample in enumerate(samples)]
     assert set(behind) <= set(range(max_staleness + 1))
