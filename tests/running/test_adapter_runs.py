@@ -112,3 +112,14 @@ def test_the_students_servers_answer_for_the_reference_with_their_base(
     expected = student(merged)
     for name, tensor in student(adapted).items():
         np.testing.assert_allclose(tensor, expected[name], atol=1e-5, err_msg=name)
+
+
+def test_a_run_that_goes_on_has_the_same_adapters_bit_for_bit_and_the_same_reference(run: Run) -> None:
+    keys = (AS_ADAPTERS, "policy={kind: grpo, samples: 2}", "training.reference_kl=0.1", "training.schedule=constant")
+    straight, _ = run("straight", *keys, "training.iterations=3")
+    resumed, _ = run("resumed", *keys)
+    assert (resumed / "student").resolve().name == "step-000002"
+    spot_async.resume(resumed, ["training.iterations=3"])
+    expected = student(straight)
+    for name, tensor in student(resumed).items():
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
