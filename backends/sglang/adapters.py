@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 
 from spot_async.errors import ConfigError, PermanentError, ServerRestartedError
 from spot_async.types import WeightSnapshot
 
+from ..shared.remote import RemoteServer
+from .discovery import GENERATE
 from .weights import Control
 
 UNKNOWN = ("never been loaded", "Failed to implicitly load")
 
 
 class SglangAdapters:
-    """An `AdapterServer`. `ask` samples one token with an adapter of the given name."""
+    """The `AdapterServer` of an SGLang server."""
 
-    def __init__(self, control: Control, section: str, ask: Callable[[str, float], Awaitable[object]]) -> None:
-        self._control = control
-        self._section = section
-        self._ask = ask
+    def __init__(self, server: RemoteServer) -> None:
+        self._server = server
+        self._control = Control(server)
 
     async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
         try:
@@ -28,10 +29,11 @@ class SglangAdapters:
             )
         except PermanentError as error:
             raise ConfigError(
-                f"{self._section}: the server does not take this run's adapters: start it with --enable-lora, and with "
-                f"--max-lora-rank and --lora-target-modules that fit: {error}"
+                f"{self._server.section}: the server does not take this run's adapters: start it with --enable-lora, "
+                f"and with --max-lora-rank and --lora-target-modules that fit: {error}"
             ) from None
-        await self._ask(name, deadline)
+        one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "lora_path": name}
+        await self._server.ask(GENERATE, one_token, bytes, deadline=deadline)
 
     async def unload(self, name: str, *, deadline: float) -> None:
         with contextlib.suppress(PermanentError):  # it has none of that name

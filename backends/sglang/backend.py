@@ -1,7 +1,7 @@
 """The backend for SGLang servers, through their native API (`/generate`). Written for 0.5.23; older ones work too.
 
-Requests are made here, and checked before they are sent. A token outside the vocabulary, a k above its size or a start
-before -1 would crash the whole server. `replies.py` reads replies, and `weights.py` sends weights.
+Requests are checked before they are sent. A token outside the vocabulary, a k above its size or a start before -1 would
+crash the whole server. `requests.py` sends them, `replies.py` reads replies, and `weights.py` sends weights.
 
 What callers should know about the server:
 
@@ -21,19 +21,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import uuid
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
 
-from spot_async.base.tasks import gather
-from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, RequestError
+from spot_async.errors import ConfigError, PermanentError
 from spot_async.models.alignment import branch_prefix_length
-from spot_async.spending.prices import Size
 from spot_async.types import (
     BehindUrl,
     Capabilities,
@@ -52,21 +48,21 @@ from ..shared.behind import ask_behind
 from ..shared.discovery import differences, noise_nats, temperature_convention
 from ..shared.health import Standstill
 from ..shared.held_weights import INITIAL, ReplyNames, WeightNames
-from ..shared.masking import logit_bias
 from ..shared.remote import RemoteBackend, RemoteServer
-from ..shared.replies import check_candidates, check_generation, check_logprobs, check_rows, check_topk
+from ..shared.replies import check_candidates, check_rows
 from ..shared.request_limits import RequestLimits
 from ..shared.served_topk import bounded_scores, scored_positions
 from ..shared.stepwise import Steps
 from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
 from . import sleeping as sglang_sleeping
-from .adapters import SglangAdapters, unknown_as_restarted
-from .discovery import GENERATE, SAYINGS, check_end, check_ready, check_vocabulary, plain_prompt, server_info
+from .adapters import SglangAdapters
+from .discovery import SAYINGS, check_ready, check_vocabulary, plain_prompt, server_info
 from .generation import generate_below
 from .launch import PACKAGE, sglang_command
-from .replies import NextToken, Scores, TopK, read_generation, read_next_token, read_scores
-from .weights import Control, ModelInfo, ServerInfo, SglangWeights
+from .replies import Scores, TopK, read_scores
+from .requests import SglangRequests
+from .weights import ModelInfo, ServerInfo, SglangWeights
 
 ABORT = "/abort_request"
 READY = "/model_info"  # not /health, which generates a token, takes a second, and fails while the server is paused
@@ -104,13 +100,14 @@ class SglangBackend(RemoteBackend):
         self._run_directory = run_directory
         self._adapters: Adapters | None = None
         if (lora := settings.adapters(role)) is not None:
-            loads = SglangAdapters(Control(self._server), self._server.section, self._first_token)
+            loads = SglangAdapters(self._server)
             base = self._server.files.directory
             self._adapters = Adapters(loads, lora, name=self._name, base=base, directory=run_directory / "weights")
         self._vocab_size = self._server.files.vocab_size
         self._standstill = Standstill()
-        self._limits = self._limits_of(self._server.files.max_context_tokens)
         self._names = WeightNames(self._name, is_student=role == "student")
+        limits = self._limits_of(self._server.files.max_context_tokens)
+        self._requests = SglangRequests(self._server, self._names, self._adapters, limits)
         self._weights: SglangWeights
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
@@ -164,34 +161,10 @@ class SglangBackend(RemoteBackend):
         session: str | None = None,
         deadline: float,
     ) -> Generation:
-        self._limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
-        return await generate_below(self, prompt_ids, sampling, self._vocab_size, top_k=top_k, deadline=deadline)
-
-    async def sample(
-        self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
-    ) -> Generation:
-        """Sample with one request. Under a `vocab_limit` its log-probabilities are renormalised over the ids below."""
-        body: dict[str, Any] = {
-            "input_ids": prompt_ids.tolist(),
-            "sampling_params": {
-                **logit_bias(sampling, self._vocab_size),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "max_new_tokens": sampling.max_tokens,
-                "stop_token_ids": sampling.stop_token_ids,
-                "ignore_eos": not sampling.stop_token_ids,  # it would make the server ignore stop_token_ids too
-                "sampling_seed": sampling.seed,
-            },
-            "return_logprob": True,
-            **_output_top_k(top_k),
-        }
-
-        def read(reply: bytes, names: ReplyNames) -> Steps[Generation]:
-            generation = yield from read_generation(reply, names, top_k=top_k)
-            check_end(self._name, generation, sampling)
-            return check_generation(generation, sampling, top_k=top_k, vocab_size=self._vocab_size)
-
-        return await self._ask(body, read, deadline)
+        self._requests.limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
+        return await generate_below(
+            self._requests, prompt_ids, sampling, self._vocab_size, top_k=top_k, deadline=deadline
+        )
 
     async def score(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
@@ -235,9 +208,9 @@ class SglangBackend(RemoteBackend):
         deadline: float,
     ) -> ScoredPositions:
         self._check_temperature(temperature)
-        self._limits.check_positions(positions, response_ids)
+        self._requests.limits.check_positions(positions, response_ids)
         asked = ((prefix, None) for prefix in _prefixes(prompt_ids, response_ids, positions))
-        found = await self.next_tokens(asked, top_k, temperature, deadline)
+        found = await self._requests.next_tokens(asked, top_k, temperature, deadline)
         tops = [each.top for each in found if each.top is not None]
         return scored_positions(
             np.concatenate([top.ids for top in tops] or [np.zeros((0, top_k), np.int32)]),
@@ -259,10 +232,10 @@ class SglangBackend(RemoteBackend):
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
         self._check_temperature(temperature)
-        self._limits.check_ids(candidate_ids)
-        self._limits.check_positions(positions, response_ids)
+        self._requests.limits.check_ids(candidate_ids)
+        self._requests.limits.check_positions(positions, response_ids)
         asked = zip(_prefixes(prompt_ids, response_ids, positions), candidate_ids, strict=True)
-        found = await self.next_tokens(asked, 0, temperature, deadline, expected_version)
+        found = await self._requests.next_tokens(asked, 0, temperature, deadline, expected_version)
         self._names.require([each.version for each in found], expected_version)
         return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
 
@@ -301,7 +274,7 @@ class SglangBackend(RemoteBackend):
         files = self._server.files
         served = info.max_req_input_len  # one more than the server accepts
         max_tokens = min(files.max_context_tokens, served - 1 if served else files.max_context_tokens)
-        self._limits = self._limits_of(max_tokens)
+        self._requests.limits = self._limits_of(max_tokens)
         if self._settings.is_attached:
             await check_ready(self._server, deadline=deadline)
         await check_vocabulary(self._server, info, deadline=deadline)
@@ -312,7 +285,7 @@ class SglangBackend(RemoteBackend):
         sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
         generated = await self.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
         scored = await self._score(prompt_ids, generated.token_ids, top_k, deadline)
-        [halved] = await self.next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
+        [halved] = await self._requests.next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
         assert halved.top is not None
         noise = self._settings.logprob_noise_nats
         if noise is None:
@@ -353,8 +326,8 @@ class SglangBackend(RemoteBackend):
             empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
             return Scores(np.zeros(0, np.float32), TopK(*empty), self._capabilities.version or WeightVersion(0, 0))
         sequence = np.concatenate([prompt_ids, response_ids])
-        self._limits.check(sequence, top_k=top_k)
-        self._limits.check(prompt_ids)
+        self._requests.limits.check(sequence, top_k=top_k)
+        self._requests.limits.check(prompt_ids)
         body = {
             "input_ids": sequence.tolist(),
             "sampling_params": {"max_new_tokens": 0},
@@ -370,94 +343,7 @@ class SglangBackend(RemoteBackend):
             check_rows(response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
             return found
 
-        return await self._ask(body, read, deadline, expected)
-
-    async def next_tokens(
-        self,
-        asked: Iterable[tuple[IntArray, IntArray | None]],
-        top_k: int,
-        temperature: float,
-        deadline: float,
-        expected: WeightVersion | None = None,
-    ) -> list[NextToken]:
-        """Return the distribution after each prefix: its top-k, or the tokens given with the prefix.
-
-        Where the server has several versions as adapters, that which is expected is asked for.
-        """
-        places = asyncio.Semaphore(POSITIONS_IN_FLIGHT)
-
-        async def ask(prefix_ids: IntArray, chosen_ids: IntArray | None) -> NextToken:
-            chosen = None if chosen_ids is None else chosen_ids.tolist()
-            body = {
-                "input_ids": prefix_ids.tolist(),
-                "sampling_params": {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True},
-                "return_logprob": True,
-                **(_output_top_k(top_k) if chosen is None else {"token_ids_logprob": chosen}),
-            }
-
-            def read(reply: bytes, names: ReplyNames) -> Steps[NextToken]:
-                found = yield from read_next_token(reply, names, chosen)
-                if found.top is not None:
-                    check_topk(*found.top, (1, top_k), self._vocab_size)
-                if found.chosen is not None:
-                    check_logprobs("candidate log-probabilities", found.chosen, found.chosen.shape)
-                return found
-
-            async with places:
-                return await self._ask(body, read, deadline, expected)
-
-        requests = list(asked)
-        for prefix_ids, _ in requests:
-            self._limits.check(prefix_ids, new_tokens=1, top_k=top_k)
-        return await gather(ask(*each) for each in requests)
-
-    @contextlib.contextmanager
-    def _asking(self, expected: WeightVersion | None) -> Iterator[tuple[dict[str, str], ReplyNames]]:
-        """Give what one request says of its weights, and what reads their names in its reply."""
-        if self._adapters is None or not self._adapters.has_any:
-            yield {}, self._names.now()
-            return
-        with self._adapters.request(expected) as adapter, unknown_as_restarted(self._name):
-            yield {"lora_path": adapter.name}, adapter
-
-    async def _first_token(self, adapter: str, deadline: float) -> None:
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "lora_path": adapter}
-        await self._server.ask(GENERATE, body, bytes, deadline=deadline)
-
-    async def _ask(
-        self,
-        body: dict[str, Any],
-        read: Callable[[bytes, ReplyNames], Steps[T]],
-        deadline: float,
-        expected: WeightVersion | None = None,
-    ) -> T:
-        """Send one request under its own id, and abort it by that id if nobody waits for it any longer.
-
-        The server would notice the closed connection only after seconds. It aborts all ids with a given prefix, so ids
-        have the same length.
-        """
-        request_id = uuid.uuid4().hex
-        new_tokens = max(1, body["sampling_params"]["max_new_tokens"])
-        rows = new_tokens + len(body["input_ids"]) - body.get("logprob_start_len", len(body["input_ids"]))
-        size = Size(
-            prompt_tokens=len(body["input_ids"]),
-            max_completion_tokens=new_tokens,
-            logprobs=rows * (1 + body.get("top_logprobs_num", 0)) + len(body.get("token_ids_logprob", ())),
-        )
-        try:
-            with self._asking(expected) as (weights, names):
-                return await self._server.ask_in_steps(
-                    GENERATE,
-                    {"rid": request_id, **weights, **body},
-                    lambda reply: read(reply, names),
-                    deadline=deadline,
-                    size=size,
-                )
-        except (asyncio.CancelledError, DeadlineExceededError):
-            soon = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
-            with contextlib.suppress(RequestError):
-                await self._server.ask(ABORT, {"rid": request_id}, bytes, deadline=soon)
-            raise
+        return await self._requests.ask(body, read, deadline, expected)
 
     def _limits_of(self, max_tokens: int) -> RequestLimits:
         return RequestLimits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
@@ -481,14 +367,3 @@ def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray)
     """Return the context of each position, as views of one sequence. Copies would take the square of its length."""
     sequence = np.concatenate([prompt_ids, response_ids])
     return [sequence[: branch_prefix_length(len(prompt_ids), position)] for position in positions.tolist()]
-
-
-def _output_top_k(top_k: int) -> dict[str, Any]:
-    """Return the fields that ask for the top-k of generated positions, as arrays if the server knows how."""
-    if not top_k:
-        return {}
-    return {
-        "top_logprobs_num": top_k,
-        "return_flat_raw_output_top_logprobs": True,
-        "return_flat_raw_top_logprobs_b64": True,
-    }

@@ -28,7 +28,7 @@ MASKED_TOKENS = 32  # so many tokens are sampled with a bias before the next try
 
 
 class Server(Protocol):
-    """The requests that are needed here; see `backend.SglangBackend`."""
+    """The requests that are needed here; see `requests.SglangRequests`."""
 
     async def sample(
         self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float

@@ -216,7 +216,7 @@ async def test_an_id_that_is_still_in_use_is_a_transient_error(
 ) -> None:
     async with connect(sglang_student) as backend:
         same = uuid.uuid4()
-        monkeypatch.setattr("spot_async.backends.sglang.backend.uuid.uuid4", lambda: same)
+        monkeypatch.setattr("spot_async.backends.sglang.requests.uuid.uuid4", lambda: same)
         first = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
         await wait_until(sglang_student, 1)
         with pytest.raises(TransientError, match="Duplicate request ID"):
