@@ -15,10 +15,11 @@ from spot_async.config import LoraConfig
 from spot_async.config.loading import load_config
 
 
-def largest_difference_nats(run: Path, samples: list[dict[str, Any]]) -> float:
+def largest_difference_nats(run: Path, samples: list[dict[str, Any]], *, behind: int = 0) -> float:
     """The largest difference of a token's log-probability to a plain forward of base and adapter of its version.
 
-    `samples` are lines of samples.jsonl; all of the run's adapters must still be in `weights/`.
+    Or of the one so many steps `behind` it. `samples` are lines of samples.jsonl, and all of the run's adapters must
+    still be in `weights/`.
     """
     config = load_config(run / "config.yaml")
     schedule = plan_training(config).schedule  # without an end
@@ -28,7 +29,7 @@ def largest_difference_nats(run: Path, samples: list[dict[str, Any]]) -> float:
     base = {name: each.clone() for name, each in model.state_dict().items()}
     differences = []
     for version in sorted({sample["version"] for sample in samples}):
-        merge(model, base, adapter_of(run, version), config.training.lora)
+        merge(model, base, adapter_of(run, version, behind), config.training.lora)
         for sample in (each for each in samples if each["version"] == version):
             prompt, response = list(prompts[sample["problem_id"]]), sample["response_ids"]
             with torch.no_grad():
@@ -38,8 +39,8 @@ def largest_difference_nats(run: Path, samples: list[dict[str, Any]]) -> float:
     return float(max(differences))
 
 
-def adapter_of(run: Path, version: str) -> dict[str, torch.Tensor]:
-    step = int(version.partition(".")[2])
+def adapter_of(run: Path, version: str, behind: int) -> dict[str, torch.Tensor]:
+    step = max(0, int(version.partition(".")[2]) - behind)
     return load_file(run / f"weights/step-{step:06d}/adapter/adapter_model.safetensors") if step else {}
 
 
