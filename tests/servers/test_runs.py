@@ -64,12 +64,18 @@ def run(*arguments: str) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A JSONL file's objects. Responses may have other ends of lines in them."""
+    with path.open(newline="\n") as file:
+        return [json.loads(line) for line in file]
+
+
 def train(folder: Path, models: TinyModels, problems: Path, student: Any, teacher: Any) -> list[dict[str, float]]:
     """The rows of metrics.jsonl of a run that ended well."""
     run("train", str(write_config(folder, models, problems, student, teacher)))
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == ITERATIONS
-    samples = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(folder / "run" / "samples.jsonl")
     assert [sample["version"] for sample in samples] == [f"0.{i}" for i in range(ITERATIONS) for _ in range(BATCH)]
     return rows
 
@@ -136,7 +142,7 @@ def test_fifty_versions_of_an_adapter(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 50
     check(rows, may_be_stale=max_staleness > 0)
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
     behind = [number // BATCH - int(sample["version"].partition(".")[2]) for number, sample in enumerate(samples)]
     assert set(behind) <= set(range(max_staleness + 1))
     assert largest_difference_nats(tmp_path / "run", samples) < 2e-5
