@@ -44,6 +44,7 @@ from spot_async.testing.services import (
 from spot_async.testing.shared_processor import SharedProcessor
 from spot_async.types import (
     Capabilities,
+    FloatArray,
     Generation,
     IntArray,
     SamplingSettings,
@@ -324,6 +325,12 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
         return msgspec.structs.replace(
             generation(token_ids, logprobs, finish_reason=finish_reason(token_ids)), version_spans=spans
         )
+
+    async def candidate_logprobs(self, *request: Any, **settings: Any) -> FloatArray:
+        """Score candidates. That it is another process shows before the weights that it holds, as with real servers."""
+        self.server.connect()
+        self._check_process()
+        return await super().candidate_logprobs(*request, **settings)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         self._check_process()

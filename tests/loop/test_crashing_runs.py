@@ -51,9 +51,11 @@ PRUNED = (
         DiskFault(300, "power cut", 0, None, 3),
     ],
 )
+# Somebody restarted a student's server. Asked for candidates, the simulated one said first which weights it holds.
+RESTARTED = (98115, [Fault(0, 6680742240523113299), Fault(1, 1671174068226249623)])
 
 
-@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION, PAID_TOO_LATE, PRUNED])
+@pytest.mark.parametrize(("seed", "faults"), [CUT_OFF, LATE_EVALUATION, PAID_TOO_LATE, PRUNED, RESTARTED])
 def test_what_once_went_wrong_does_not_any_more(seed, faults):
     assert failure(seed, faults) is None
 
