@@ -194,6 +194,11 @@ class TrainingConfig(Section):
         description="activation checkpointing: layers keep only their inputs and run again in the backward pass; a "
         "number: so many of the layers do, the first ones",
     )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="what of a rank's training state rests in the CPU's memory: `optimizer`: AdamW's moments, which "
+        "come to the GPU for the step; `all`: weights and gradients too, stepped on the CPU (needs `sharding: fsdp2`)",
+    )
     threads: PositiveInt = Field(1, description="CPU threads of each rank")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="type of forward passes and published weights")
     keep_weights: int = Field(
@@ -223,6 +228,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"mini_batch_size={self.mini_batch_size} must divide batch_size={self.batch_size}: "
                 f"the nearest that does is {nearest_divisor(self.batch_size, self.mini_batch_size)}"
+            )
+        if self.offload == "all" and self.sharding != "fsdp2":
+            raise ValueError(
+                f"offload=all needs sharding=fsdp2, not {self.sharding}: set training.sharding=fsdp2, or "
+                "training.offload=optimizer, which keeps only AdamW's moments on the CPU"
             )
         if self.epochs is None and self.iterations is None:
             raise ValueError("give exactly one of epochs and iterations; both are missing")

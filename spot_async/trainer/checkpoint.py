@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from spot_async.base.text import first_line
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import flush_to_disk
+from spot_async.trainer.optimizer import state_of
 from spot_async.trainer.parallel import Strategy, local, offsets
 
 STEP = "trained_steps"
@@ -129,13 +130,8 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
         found[f"parameter.{name}"] = parameter.detach()
-        found |= {f"{kind}.{name}": tensor for kind, tensor in state.items()}
+        found |= {f"{kind}.{name}": tensor for kind, tensor in state_of(optimizer, parameter).items()}
     return found
 
 

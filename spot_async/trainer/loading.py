@@ -60,7 +60,8 @@ def read_parameters(model: nn.Module, directory: str, device: torch.device) -> N
     with ExitStack() as stack:
         for module, key, parameter, stored in list(_without_values(model, directory, stack)):
             if parameter not in read:
-                tensor = _like(parameter, stored[_held(parameter)].to(device, parameter.dtype))
+                # A DTensor is made on its mesh's device, also if it is to rest on the CPU.
+                tensor = _like(parameter, stored[_held(parameter)].to(device, parameter.dtype)).to(device)
                 read[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             setattr(module, key, read[parameter])
 

@@ -25,7 +25,7 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spot_async.base.processes.exits import exit_at_once
@@ -231,12 +231,12 @@ class Strategy(ABC):
         layers: Sequence[nn.Module],
         device: torch.device,
         dtype: Precision,
-        fill: Callable[[], None],
+        fill: Callable[[torch.device], None],
     ) -> Forward:
         """Put `module` onto the ranks' devices; return its forward pass in `dtype`.
 
         `layers` are the parts that may be gathered one at a time. `fill` gives parameters on the meta device their
-        values, on the rank's device, once it is known what this rank holds of them.
+        values, on the device it is given, once it is known what this rank holds of them.
         """
 
     @abstractmethod
@@ -270,9 +270,9 @@ class ReplicatedStrategy(Strategy):
         layers: Sequence[nn.Module],
         device: torch.device,
         dtype: Precision,
-        fill: Callable[[], None],
+        fill: Callable[[torch.device], None],
     ) -> Forward:
-        fill()
+        fill(device)
         module.to(device)
 
         def forward(batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -299,7 +299,14 @@ class ShardedStrategy(Strategy):
     The parts are of the ranks of a node, so that layers are gathered inside it. Between nodes only gradients travel.
     A layer's parameters are gathered while it computes, in bfloat16 if that is the dtype. Embedding and output layer
     stay gathered from the forward pass to the end of the backward pass. The backward pass also sums gradients.
+
+    With `keeps_on_cpu` the parts rest on the CPU, and the optimiser steps them there: a layer comes to the device when
+    it computes, and its gradients leave it once they are summed.
     """
+
+    def __init__(self, *, keeps_on_cpu: bool = False) -> None:
+        super().__init__()
+        self._keeps_on_cpu = keeps_on_cpu
 
     def prepare(
         self,
@@ -307,7 +314,7 @@ class ShardedStrategy(Strategy):
         layers: Sequence[nn.Module],
         device: torch.device,
         dtype: Precision,
-        fill: Callable[[], None],
+        fill: Callable[[torch.device], None],
     ) -> Forward:
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ConfigError(f"training.sharding=fsdp2 needs torch 2.8 or newer, this is {torch.__version__}")
@@ -328,11 +335,13 @@ class ShardedStrategy(Strategy):
         policy = MixedPrecisionPolicy()
         if dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # Pinned memory is copied while the device computes. Without a GPU there is none.
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if self._keeps_on_cpu else OffloadPolicy()
         for unit in (*layers, module):  # one by one, so that the device never holds the whole student
-            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
+            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # so that gloo and NCCL do the same
-        fill()
+        fill(torch.device("cpu") if self._keeps_on_cpu else device)
         return module
 
     def reduce_gradients(self, module: nn.Module) -> None:
@@ -341,4 +350,6 @@ class ShardedStrategy(Strategy):
 
 def strategy_of(training: TrainingConfig) -> Strategy:
     """Return the strategy that `training.sharding` names."""
-    return ShardedStrategy() if training.sharding == "fsdp2" else ReplicatedStrategy()
+    if training.sharding == "fsdp2":
+        return ShardedStrategy(keeps_on_cpu=training.offload == "all")
+    return ReplicatedStrategy()

@@ -50,6 +50,7 @@ from spot_async.trainer.loss import (
 from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
+from spot_async.trainer.optimizer import new_optimizer
 from spot_async.trainer.packing import attend_per_document
 from spot_async.trainer.parallel import (
     Strategy,
@@ -134,14 +135,10 @@ class StudentTrainer:
             decoder_layers(self.model),
             device,
             self._training.dtype,
-            fill=partial(read_parameters, self.model, settings.model_directory, device),
+            fill=partial(read_parameters, self.model, settings.model_directory),
         )
-        self._optimizer = torch.optim.AdamW(
-            (each for each in self.model.parameters() if each.requires_grad),
-            lr=self._training.learning_rate,
-            weight_decay=self._training.weight_decay,
-            fused=True,
-        )
+        trained = (each for each in self.model.parameters() if each.requires_grad)
+        self._optimizer = new_optimizer(trained, self._training)
         self._publisher = WeightPublisher(
             settings.weights_directory,
             student_directory=Path(settings.model_directory),
@@ -151,7 +148,7 @@ class StudentTrainer:
             lora=self._training.lora,
             writes=strategy.rank == 0,
         )
-        self._saver = CheckpointSaver(strategy, device)
+        self._saver = CheckpointSaver(strategy, device, is_offloaded=self._training.offload != "none")
         self._checkpoint_s = 0.0  # for which checkpoints held up training since the last report
         self.step = 0
         if settings.resume is not None:

@@ -1,8 +1,8 @@
 """Saves checkpoints in a thread of each rank, while the student trains on.
 
 Training has to wait for it only before it changes what is being written. On a CPU the thread reads the parameters and
-moments themselves, so that no memory is needed: the next step computes its gradients meanwhile. From a GPU they are
-copied to the host first, and the next steps may be made.
+moments themselves, so that no memory is needed: the next step computes its gradients meanwhile. The same holds for what
+is offloaded to the CPU. From a GPU they are copied to the host first, and the next steps may be made.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Done = Callable[[float, str], None]
 class CheckpointSaver:
     """Saves one checkpoint at a time. All ranks call it alike."""
 
-    def __init__(self, strategy: Strategy, device: torch.device) -> None:
+    def __init__(self, strategy: Strategy, device: torch.device, *, is_offloaded: bool = False) -> None:
+        """`is_offloaded` says that something of the state rests on the CPU, whatever the device."""
         self._strategy = strategy
-        self._reads_live_tensors = device.type == "cpu"
+        self._reads_live_tensors = device.type == "cpu" or is_offloaded
         # The threads' collectives must not mix with those of training, and wait for the disk.
         self._group = idle_group()
         self._thread: threading.Thread | None = None

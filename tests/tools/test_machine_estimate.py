@@ -170,6 +170,21 @@ def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
     assert rank.activations == pytest.approx(1_000 * (28 * 2 * 1_024 + 71_680) / 2**30)
 
 
+def test_what_is_offloaded_is_in_the_cpus_memory_and_not_on_the_device():
+    def rank(**choices):
+        return trainer_memory(
+            QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, is_bfloat16=True, shards=4, **choices
+        )
+
+    plain, optimizer, everything = (rank(offload=kind) for kind in ("none", "optimizer", "all"))
+    assert (optimizer.weights, optimizer.gradients, optimizer.optimiser) == (plain.weights, plain.gradients, 0)
+    assert (plain.on_cpu, optimizer.on_cpu) == (0, plain.optimiser)
+    assert everything.weights == everything.gradients == everything.optimiser == 0
+    assert everything.on_cpu == pytest.approx(4 * 596_049_920 / 2**30)
+    for each in (optimizer, everything):
+        assert each.training == pytest.approx(plain.training - each.on_cpu)
+
+
 def test_with_lora_a_rank_holds_frozen_weights_in_their_type_and_sixteen_bytes_for_each_number_that_is_trained():
     def rank(**choices):
         return trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, **choices)

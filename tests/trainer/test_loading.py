@@ -84,7 +84,7 @@ def loaded(directory: Path, sharding: str, lora: bool, dtype: torch.dtype = torc
         add_adapters(model, LoraConfig(rank=4), 0, dtype)
     strategy = ShardedStrategy() if sharding == "fsdp2" else ReplicatedStrategy()
     module, layers = ResponseLogprobs(model, 1.0), decoder_layers(model)
-    strategy.prepare(module, layers, CPU, "float32", fill=partial(read_parameters, model, str(directory), CPU))
+    strategy.prepare(module, layers, CPU, "float32", fill=partial(read_parameters, model, str(directory)))
     return model
 
 

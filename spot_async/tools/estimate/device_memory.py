@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from spot_async.config import LoraConfig
 from spot_async.config.cluster import DEVICE_GIB
@@ -19,6 +20,7 @@ CONTEXT_GIB = 0.8  # of each process on a device: CUDA, libraries, NCCL
 WORKSPACE_GIB = 2.0  # of a server, besides weights and cache: activations, graphs
 LOGITS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
 STATE_BYTES = {"weights": 4, "gradients": 4, "optimiser": 8}  # per parameter, in float32; AdamW has two moments
+Offload = Literal["none", "optimizer", "all"]  # as `training.offload`
 GATHERED_LAYERS = 2  # a sharded trainer holds the layer that computes and the next one, which comes in meanwhile
 
 
@@ -32,6 +34,7 @@ class TrainerMemory:
     # What it computes with: all weights in bfloat16 or, if sharded, gathered layers and gradients to sum.
     copies: float
     activations: float  # of one forward pass
+    on_cpu: float = 0.0  # what rests in the CPU's memory instead
 
     @property
     def resting(self) -> float:
@@ -52,11 +55,13 @@ def trainer_memory(
     recomputed_layers: int = 0,
     is_packed: bool = False,
     lora: LoraConfig | None = None,
+    offload: Offload = "none",
 ) -> TrainerMemory:
     """Return what one trainer rank needs. With `lora` activations are counted as without, which is a little too much.
 
     `longest_tokens` matters since a sequence longer than `micro_batch_tokens` is a micro-batch by itself. `shards` is
-    how many ranks hold a part each; None if each holds the whole student.
+    how many ranks hold a part each; None if each holds the whole student. What `offload` moves takes nothing of the
+    device: moments that come for the step come one parameter's at a time, when there are no activations.
     """
     tokens = max(micro_batch_tokens, longest_tokens)
     width = 2 if is_bfloat16 else 4
@@ -76,7 +81,15 @@ def trainer_memory(
         copies = width * trained if is_bfloat16 else 0
     precision: Precision = "float32" if not is_bfloat16 else "autocast" if shards is None else "bfloat16"
     per_token = student.activation_bytes_per_token(precision, recomputed_layers=recomputed_layers, is_packed=is_packed)
-    return TrainerMemory(**state, copies=copies / GIB, activations=tokens * per_token / GIB)
+    moved = [name for name in state if offload == "all" or (offload == "optimizer" and name == "optimiser")]
+    on_cpu = sum(state.pop(name) for name in moved)
+    return TrainerMemory(
+        **state,
+        **dict.fromkeys(moved, 0.0),
+        copies=copies / GIB,
+        activations=tokens * per_token / GIB,
+        on_cpu=on_cpu,
+    )
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,7 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
         recomputed_layers=training.recomputed_layers(student.layers),
         is_packed=is_packed,
         lora=training.lora,
+        offload=training.offload,
     )
 
 
@@ -271,6 +272,8 @@ def _remedies(device: DeviceMemory, training: TrainingConfig) -> Iterator[str]:
     if device.device < training.ranks:  # a trainer's rank is on it
         if training.sharding == "none" and training.ranks > 1:
             yield "set training.sharding=fsdp2"
+        if training.offload == "none":
+            yield "set training.offload=optimizer"
         if device.training > device.usable and training.recompute_layers is not True:
             yield "set training.recompute_layers=true"
         if device.training > device.usable:
@@ -319,7 +322,8 @@ def assumptions(estimate: MachineEstimate) -> list[str]:
         f"a rank, GiB: weights {trainer.weights:.1f}, gradients {trainer.gradients:.1f}, optimiser "
         f"{trainer.optimiser:.1f}, CUDA context {CONTEXT_GIB:.1f} ({trainer.resting:.1f} at rest); while it trains "
         f"also copies to compute with {trainer.copies:.1f}, activations {trainer.activations:.1f}, logits "
-        f"{LOGITS_GIB:.1f} ({trainer.training:.1f}); {estimate.student_parameters:,} parameters",
+        f"{LOGITS_GIB:.1f} ({trainer.training:.1f}); {estimate.student_parameters:,} parameters"
+        + (f"; in the CPU's memory {trainer.on_cpu:.1f} (training.offload)" if trainer.on_cpu else ""),
         *(
             f"{role} on {_named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values "
             f"{cache_gib:.1f}"

@@ -1,0 +1,170 @@
+"""What rests in the CPU's memory (`training.offload`) changes where state is, and no number.
+
+Where there is no GPU, "the device" is the CPU too. Moments are copied there and back all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spot_async.base import wire
+from spot_async.config import TrainingConfig
+from spot_async.trainer.checkpoint import load_checkpoint
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.saving import CheckpointSaver
+from spot_async.trainer.settings import ResumePoint, TrainerSettings
+from spot_async.types import Supervision
+
+STEPS, SAVED_AT = 4, 2
+CHOICES: dict[str, Any] = {"iterations": STEPS, "mini_batch_size": 4, "learning_rate": 1e-3, "weight_decay": 0.1}
+OFFLOADS = [("none", "optimizer"), ("fsdp2", "optimizer"), ("fsdp2", "all")]
+LORA = {"rank": 4, "alpha": 8.0}
+
+# Two ranks train every run that is named, and save it after two steps.
+RANK = """
+import sys
+from pathlib import Path
+import torch
+from spot_async.base import wire
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.parallel import process_group, strategy_of
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.settings import TrainerSettings
+
+cpu = torch.device("cpu")
+torch.set_num_threads(1)
+
+def train(run):
+    settings = TrainerSettings.load(run / "trainer.json")
+    trainer = StudentTrainer(settings, strategy_of(settings.training), cpu)
+    for iteration in range(trainer.step, settings.iterations):
+        trainer.train(wire.decode((run.parent / f"batch-{iteration}").read_bytes(), Batch))
+        if iteration + 1 == 2:
+            trainer.begin_to_save(run / "tensors", lambda seconds, failure: None)
+    trainer._saver.wait()
+
+with process_group(sys.argv[1], cpu, "fsdp2"):
+    for run in map(Path, sys.argv[2:]):
+        train(run)
+"""
+
+
+def published(run: Path, step: int) -> bytes:
+    return (run / "weights" / f"step-{step:06d}" / "model.safetensors").read_bytes()
+
+
+def save(trainer: StudentTrainer, directory: Path) -> None:
+    said: list[str] = []
+    trainer.begin_to_save(directory, lambda seconds, failure: said.append(failure))
+    trainer._saver.wait()
+    assert said == [""]
+
+
+@pytest.fixture
+def batches(mixed_batch: Callable[[], list[Supervision]]) -> list[Batch]:
+    return [Batch(iteration, tuple(mixed_batch())) for iteration in range(STEPS)]
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(("sharding", "offload"), OFFLOADS)
+def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    batches: list[Batch],
+    tmp_path: Path,
+    sharding: str,
+    offload: str,
+    lora: dict[str, Any] | None,
+) -> None:
+    def run(name: str, kind: str) -> StudentTrainer:
+        return make_trainer(student, tmp_path / name, sharding=sharding, offload=kind, lora=lora, **CHOICES)
+
+    metrics: dict[str, list[dict[str, float]]] = {}
+    for kind in ("none", offload):
+        trainer = run(kind, kind)
+        metrics[kind] = []
+        for batch in batches:
+            metrics[kind].append(trainer.train(batch).metrics)
+            if batch.iteration + 1 == SAVED_AT:
+                save(trainer, tmp_path / kind / "tensors")
+    for found, expected in zip(metrics[offload], metrics["none"], strict=True):
+        assert all(found[name] == expected[name] for name in ("loss", "grad_norm"))
+    assert published(tmp_path / offload, STEPS) == published(tmp_path / "none", STEPS)
+    files = [load_file(next((tmp_path / kind / "tensors").iterdir())) for kind in ("none", offload)]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+
+    for saved, kind in (("none", offload), (offload, "none")):
+        resumed = run(f"{saved} then {kind}", kind)
+        parts = resumed.model, resumed._optimizer, resumed._strategy
+        load_checkpoint(tmp_path / saved / "tensors", SAVED_AT, *parts)
+        for batch in batches[SAVED_AT:]:
+            resumed.train(batch)
+        assert published(tmp_path / f"{saved} then {kind}", STEPS) == published(tmp_path / "none", STEPS)
+
+
+@pytest.mark.long
+def test_two_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_others_checkpoints(
+    student: Path, trainer_settings: Callable[..., TrainerSettings], batches: list[Batch], tmp_path: Path
+) -> None:
+    for batch in batches:
+        (tmp_path / f"batch-{batch.iteration}").write_bytes(wire.encode(batch))
+    expected_of: dict[str, str] = {}
+
+    def prepare(name: str, sharding: str, offload: str, resumed_from: str | None = None) -> None:
+        settings = trainer_settings(student, tmp_path / name, sharding=sharding, offload=offload, **CHOICES)
+        if resumed_from is not None:
+            point = ResumePoint(directory=str(tmp_path / resumed_from / "tensors"), step=SAVED_AT)
+            settings = settings.model_copy(update={"resume": point})
+        settings.save()
+        expected_of[name] = f"{sharding} plain"
+
+    for sharding in ("none", "fsdp2"):
+        prepare(f"{sharding} plain", sharding, "none")
+    for sharding, offload in OFFLOADS:
+        prepare(f"{sharding} {offload}", sharding, offload)
+        prepare(f"{sharding} plain then {offload}", sharding, offload, f"{sharding} plain")
+        prepare(f"{sharding} {offload} then plain", sharding, "none", f"{sharding} {offload}")
+    group = tmp_path / "group"
+    group.mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(group), *(str(tmp_path / name) for name in expected_of)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    for name, plain in expected_of.items():
+        assert published(tmp_path / name, STEPS) == published(tmp_path / plain, STEPS), name
+
+
+def test_a_step_does_not_change_moments_that_are_being_saved(
+    student: Path, make_trainer: Callable[..., StudentTrainer], tmp_path: Path
+) -> None:
+    """On a GPU only offloaded state is read while it is saved, and a step has to wait for that."""
+    trainer = make_trainer(student, tmp_path)
+    gpu = torch.device("cuda")
+    for is_offloaded in (False, True):
+        saver = CheckpointSaver(trainer._strategy, gpu, is_offloaded=is_offloaded)
+        saver._thread = thread = threading.Thread(target=time.sleep, args=(0.2,))
+        thread.start()
+        assert (saver.wait_before_step() > 0) is is_offloaded
+        thread.join()
+
+
+def test_all_is_refused_where_each_rank_holds_the_whole_student() -> None:
+    with pytest.raises(ValueError, match=r"offload=all needs sharding=fsdp2, not none: set training\.sharding=fsdp2"):
+        TrainingConfig(iterations=1, offload="all")
