@@ -32,7 +32,7 @@ CHOICES: dict[str, Any] = {"iterations": STEPS, "mini_batch_size": 4, "learning_
 OFFLOADS = [("none", "optimizer"), ("fsdp2", "optimizer"), ("fsdp2", "all")]
 LORA = {"rank": 4, "alpha": 8.0}
 
-# Two ranks train every run that is named, and save it after two steps.
+# Ranks train every run that is named, and save it after two steps.
 RANK = """
 import sys
 from pathlib import Path
@@ -116,8 +116,9 @@ def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
 
 
 @pytest.mark.long
-def test_two_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_others_checkpoints(
-    student: Path, trainer_settings: Callable[..., TrainerSettings], batches: list[Batch], tmp_path: Path
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_others_checkpoints(
+    student: Path, trainer_settings: Callable[..., TrainerSettings], batches: list[Batch], tmp_path: Path, ranks: int
 ) -> None:
     for batch in batches:
         (tmp_path / f"batch-{batch.iteration}").write_bytes(wire.encode(batch))
@@ -139,14 +140,14 @@ def test_two_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each
         prepare(f"{sharding} {offload} then plain", sharding, "none", f"{sharding} {offload}")
     group = tmp_path / "group"
     group.mkdir()
-    ranks = [
+    started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(group), *(str(tmp_path / name) for name in expected_of)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=300) for rank in started] == [0] * ranks
     for name, plain in expected_of.items():
         assert published(tmp_path / name, STEPS) == published(tmp_path / plain, STEPS), name
 
