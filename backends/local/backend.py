@@ -227,27 +227,25 @@ class LocalBackend:
             self._check_version(span.version, request.adapter, since)
         return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
-    async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
-
     async def score_base(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline, INITIAL)
+        return await self.score(
+            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
+        )
 
-    async def _score(
+    async def score(
         self,
         prompt_ids: IntArray,
         response_ids: IntArray,
+        *,
         top_k: int,
         temperature: float,
         deadline: float,
-        expected: WeightVersion | None = None,
+        expected_version: WeightVersion | None = None,
     ) -> TokenScores:
         since = self._held.now()
-        with self._asking(expected) as adapter:
+        with self._asking(expected_version) as adapter:
             request = api.ScoreRequest(
                 prompt_ids=prompt_ids,
                 response_ids=response_ids,

@@ -166,28 +166,30 @@ class SglangBackend(RemoteBackend):
             self._requests, prompt_ids, sampling, self._vocab_size, top_k=top_k, deadline=deadline
         )
 
-    async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        self._check_given_temperature(temperature)
-        return await self._bounded_scores(prompt_ids, response_ids, top_k, deadline)
-
     async def score_base(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        self._check_given_temperature(temperature)
-        return await self._bounded_scores(prompt_ids, response_ids, top_k, deadline, INITIAL)
+        return await self.score(
+            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
+        )
 
-    async def _bounded_scores(
+    async def score(
         self,
         prompt_ids: IntArray,
         response_ids: IntArray,
+        *,
         top_k: int,
+        temperature: float,
         deadline: float,
-        expected: WeightVersion | None = None,
+        expected_version: WeightVersion | None = None,
     ) -> TokenScores:
+        if temperature != 1.0:
+            raise PermanentError(
+                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
+                "sampling.temperature=1"
+            )
         served_k = max(top_k, min(self._settings.top_k or 1, self._vocab_size))
-        found = await self._score(prompt_ids, response_ids, served_k, deadline, expected)
+        found = await self._score(prompt_ids, response_ids, served_k, deadline, expected_version)
         return bounded_scores(
             found.logprobs,
             *found.top,
@@ -347,13 +349,6 @@ class SglangBackend(RemoteBackend):
 
     def _limits_of(self, max_tokens: int) -> RequestLimits:
         return RequestLimits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
-
-    def _check_given_temperature(self, temperature: float) -> None:
-        if temperature != 1.0:
-            raise PermanentError(
-                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
-                "sampling.temperature=1"
-            )
 
     def _check_temperature(self, temperature: float) -> None:
         if temperature != 1.0 and self._capabilities.generation_temperature == "one":

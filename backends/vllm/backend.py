@@ -254,26 +254,24 @@ class VllmBackend(RemoteBackend):
                 deadline=deadline,
             )
 
-    async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        """Score a response. The temperature must be 1, because vLLM scores given tokens at no other."""
-        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
-
     async def score_base(
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
     ) -> TokenScores:
-        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline, INITIAL)
+        return await self.score(
+            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
+        )
 
-    async def _score(
+    async def score(
         self,
         prompt_ids: IntArray,
         response_ids: IntArray,
+        *,
         top_k: int,
         temperature: float,
         deadline: float,
-        expected: WeightVersion | None = None,
+        expected_version: WeightVersion | None = None,
     ) -> TokenScores:
+        """Score a response. The temperature must be 1, because vLLM scores given tokens at no other."""
         check_temperature(self._name, temperature)
         if not len(prompt_ids):
             raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
@@ -282,7 +280,7 @@ class VllmBackend(RemoteBackend):
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
         if len(response_ids):
-            with self._asking(expected) as (client, _):
+            with self._asking(expected_version) as (client, _):
                 logprobs, topk_ids, topk_logprobs = await client.score(
                     prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
                 )
