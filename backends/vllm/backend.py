@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import structlog
 
-from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
-from spot_async.models.alignment import branch_prefix, decision_row
 from spot_async.types import (
     BehindUrl,
     CandidateSupport,
@@ -31,7 +29,6 @@ from spot_async.types import (
     SamplingSettings,
     ScoredPositions,
     TokenScores,
-    VersionSpan,
     WeightSnapshot,
     WeightVersion,
 )
@@ -50,18 +47,15 @@ from ..shared.student_settings import StudentServerSettings
 from . import health as vllm_health
 from . import sleeping as vllm_sleeping
 from .adapters import VllmAdapters, unknown_as_restarted
+from .candidates import Singles, chosen_at_once, chosen_singly, prefixes
 from .client import Sampled, VllmClient, check_temperature, read_error
 from .discovery import SAYINGS, ServerFacts, discover
 from .launch import PACKAGE, vllm_command
-from .replies import version_spans
+from .replies import NamedSpan, version_spans
 from .transfer import make_updater, transfer_config
 
 DISCOVERY_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
-CANDIDATE_TOP_K = 64  # asked for at a position, before asking for single tokens that are not among these
-SINGLE_REQUESTS = 128  # requests in flight at once for single positions or tokens
 LAUNCHED_MAX_LOGPROBS = 64
-
-T = TypeVar("T")
 
 
 class VllmBackend(RemoteBackend):
@@ -105,7 +99,7 @@ class VllmBackend(RemoteBackend):
         if (lora := settings.adapters(role)) is not None:
             base, loads = self._server.files.directory, VllmAdapters(self._client)
             self._adapters = Adapters(loads, lora, name=self._name, base=base, directory=run_directory / "weights")
-        self._singles = asyncio.Semaphore(SINGLE_REQUESTS)
+        self._singles = Singles()
         self._found: ServerFacts
         self._names = WeightNames(self._name, is_student=self._is_student)
         self._standstill = Standstill()
@@ -313,9 +307,9 @@ class VllmBackend(RemoteBackend):
         """
         check_temperature(self._name, temperature)
         with self._asking() as (client, _):
-            rows = await self._one_by_one(
+            rows = await self._singles.gather(
                 functools.partial(client.distribution, prefix, top_k=top_k, deadline=deadline)
-                for prefix in _prefixes(prompt_ids, response_ids, positions)
+                for prefix in prefixes(prompt_ids, response_ids, positions)
             )
         none = np.zeros((0, top_k))
         return scored_positions(
@@ -341,87 +335,34 @@ class VllmBackend(RemoteBackend):
             return np.zeros(candidate_ids.shape, np.float32)
         self._limits.check_positions(positions, response_ids)
         self._limits.check_ids(candidate_ids)
-        if self._candidate_support == "batched":
-            logprobs = await self._chosen_at_once(
-                prompt_ids, response_ids, positions, candidate_ids, expected_version, deadline
-            )
-        elif self._candidate_support == "single":
-            logprobs = await self._chosen_singly(
-                _prefixes(prompt_ids, response_ids, positions), candidate_ids, expected_version, deadline
-            )
-        else:
+        if self._candidate_support == "none":
             raise ConfigError(
                 f"{self._server.section}: no log-probabilities of chosen tokens with --logprobs-mode "
                 "processed_logprobs: start the server without it"
             )
+        updates = self._updates
+        with self._asking(expected_version) as (client, names):
+
+            def check(replies: Iterable[Sequence[NamedSpan]]) -> None:
+                versions = [each.version for spans in replies for each in version_spans(names, spans, 1)]
+                self._names.require(versions, expected_version)
+
+            if is_batched := self._candidate_support == "batched":
+                logprobs = await chosen_at_once(
+                    client, prompt_ids, response_ids, positions, candidate_ids, check=check, deadline=deadline
+                )
+            else:
+                contexts = prefixes(prompt_ids, response_ids, positions)
+                top_k = min(self._found.max_logprobs, self._server.files.vocab_size)
+                logprobs = await chosen_singly(
+                    client, self._singles, contexts, candidate_ids, top_k=top_k, check=check, deadline=deadline
+                )
+        if is_batched and updates != self._updates:  # the reply names only the weights of the token after these rows
+            raise VersionMismatchError(
+                f"{self._name}: the weights changed while candidates were scored", may_pass=expected_version is None
+            )
         check_candidates(logprobs, candidate_ids)
         return logprobs
-
-    async def _chosen_singly(
-        self, prefixes: Sequence[list[int]], candidate_ids: IntArray, expected: WeightVersion | None, deadline: float
-    ) -> FloatArray:
-        """Return (N, k) by one request per position for its top-k, then one for each token that is not among those."""
-        top_k = min(self._found.max_logprobs, self._server.files.vocab_size, CANDIDATE_TOP_K)
-        with self._asking(expected) as (client, names):
-            widest = await self._one_by_one(
-                functools.partial(client.distribution, prefix, top_k=top_k, deadline=deadline) for prefix in prefixes
-            )
-            found = [dict(zip(row.topk_ids[0].tolist(), row.topk_logprobs[0].tolist(), strict=True)) for row in widest]
-            missing = [
-                (n, token_id)
-                for n, tokens in enumerate(candidate_ids.tolist())
-                for token_id in tokens
-                if token_id not in found[n]
-            ]
-            singles = await self._one_by_one(
-                functools.partial(client.next_token, prefixes[n], token_id, deadline=deadline)
-                for n, token_id in missing
-            )
-        self._expect(expected, [version_spans(names, row.spans, 1) for row in (*widest, *singles)])
-        for (n, token_id), row in zip(missing, singles, strict=True):
-            found[n][token_id] = float(row.logprobs[0])
-        rows = [[found[n][token_id] for token_id in tokens] for n, tokens in enumerate(candidate_ids.tolist())]
-        return np.array(rows, np.float32).reshape(candidate_ids.shape)
-
-    async def _chosen_at_once(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        positions: IntArray,
-        candidate_ids: IntArray,
-        expected: WeightVersion | None,
-        deadline: float,
-    ) -> FloatArray:
-        """Return (N, k) by one request for all. It asks for no tokens at positions in between."""
-        places = positions.tolist()
-        # If a position is named twice, all its tokens are asked for in one row.
-        wanted: dict[int, list[int]] = {}
-        columns = []
-        for position, tokens in zip(places, candidate_ids.tolist(), strict=True):
-            row = wanted.setdefault(position, [])
-            columns.append(len(row))
-            row.extend(tokens)
-        first, last = min(wanted), max(wanted)
-        updates = self._updates
-        with self._asking(expected) as (client, names):
-            served = await client.chosen(
-                [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
-                [wanted.get(position, []) for position in range(first, last + 1)],
-                start=decision_row(len(prompt_ids), first),
-                check=lambda spans: self._expect(expected, [version_spans(names, spans, 1)]),
-                deadline=deadline,
-            )
-        if updates != self._updates:  # the reply names only the weights of the token sampled after these rows
-            raise VersionMismatchError(
-                f"{self._name}: the weights changed while candidates were scored", may_pass=expected is None
-            )
-        count = candidate_ids.shape[1]
-        return np.stack(
-            [
-                served[position - first, column : column + count]
-                for position, column in zip(places, columns, strict=True)
-            ]
-        )
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load new weights, all or nothing. No response is lost: those under way continue with the new weights.
@@ -459,20 +400,3 @@ class VllmBackend(RemoteBackend):
                 lambda: vllm_health.ask_engine(client, names, deadline=deadline),
                 lambda: self._server.endpoint.get("/health", deadline=deadline),
             )
-
-    async def _one_by_one(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-        """Return results in order, with at most `SINGLE_REQUESTS` in flight."""
-
-        async def ask(request: Callable[[], Awaitable[T]]) -> T:
-            async with self._singles:
-                return await request()
-
-        return await gather(ask(request) for request in requests)
-
-    def _expect(self, expected: WeightVersion | None, parts: Sequence[Sequence[VersionSpan]]) -> None:
-        self._names.require([span.version for spans in parts for span in spans], expected)
-
-
-def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
-    """Return the context of each response position's decision."""
-    return [branch_prefix(prompt_ids, response_ids, position).tolist() for position in positions.tolist()]
