@@ -33,6 +33,7 @@ FREE = (
     "training.sharding",
     "training.threads",
     "training.recompute_layers",
+    "training.compile",
     "training.offload",
     "training.packing",
     "training.micro_batch_tokens",

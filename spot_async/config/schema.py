@@ -194,6 +194,11 @@ class TrainingConfig(Section):
         description="activation checkpointing: layers keep only their inputs and run again in the backward pass; a "
         "number: so many of the layers do, the first ones",
     )
+    compile: bool = Field(
+        False,
+        description="compile the student's layers by torch.compile. It takes a minute when the trainer starts. The "
+        "start fails if they cannot be compiled, or if their numbers are not those of plain layers",
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="what of a rank's training state rests in the CPU's memory: `optimizer`: AdamW's moments, which "

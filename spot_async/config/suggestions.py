@@ -29,6 +29,8 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "gradient_accumulation_steps": "training.mini_batch_size, prompts per update",
     "gradient_checkpointing": "training.recompute_layers",
     "enable_gradient_checkpointing": "training.recompute_layers",
+    "torch_compile": "training.compile",
+    "use_torch_compile": "training.compile",
     "kl_coef": "training.reference_kl",
     "kl_loss_coef": "training.reference_kl",
     "loss_agg_mode": "training.loss_aggregation",

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from spot_async.config import TrainingConfig
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
+from spot_async.trainer.packing import Documents
 from spot_async.trainer.selected_logprobs import selected_logprobs
 
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies exist at once
@@ -47,7 +48,7 @@ def _hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return hidden states (1 or B, L, hidden). With right padding a causal model needs no padding mask."""
     packed: dict[str, Any] = {}
     if batch.position_ids is not None:
-        packed = {"position_ids": batch.position_ids, "document_lengths": batch.input_lengths}
+        packed = {"position_ids": batch.position_ids, "documents": Documents(batch.input_lengths)}
     output: Tensor = model.base_model(input_ids=batch.token_ids, use_cache=False, **packed).last_hidden_state
     return output
 

@@ -7,8 +7,9 @@ same, but it has never run on one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
+from spot_async.trainer.loading import read_in_passing
 
 PER_DOCUMENT = "spot_per_document"  # the attention function's name in transformers
 TRIAL_LENGTHS = (4, 1, 3)
@@ -26,6 +28,14 @@ _HARMLESS = {"position_ids", "use_cache"}
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 
+class Documents:
+    """The lengths of the documents in a row. Compiled layers would be compiled anew for each number of plain ones."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a document's length is a plain number here, and each would be compiled anew
 def _attend_per_document(
     module: nn.Module,
     query: Tensor,
@@ -35,7 +45,7 @@ def _attend_per_document(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    document_lengths: Sequence[int] | None = None,
+    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return attention (B, L, heads, d) of queries, keys and values (B, heads, L, d). B is 1 if there are several
@@ -48,13 +58,33 @@ def _attend_per_document(
         unknown.add("attention_mask")
     if unknown:
         raise ValueError(f"its attention has {min(unknown)}")
-    lengths = list(document_lengths or [query.shape[2]])
+    lengths = documents.lengths if documents else [query.shape[2]]
     parts = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
     attended = [sdpa_attention_forward(module, *part, None, dropout, scaling, is_causal=True)[0] for part in parts]
-    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1), None
+    # A single document is copied too: for its strides, which others do not have, layers would be compiled once more.
+    return torch.cat(attended, dim=1) if documents else attended[0], None
 
 
 AttentionInterface.register(PER_DOCUMENT, _attend_per_document)
+
+
+def packs(model: PreTrainedModel, directory: str, wanted: Literal["auto"] | bool, *, is_first_rank: bool) -> bool:
+    """Return whether trajectories are packed, as `training.packing` wants it, and prepare the model for it.
+
+    Raises `DataError` for a model that cannot be packed and should be.
+    """
+    if wanted is False:
+        return False
+    try:
+        with read_in_passing(model, directory):
+            attend_per_document(model)
+    except DataError as error:
+        if wanted is True:
+            raise DataError(f"training.packing=true: {error}; set training.packing=false") from None
+        if is_first_rank:
+            sys.stderr.write(f"trajectories are padded, not packed: {error}\n")
+        return False
+    return True
 
 
 @torch.no_grad()
@@ -87,7 +117,7 @@ def attend_per_document(model: PreTrainedModel) -> None:
 
 def _hidden_of(lengths: Sequence[int], model: PreTrainedModel) -> Tensor:
     """Return hidden states (1, L, hidden) of made-up documents."""
-    packed = {"position_ids": positions(lengths), "document_lengths": tuple(lengths)} if len(lengths) > 1 else {}
+    packed = {"position_ids": positions(lengths), "documents": Documents(lengths)} if len(lengths) > 1 else {}
     ids = torch.cat([torch.arange(length) + length for length in lengths])[None] % model.config.vocab_size
     hidden: Tensor = model.base_model(input_ids=ids, use_cache=False, **packed).last_hidden_state
     return hidden

@@ -7,7 +7,6 @@ It does not know the method that made the supervision. Start reading at `Student
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from spot_async.base.processes.memory import tune_malloc
 from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.seeds import derive_seed
-from spot_async.errors import DataError, TrainerError
+from spot_async.errors import TrainerError
 from spot_async.trainer.batching import (
     Layout,
     MicroBatch,
@@ -31,8 +30,9 @@ from spot_async.trainer.batching import (
     update_shares,
 )
 from spot_async.trainer.checkpoint import load_checkpoint
+from spot_async.trainer.compiling import compile_layers, try_compiled
 from spot_async.trainer.feed import BatchFeed
-from spot_async.trainer.loading import new_student, read_in_passing, read_parameters
+from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
 from spot_async.trainer.loss import (
     BranchTerm,
@@ -51,7 +51,7 @@ from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
-from spot_async.trainer.packing import attend_per_document
+from spot_async.trainer.packing import packs
 from spot_async.trainer.parallel import (
     Strategy,
     local,
@@ -119,7 +119,9 @@ class StudentTrainer:
         self._device = device
         dtype = torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32
         self.model = new_student(settings.model_directory)
-        is_packed = self._pack()
+        is_packed = packs(
+            self.model, settings.model_directory, self._training.packing, is_first_rank=strategy.rank == 0
+        )
         self._layout = Layout(
             is_packed,
             token_budget=self._training.tokens_per_pass(is_packed=is_packed),
@@ -127,6 +129,8 @@ class StudentTrainer:
         )
         if self._training.lora is not None:
             add_adapters(self.model, self._training.lora, settings.seed, dtype)
+        if self._training.compile:
+            compile_layers(self.model)
         if self._training.recompute_layers:
             recompute_layers(self.model, self._training)
         student = ResponseLogprobs(self.model, settings.temperature)
@@ -137,6 +141,15 @@ class StudentTrainer:
             self._training.dtype,
             fill=partial(read_parameters, self.model, settings.model_directory),
         )
+        if self._training.compile:
+            try_compiled(
+                self._response_logprobs,
+                student,
+                device,
+                self._training.dtype,
+                is_packed=is_packed,
+                is_first_rank=strategy.rank == 0,
+            )
         trained = (each for each in self.model.parameters() if each.requires_grad)
         self._optimizer = new_optimizer(trained, self._training)
         self._publisher = WeightPublisher(
@@ -213,21 +226,6 @@ class StudentTrainer:
             self._publisher.complete(self.model, self.step)
         self._saver.begin(directory, self.step, self.model, self._optimizer, done)
         self._checkpoint_s += time.perf_counter() - started
-
-    def _pack(self) -> bool:
-        """Return whether trajectories are packed, and prepare the student for it."""
-        if self._training.packing is False:
-            return False
-        try:
-            with read_in_passing(self.model, self._settings.model_directory):
-                attend_per_document(self.model)
-        except DataError as error:
-            if self._training.packing is True:
-                raise DataError(f"training.packing=true: {error}; set training.packing=false") from None
-            if self._strategy.rank == 0:
-                sys.stderr.write(f"trajectories are padded, not packed: {error}\n")
-            return False
-        return True
 
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
         """Collate samples, with log pi_old as `training.behavior` says: as served, or of the present weights."""

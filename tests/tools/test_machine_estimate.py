@@ -85,11 +85,11 @@ def test_activations_are_what_autograd_keeps(precision, documents):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from spot_async.trainer.packing import attend_per_document
+    from spot_async.trainer.packing import Documents, attend_per_document
 
     is_packed = len(documents) > 1
     packed = {"position_ids": torch.cat([torch.arange(each) for each in documents])[None]}
-    packed |= {"document_lengths": documents}
+    packed |= {"documents": Documents(documents)}
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
              "head_dim": 32, "vocab_size": 64, "tie_word_embeddings": True}  # fmt: skip
     tokens = sum(documents)  # no width of the model

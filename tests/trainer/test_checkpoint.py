@@ -145,7 +145,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
         (tmp_path / "batches" / str(iteration)).write_bytes(wire.encode(batch(iteration)))
 
     def job(name: str, sharding: str, *, until: int = 4, resume: str | None = None, **rest: Any) -> dict[str, Any]:
-        settings = trainer_settings(student, tmp_path / name, sharding=sharding, **SHORT)
+        is_compiled = name.startswith("1 compiled")
+        settings = trainer_settings(student, tmp_path / name, sharding=sharding, compile=is_compiled, **SHORT)
         if resume is not None:
             point = ResumePoint(directory=str(tmp_path / resume / "tensors"), step=RESUMED_AT)
             settings = settings.model_copy(update={"resume": point})
@@ -157,7 +158,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
     saves = {"until": RESUMED_AT, "checkpoint_at": RESUMED_AT}
     # Checkpoints of four ranks go on for one step, so that others have something to compare with.
     saves_and_goes_on = {"until": RESUMED_AT + 1, "checkpoint_at": RESUMED_AT}
-    same = {"1 none": (1, "none"), "2 none": (2, "none"), "2 fsdp2": (2, "fsdp2")}
+    same = {"1 none": (1, "none"), "1 compiled": (1, "none"), "2 none": (2, "none"), "2 fsdp2": (2, "fsdp2")}
     changed = [
         ("4 none", 2, "fsdp2"),
         ("4 fsdp2", 2, "none"),

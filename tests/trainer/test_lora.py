@@ -82,8 +82,9 @@ class Reference(torch.nn.Module):
         ({"targets": "attention", "rank_stabilised": True}, {"reference_kl": 0.1}, 4.0, 8),
         ({"targets": "mlp"}, {"recompute_layers": True, "micro_batch_tokens": 40}, 2.0, 6),
         ({}, {"sharding": "fsdp2", "recompute_layers": True, "micro_batch_tokens": 80}, 2.0, ALL_LAYERS),
+        pytest.param({}, {"compile": True}, 2.0, ALL_LAYERS, marks=pytest.mark.long),
     ],
-    ids=["all", "attention, rank-stabilised", "mlp, recomputed layers", "sharded, recomputed layers"],
+    ids=["all", "attention, rank-stabilised", "mlp, recomputed layers", "sharded, recomputed layers", "compiled"],
 )
 @pytest.mark.usefixtures("moved_adapters")
 def test_loss_and_gradients_of_adapters_equal_a_dense_float64_reference(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from spot_async.errors import DataError
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.packing import attend_per_document
+from spot_async.trainer.packing import Documents, attend_per_document
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Supervision
 
@@ -34,7 +34,7 @@ def test_packed_documents_are_computed_as_if_each_were_alone(
             torch.cat(documents, dim=1),
             position_ids=torch.cat([torch.arange(each) for each in LENGTHS])[None],
             use_cache=False,
-            document_lengths=LENGTHS,
+            documents=Documents(LENGTHS),
         ).logits
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5 * alone.abs().max().item())
     assert model.config.to_json_string() == config  # which is published
@@ -78,7 +78,7 @@ def test_a_student_that_cannot_be_packed_says_why_and_stays_as_it_was(kind: str)
     assert torch.equal(model(torch.arange(12)[None]).logits, before)
 
 
-@pytest.mark.parametrize("unread", ["position_ids", "document_lengths"])
+@pytest.mark.parametrize("unread", ["position_ids", "documents"])
 def test_a_student_that_does_not_read_what_it_is_given_is_found_by_trying(
     random_architecture: Callable[..., Path], unread: str
 ) -> None:

@@ -167,6 +167,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
     }
     sharded = {"sharding": "fsdp2", "micro_batch_tokens": 40, "recompute_layers": True}
     cases |= {f"{name}, sharded": (samples, {**training, **sharded}) for name, (samples, training) in cases.items()}
+    cases["compiled, sharded"] = (batch, {**choices, **sharded, "compile": True})
     poisoned = unequal_batch(0)
     poisoned[4].behavior_logprobs[0] = SPOILS
     fails = "a gradient that is not finite, sharded"
@@ -187,7 +188,7 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
 
     for name, (samples, training) in cases.items():
-        alone = make_trainer(student, tmp_path / f"{name} alone", **{**training, "sharding": "none"})
+        alone = make_trainer(student, tmp_path / f"{name} alone", **{**training, "sharding": "none", "compile": False})
         if name == fails:
             with pytest.raises(TrainerError, match="gradient in sample 'problem-4'") as caught:
                 alone.train(Batch(0, samples))

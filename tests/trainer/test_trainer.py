@@ -51,6 +51,16 @@ def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
         ({"sharding": "fsdp2", "offload": "all", "recompute_layers": True}, 1.0, 7 * VOCAB),
         ({"packing": False, "loss_aggregation": "token_mean", "micro_batch_tokens": 40}, 1.0, 7 * VOCAB),
         ({"packing": False, "sharding": "fsdp2", "recompute_layers": 1, "micro_batch_tokens": 80}, 1.0, 1 << 20),
+        pytest.param({"compile": True}, 1.0, 1 << 20, marks=pytest.mark.long),
+        pytest.param(
+            {"compile": True, "sharding": "fsdp2", "recompute_layers": 1, "micro_batch_tokens": 80},
+            1.3,
+            7 * VOCAB,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"compile": True, "packing": False, "micro_batch_tokens": 40}, 1.0, 1 << 20, marks=pytest.mark.long
+        ),
     ],
     ids=[
         "defaults",
@@ -64,6 +74,9 @@ def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
         "sharded, all offloaded, recomputed layers",
         "padded",
         "padded, sharded, a recomputed layer",
+        "compiled",
+        "compiled, sharded, a recomputed layer",
+        "compiled, padded",
     ],
 )
 def test_loss_and_gradients_equal_a_dense_float64_reference(
