@@ -1,14 +1,16 @@
-"""Measures an update of the trainer on CPUs: trajectories packed, padded, and in a plain transformers loop.
+"""Measures an update of the trainer on CPUs: packed, padded, compiled, by TRL, and in a plain transformers loop.
 
-    python benchmarks/training.py      # takes hours, and 16 GiB for each rank
+    python benchmarks/training.py --recompute-layers --state turns.jsonl --trl-python PYTHON    # takes hours
     python benchmarks/training.py --rounds 1 --layers 3 --vocabulary 4096 --recompute-layers
 
-The second takes minutes and 2 GiB for each rank.
+The second takes minutes. `PYTHON` is an interpreter that has `trl`; without it, TRL is left out. With `--state`, turns
+that were made before are not made again.
 
 Each turn makes one update of one way, in processes of its own, on the trajectories that the other ways of its round get
 too. Lengths are drawn from a log-normal distribution, cut at 2,048. What counts is the CPU time of all ranks, so that
-other work on the machine matters little. Weights are random, since only sizes count. The plain loop has the same loss
-for its gradient's cost alone: cross-entropy of all tokens, with rows in the order given.
+other work on the machine matters little. Weights are random, since only sizes count. The plain loop and TRL's
+`SFTTrainer` have a loss of the same cost: cross-entropy of the tokens, with rows in the order given. What it takes to
+load a model, or to compile it, is not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ import torch
 from report import show, spread
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from spot_async.backends.shared.launch import free_port
 from spot_async.trainer.batching import Layout, input_length, update_shares
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group, strategy_of
@@ -41,7 +45,8 @@ from spot_async.types import Supervision, WeightSnapshot, WeightVersion
 HIDDEN = 768  # with 12 layers and a vocabulary of 16,384, 0.1B parameters
 SMALLEST_VOCABULARY = 256
 MEDIAN_TOKENS, SPREAD, LONGEST_TOKENS, PROMPT_TOKENS = 700, 0.9, 2048, 16
-WAYS = ("packed", "padded", "transformers")
+WAYS = ("packed", "compiled", "padded", "trl", "transformers")
+ONE_RANK = ("transformers",)  # a plain loop has no ranks
 
 
 def trajectories(seed: int, count: int) -> list[Supervision]:
@@ -68,7 +73,7 @@ def trajectories(seed: int, count: int) -> list[Supervision]:
 class Unpublished(StudentTrainer):
     """Writes no weights."""
 
-    def _publish(self, step: int) -> WeightSnapshot:
+    def _publish(self, step: int, *, is_whole: bool) -> WeightSnapshot:
         return WeightSnapshot(directory="", version=WeightVersion(0, step))
 
 
@@ -78,7 +83,9 @@ def updated(settings: TrainerSettings, way: str, batch: list[Supervision], chann
     device = torch.device("cpu")
     with process_group(channel, device, "none"):
         if way == "transformers":
-            model = AutoModelForCausalLM.from_pretrained(settings.model_directory, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(settings.model_directory, dtype=torch.float32).train()
+            if settings.training.recompute_layers:
+                model.gradient_checkpointing_enable()
             started = time.process_time()
             loss = plain_update(model, batch, settings.training.tokens_per_pass(is_packed=True))
         else:
@@ -119,6 +126,7 @@ def work(given: argparse.Namespace) -> None:
         "micro_batch_tokens": given.micro_batch_tokens,
         "ranks": int(os.environ["WORLD_SIZE"]),
         "packing": way != "padded",
+        "compile": way == "compiled",
         "recompute_layers": given.recompute_layers,
     }
     settings = TrainerSettings.model_validate(
@@ -144,7 +152,10 @@ def turn(given: argparse.Namespace, way: str, ranks: int, seed: int) -> dict[str
         meeting.symlink_to(channel)
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", way, str(seed)]
         command += ["--directory", str(given.directory)]
+        if way == "trl":
+            command = [given.trl_python, str(Path(__file__).with_name("training_trl.py")), trl_job(given, seed)]
         environment = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # TRL's ranks meet there
         processes = [
             subprocess.Popen(
                 command,
@@ -165,6 +176,50 @@ def turn(given: argparse.Namespace, way: str, ranks: int, seed: int) -> dict[str
     }
 
 
+def trl_job(given: argparse.Namespace, seed: int) -> str:
+    """Write what `training_trl.py` needs; return the file's path."""
+    rows = [
+        {
+            "input_ids": [*each.prompt_ids.tolist(), *each.response_ids.tolist()],
+            "completion_mask": [0] * len(each.prompt_ids) + [1] * len(each.response_ids),
+        }
+        for each in trajectories(seed, given.trajectories)
+    ]
+    job = {
+        "model": str(given.directory / "model"),
+        "rows": rows,
+        "rows_per_pass": max(1, given.micro_batch_tokens // LONGEST_TOKENS),
+        "recompute_layers": given.recompute_layers,
+    }
+    path: Path = given.directory / "trl.json"
+    path.write_text(json.dumps(job))
+    return str(path)
+
+
+class Turns:
+    """The turns that were made, kept in a file if there is one."""
+
+    def __init__(self, path: Path | None, setting: list[object]) -> None:
+        """`setting` is what turns of one file have in common. Those of others are not read."""
+        self._path, self._setting = path, setting
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self._made: dict[tuple[str, int, int], dict[str, float]] = {}
+        for line in lines:
+            of, *turn_of, found = json.loads(line)
+            if of == setting:
+                self._made[tuple(turn_of)] = found
+
+    def made(self, way: str, ranks: int, seed: int, make: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return a turn's figures, and make it if it was not made."""
+        key = (way, ranks, seed)
+        if key not in self._made:
+            self._made[key] = make()
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps([self._setting, *key, self._made[key]]) + "\n")
+        return self._made[key]
+
+
 def padded_to_real(batch: list[Supervision], ranks: int, token_budget: int) -> float:
     """Return how many times as many tokens padded rows have."""
     layout = Layout(is_packed=False, token_budget=token_budget, linear_work=LINEAR_WORK * HIDDEN)
@@ -174,8 +229,10 @@ def padded_to_real(batch: list[Supervision], ranks: int, token_budget: int) -> f
 
 
 def measure(given: argparse.Namespace) -> Iterator[list[str]]:
+    setting = [given.trajectories, given.layers, given.recompute_layers, given.vocabulary, given.micro_batch_tokens]
+    turns = Turns(given.state, setting)
     for ranks in given.ranks:
-        ways = [way for way in given.ways if ranks == 1 or way != "transformers"]
+        ways = [way for way in given.ways if ranks == 1 or way not in ONE_RANK]
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         tokens, paddings = [], []
         for seed in range(given.rounds):
@@ -183,7 +240,7 @@ def measure(given: argparse.Namespace) -> Iterator[list[str]]:
             tokens.append(sum(map(input_length, batch)))
             paddings.append(padded_to_real(batch, ranks, given.micro_batch_tokens))
             for way in ways[:: 1 if seed % 2 else -1]:
-                found[way].append(turn(given, way, ranks, seed))
+                found[way].append(turns.made(way, ranks, seed, partial(turn, given, way, ranks, seed)))
                 sys.stderr.write(f"{ranks} ranks, round {seed + 1}, {way}: {found[way][-1]}\n")
         for way, each in found.items():
             rates = [count / one["cpu_s"] for count, one in zip(tokens, each, strict=True)]
@@ -195,10 +252,12 @@ def measure(given: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="CPU time of an update: packed, padded, plain transformers.")
+    parser = argparse.ArgumentParser(description="CPU time of an update: packed, compiled, padded, by TRL, plain.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS)
+    parser.add_argument("--trl-python", help="an interpreter that has trl")
+    parser.add_argument("--state", type=Path, help="a file of turns that were made")
     parser.add_argument("--trajectories", type=int, default=32)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--recompute-layers", action="store_true")
@@ -210,6 +269,9 @@ def main() -> None:
     if given.worker:
         work(given)
         return
+    given.ways = given.ways or [way for way in WAYS if way != "trl" or given.trl_python]
+    if "trl" in given.ways and not given.trl_python:
+        parser.error("--ways trl needs --trl-python")
     with tempfile.TemporaryDirectory() as directory:
         given.directory = Path(directory)
         config = Qwen3Config(
