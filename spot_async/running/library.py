@@ -24,7 +24,7 @@ from spot_async.errors import ConfigError, SpotError
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.hub import with_downloads
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import CandidateScorer, Generator, Policy, Scorer, Verifier
+from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Policy, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.run_directory.manifest import Checkpoint
@@ -132,7 +132,8 @@ def stages_for(
     student: StudentServices,
     verifier: Verifier,
     teacher: Scorer | None = None,
-    reference: Scorer | None = None,
+    reference: Scorer | BaseScorer | None = None,
+    reference_is_base: bool = False,
     teacher_vocabulary: Vocabulary | None = None,
     capabilities: Mapping[str, Capabilities] | None = None,
     sampling: SamplingConfig | None = None,
@@ -147,6 +148,7 @@ def stages_for(
 
     * `vocabulary` is the student's. Give `teacher_vocabulary` where the teacher ends its responses with another token.
     * `teacher` and `reference` are given as the policy's needs say. A teacher whose responses are needed must generate.
+    * `reference_is_base`: `reference` is a server of the student with adapters, which is asked for its base.
     * `capabilities`, by role, are for servers that offer less than whole distributions. Without them a policy asks for
       exact values.
     * `seed` and the prompt's ordinal decide what is sampled.
@@ -168,6 +170,7 @@ def stages_for(
             verifier=verifier,
             teacher_generator=teacher_generator,
             reference=reference,
+            reference_is_base=reference_is_base,
         ),
         config or StagesConfig(),
         sampling or SamplingConfig(),

@@ -27,7 +27,7 @@ from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
 from spot_async.models.end_tokens import EndTokens, with_summed_last
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
-from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, Verifier
+from spot_async.protocols import BaseScorer, CandidateScorer, Generator, PositionScorer, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.gate import Gate
@@ -85,7 +85,7 @@ class Services:
     verifier: Verifier | ServicePool[Verifier]
     # None when the policy needs no responses of the teacher
     teacher_generator: Generator | ServicePool[Generator] | None = None
-    reference: Scorer | ServicePool[Scorer] | None = None  # None when the policy needs no reference
+    reference: Scorer | BaseScorer | ServicePool[Any] | None = None  # None when the policy needs no reference
     reference_is_base: bool = False  # the student's servers answer for it too, with their base (`BaseScorer`)
 
 

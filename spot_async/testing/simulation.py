@@ -23,7 +23,7 @@ from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Checkpoints, PromptLedger, Resumption
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Policy, Scorer, Sleeper, Trainer, WeightSink
+from spot_async.protocols import BaseScorer, Policy, Scorer, Sleeper, Trainer, WeightSink
 from spot_async.running.library import stages_for
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import (
@@ -146,7 +146,8 @@ def make_run(
     *,
     student: Any = None,
     teacher: Scorer | None = None,
-    reference: Scorer | None = None,
+    reference: Scorer | BaseScorer | None = None,
+    reference_is_base: bool = False,
     verifier: Any = None,
     trainer: Trainer | None = None,
     weight_sinks: Sequence[WeightSink] | None = None,
@@ -195,6 +196,7 @@ def make_run(
         student=student,
         teacher=SimulatedTeacher() if teacher is None and needs.teacher else teacher,
         reference=SimulatedTeacher() if reference is None and needs.reference else reference,
+        reference_is_base=reference_is_base,
         verifier=SimulatedVerifier() if verifier is None else verifier,
         teacher_vocabulary=teacher_vocabulary,
         capabilities=capabilities,

@@ -47,6 +47,9 @@ RATES: dict[str, Any] = {
 }
 
 
+TRAINING: dict[str, Any] = {"iterations": 4, "batch_size": BATCH, "mini_batch_size": BATCH}
+
+
 def configuration(policy: Any = "opd", **changes: Any) -> Config:
     servers = {"kind": "vllm", "url": "http://localhost:8000"}
     return config_from(
@@ -56,7 +59,7 @@ def configuration(policy: Any = "opd", **changes: Any) -> Config:
             "data": {"train": "problems.jsonl"},
             "policy": policy,
             "sampling": {"max_response_tokens": 2000},
-            "training": {"iterations": 4, "batch_size": BATCH, "mini_batch_size": BATCH},
+            "training": TRAINING,
             **changes,
         }
     )
@@ -107,6 +110,30 @@ def test_more_servers_make_no_run_slower(tmp_path):
         for before, after in zip(fewer, more, strict=True):
             assert after.iteration_s <= 1.03 * before.iteration_s
     assert times[2][0].iteration_s < 0.7 * times[0][0].iteration_s
+
+
+def test_a_reference_that_is_the_student_s_base_takes_the_time_of_the_student_s_servers(tmp_path):
+    servers = {"kind": "vllm", "url": "http://localhost:8000"}
+    whole = {
+        "policy": {"kind": "grpo", "samples": 2},
+        "teacher": None,
+        "training": {**TRAINING, "reference_kl": 1e-3},
+        "reference": {"model": "a/student", "backend": {**servers, "url": "http://localhost:8001"}},
+    }
+    adapters = {
+        **whole,
+        "training": {**whole["training"], "lora": {"rank": 8}},
+        "student": {"model": "a/student", "backend": {**servers, "weights": {"transport": "adapter"}}},
+        "reference": None,
+    }
+    rates = {**RATES, "reference": {"tokens_per_s": 8000}}
+    (beside,) = outcomes(configuration(**whole), tmp_path, rates=rates, max_staleness=0)
+    (base,) = outcomes(configuration(**adapters), tmp_path, rates=rates, max_staleness=0)
+    assert set(beside.bound.parts) == {"student", "reference", "trainer"}
+    assert set(base.bound.parts) == {"student", "trainer"}
+    extra_s = base.bound.parts["student"] - beside.bound.parts["student"]
+    assert extra_s == pytest.approx(beside.bound.parts["reference"], rel=1e-3)
+    assert base.iteration_s > beside.iteration_s
 
 
 def test_a_student_that_must_be_drained_gains_less(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
+from spot_async.checks.plan import served_models
 from spot_async.config import Config
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from spot_async.config.loading import laid_over, validate_as
@@ -29,6 +30,13 @@ class ServerRates(Section):
     tokens_per_s_each: PositiveFloat | None = Field(None, description="tokens a second of one request at most")
     request_s: NonNegativeFloat = Field(0.0, description="seconds of a request besides its time at the server")
     slots: PositiveInt | None = Field(None, description="requests that one server works on at a time; default: all")
+
+    @property
+    def requests_at_whole_rate(self) -> float:
+        """How many requests a server works on before they slow each other down."""
+        if self.tokens_per_s is None or self.tokens_per_s_each is None:
+            return 1.0
+        return max(1.0, self.tokens_per_s / self.tokens_per_s_each)
 
 
 class TrainerRates(Section):
@@ -96,12 +104,17 @@ def served_roles(config: Config, needs: PolicyNeeds) -> Mapping[str, int]:
 
     Where the teacher writes the responses, the student only takes weights.
     """
-    models = {
-        "student": None if needs.teacher_responses else config.student,
-        "teacher": config.teacher if needs.teacher and not (config.teacher and config.teacher.replay) else None,
-        "reference": (config.reference or config.student) if needs.reference else None,
-    }
-    return {role: len(model.backend.servers()) for role, model in models.items() if model is not None}
+    models = served_models(config, needs)
+    if reference_is_base(config, needs):
+        models["reference"] = config.student
+    if needs.teacher_responses:
+        del models["student"]
+    return {role: len(model.backend.servers()) for role, model in models.items()}
+
+
+def reference_is_base(config: Config, needs: PolicyNeeds) -> bool:
+    """Whether the student's servers answer for the reference, with their adapters off. The role's rates are of that."""
+    return needs.reference and "reference" not in served_models(config, needs)
 
 
 def _whole(rates: ServerRates, configured: int) -> ServerRates:

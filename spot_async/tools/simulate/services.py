@@ -80,7 +80,8 @@ class RatedServer:
         """Make a server. One without rates may be asked for nothing. All of a role have the same `asked`."""
         most, each = (rates.tokens_per_s or 0.0) / workload.grain, (rates.tokens_per_s_each or 0.0) / workload.grain
         self._finished = 0.0  # grains of requests that are done
-        self._begun: Counter[float] = Counter()  # requests under way, by what the processor had done when they began
+        # Shares of requests under way, by what the processor had done when these began.
+        self._begun: Counter[float] = Counter()
         self._rates = rates
         self._workload = workload
         self._asked = asked
@@ -141,18 +142,18 @@ class RatedServer:
         done = self._processor.each_got
         return self._finished + sum(number * (done - begun) for begun, number in self._begun.items())
 
-    async def work(self, grains: float) -> _Begun:
-        """Work off a request; return where that began."""
+    async def work(self, grains: float, shares: int = 1) -> _Begun:
+        """Work off a request, which has a share of the processor or several; return where that began."""
         if self._rates.request_s:
             await asyncio.sleep(self._rates.request_s)
         async with self._slots:
             begun = _Begun(self._processor.each_got, len(self._updates))
-            self._begun[begun.done] += 1
+            self._begun[begun.done] += shares
             try:
-                await self._processor.do(grains)
+                await self._processor.do(grains, shares)
                 self._finished += grains
             finally:
-                self._begun[begun.done] -= 1
+                self._begun[begun.done] -= shares
                 if not self._begun[begun.done]:
                     del self._begun[begun.done]
         return begun
@@ -176,10 +177,21 @@ class RatedStudent(RatedServer, SimulatedStudent):
         )
         self.requests = 0
         self._candidates_s = cluster.candidates_s
+        self._as_base = cluster.reference
 
     @property
     def version(self) -> WeightVersion:  # type: ignore[override]
         return self._updates[-1][1]
+
+    async def score_base(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
+        """Score a response for the reference: as fast as the reference's rates say, while no response is written."""
+        own, base = self._rates, self._as_base
+        assert own.tokens_per_s is not None
+        assert base.tokens_per_s is not None
+        scored = self._workload.scored(ordinal_of(prompt_ids), len(response_ids))
+        shares = max(1, round(own.requests_at_whole_rate / base.requests_at_whole_rate))
+        await self.work(scored * own.tokens_per_s / base.tokens_per_s, shares)
+        return await SimulatedTeacher(AT_ONCE).score(prompt_ids, response_ids, **request)
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         """Take the time of candidates, the only request that its base class answers."""

@@ -28,7 +28,7 @@ from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.bound import Bound, bound
 from spot_async.tools.simulate.lengths import Asked, Workload
 from spot_async.tools.simulate.observer import Observed, Observer
-from spot_async.tools.simulate.rates import ClusterRates, served_roles
+from spot_async.tools.simulate.rates import ClusterRates, reference_is_base, served_roles
 from spot_async.tools.simulate.services import RatedServer, RatedStudent, RatedTeacher, RatedTrainer, prompts
 
 WARM_UP = 2  # iterations for each n, and one more: until then a run has not found its rhythm
@@ -71,7 +71,8 @@ def make_policy(config: Config) -> Policy:
         if name.endswith("top_k") and isinstance(value, int)
     }
     settings = config.policy.model_copy(update=narrow)
-    policy: Policy = registry.load("policies", config.policy.kind)(settings, policy_context(run_seed=config.run.seed))
+    context = policy_context(run_seed=config.run.seed, reference_kl=config.training.reference_kl > 0)
+    policy: Policy = registry.load("policies", config.policy.kind)(settings, context)
     return policy
 
 
@@ -118,6 +119,8 @@ async def _finished(
         role: _servers(role, rates, workload)
         for role in {"student": 0, **served_roles(config, policy.needs)}  # all students take weights
     }
+    if is_base := reference_is_base(config, policy.needs):
+        del servers["reference"]
     async with AsyncExitStack() as stack:
         # A pool stands for its servers in every way, which types cannot say.
         pools: dict[str, Any] = {
@@ -127,7 +130,8 @@ async def _finished(
             policy,
             student=pools["student"],
             teacher=pools.get("teacher"),
-            reference=pools.get("reference"),
+            reference=pools["student" if is_base else "reference"] if policy.needs.reference else None,
+            reference_is_base=is_base,
             verifier=SimulatedVerifier(latency_s=rates.verdict_s),
             trainer=RatedTrainer(rates.trainer, workload.grain),
             capabilities={"student": await pools["student"].capabilities(deadline=0.0)},
