@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -27,6 +28,7 @@ from spot_async.testing.simulation import make_policy as make_simulated_policy
 from spot_async.testing.simulation import make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.command import SimulateOptions, gathered
+from spot_async.tools.simulate.fit import Timed, speed
 from spot_async.tools.simulate.lengths import Asked, LogNormalLengths, Workload
 from spot_async.tools.simulate.rates import ClusterRates, TrainerRates
 from spot_async.tools.simulate.reading import read_run
@@ -262,6 +264,16 @@ def test_rates_that_nobody_knows_are_one_line(tmp_path):
     assert str(refused.value).count("\n") == 0
     assert str(refused.value).startswith("teacher.tokens_per_s, trainer.tokens_per_s, lengths.median: not known: ")
     assert all(words in str(refused.value) for words in ("--from RUN", "--rate teacher.tokens_per_s=", "tune"))
+
+
+@pytest.mark.parametrize("seed", [338, 2313, 2333, 3584])
+def test_seconds_that_say_nothing_of_tokens_give_rates_all_the_same(seed):
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(2, 12))
+    starts_s = np.sort(rng.random(count) * 10 ** rng.uniform(-2, 1))
+    ends_s, tokens = starts_s + 10 ** rng.uniform(-4, 1, count), rng.integers(1, 100, count)
+    found = speed([Timed("a", *map(float, each)) for each in zip(starts_s, ends_s, tokens, strict=True)], None)
+    assert found is None or (0 < found.tokens_per_s_each < np.inf and 0 < found.tokens_per_s < np.inf)
 
 
 def test_lengths_of_another_model_are_refused(tmp_path):

@@ -27,7 +27,7 @@ STARTS = 3  # values of `shared` from which the search begins
 ROUNDS = 25  # of a search at most
 STEP = 0.02  # for derivatives, relative
 ENOUGH = 1e-4  # improvement of a round, relative
-FASTEST_TOKENS_PER_S = 1e12  # beyond any server: a step of the search may be far off
+SLOWEST_TOKENS_PER_S, FASTEST_TOKENS_PER_S = 1e-6, 1e12  # beyond any server: a step of the search may be far off
 STUCK = 1e4  # damping that ends a search
 UNEXPLAINED = 0.01  # of the median seconds: no request is explained any better
 
@@ -133,7 +133,7 @@ def _search(servers: Sequence[Sent], slots: int | None, shared: float, most_shar
     slowed = np.concatenate([np.maximum(1.0, np.minimum(_in_flight(own), slots or np.inf) / shared) for own in servers])
     request_s = 0.5 * float(seconds.min())
     each = float(np.median(tokens * slowed / (seconds - request_s)))
-    lowest = np.array([0.0, -np.inf, 0.0])
+    lowest = np.array([0.0, np.log(SLOWEST_TOKENS_PER_S), 0.0])
     highest = np.array([np.inf, np.log(FASTEST_TOKENS_PER_S), np.log(most_shared)])
     place = np.array([request_s / scale_s, np.log(each), np.log(shared)])
     place, left = _least(missing, place, lowest, highest, UNEXPLAINED * scale_s)
