@@ -22,7 +22,6 @@ from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig,
 from spot_async.config.schema import (
     CONFIG_VERSION,
     Config,
-    LossAggregation,
     ModelConfig,
     QueueConfig,
     RunConfig,
@@ -33,11 +32,10 @@ from spot_async.config.schema import (
     StagesConfig,
     TeacherConfig,
     TelemetryConfig,
-    TrainingConfig,
     WandbConfig,
-    nearest_divisor,
     resources_of,
 )
+from spot_async.config.training import KeptCheckpoints, LossAggregation, TrainingConfig, nearest_divisor
 
 __all__ = [
     "CONFIG_VERSION",
@@ -47,6 +45,7 @@ __all__ = [
     "DataConfig",
     "Duplicates",
     "EvaluationConfig",
+    "KeptCheckpoints",
     "LoraConfig",
     "LossAggregation",
     "ModelConfig",

@@ -26,8 +26,7 @@ from pydantic import BaseModel
 
 from spot_async.base.events import Event
 from spot_async.base.seeds import derive_seed
-from spot_async.config import TrainingConfig
-from spot_async.config.schema import KeptCheckpoints
+from spot_async.config import KeptCheckpoints, TrainingConfig
 from spot_async.evaluation.response_log import write_whole
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import is_trained

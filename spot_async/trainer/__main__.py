@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 
 from spot_async.base.processes.exits import exit_with_parent
-from spot_async.base.processes.memory import without_gc
+from spot_async.base.processes.memory import tune_malloc, without_gc
+from spot_async.base.processes.open_files import raise_open_file_limit
 
 if __name__ == "__main__":
     exit_with_parent()  # first, because importing torch and transformers takes seconds
 
 with without_gc():
+    import torch
     from torch.distributed.elastic.multiprocessing.errors import record
+    from transformers.utils.logging import disable_progress_bar
 
-    from spot_async.trainer.rank import run
+    from spot_async.trainer.feed import BatchFeed
+    from spot_async.trainer.parallel import process_group, rank_device, strategy_of, this_rank
+    from spot_async.trainer.rank import StudentTrainer, train_batches
     from spot_async.trainer.settings import TrainerSettings
 
 
@@ -21,6 +26,27 @@ with without_gc():
 def main() -> None:
     settings_path, channel_directory = sys.argv[1:]
     run(TrainerSettings.load(settings_path), channel_directory)
+
+
+def run(settings: TrainerSettings, channel_directory: str) -> None:
+    """Train until the process is ended. Tell the orchestrator of errors that all ranks agree on."""
+    tune_malloc()
+    raise_open_file_limit()
+    torch.set_num_threads(settings.training.threads)
+    disable_progress_bar()  # the log is for what a person should read
+    device = rank_device()
+    with process_group(channel_directory, device, settings.training.sharding):
+        _serve(settings, channel_directory, device)
+
+
+def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:
+    """Load the student, and train on batches as they come.
+
+    This is a function of its own so that, when it returns, no trainer is left that refers to the process group.
+    """
+    trainer = StudentTrainer(settings, strategy_of(settings.training), device)
+    feed = BatchFeed(channel_directory, this_rank(), step=trainer.step)
+    train_batches(trainer, feed)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
-from spot_async.base.processes.memory import tune_malloc
-from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import TrainerError
 from spot_async.trainer.batching import (
@@ -52,14 +49,7 @@ from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
 from spot_async.trainer.packing import packs
-from spot_async.trainer.parallel import (
-    Strategy,
-    local,
-    process_group,
-    rank_device,
-    strategy_of,
-    this_rank,
-)
+from spot_async.trainer.parallel import Strategy, local
 from spot_async.trainer.publishing import WeightPublisher
 from spot_async.trainer.saving import CheckpointSaver, Done
 from spot_async.trainer.schedule import learning_rate
@@ -69,27 +59,6 @@ from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVer
 CULPRITS_NAMED = 3
 # A decoder layer's matrices have about 12 hidden² numbers. To attend to a token takes two products of hidden numbers.
 LINEAR_WORK = 12  # in units of half of the latter
-
-
-def run(settings: TrainerSettings, channel_directory: str) -> None:
-    """Train until the process is ended. Tell the orchestrator of errors that all ranks agree on."""
-    tune_malloc()
-    raise_open_file_limit()
-    torch.set_num_threads(settings.training.threads)
-    disable_progress_bar()  # the log is for what a person should read
-    device = rank_device()
-    with process_group(channel_directory, device, settings.training.sharding):
-        _serve(settings, channel_directory, device)
-
-
-def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:
-    """Load the student, and train on batches as they come.
-
-    This is a function of its own so that, when it returns, no trainer is left that refers to the process group.
-    """
-    trainer = StudentTrainer(settings, strategy_of(settings.training), device)
-    feed = BatchFeed(channel_directory, this_rank(), step=trainer.step)
-    train_batches(trainer, feed)
 
 
 def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
