@@ -193,9 +193,10 @@ def decisions(setting: Setting, prompt: MeasuredPrompt, problem: str) -> list[tu
     """Return, for each measured position that is a choice, what it depends on and the value of each candidate."""
     found = []
     for position in prompt.positions:
-        values = {each.token: each.correct / each.judged for each in position.candidates if each.judged}
+        # A token may have a blank at either end, which is no part of the choice.
+        values = {each.token.strip(): each.correct / each.judged for each in position.candidates if each.judged}
         place = setting.place_of(position.position, problem, prompt.tier or "")
-        if place is not None and position.sampled in setting.choices:
+        if place is not None and position.sampled.strip() in setting.choices:
             found.append((place, {token: value for token, value in values.items() if token in setting.choices}))
     return found
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from spot_async.config.loading import load_config
+from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedCandidate, ProbedPosition
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,3 +43,24 @@ def test_the_bootstrap_has_the_error_of_both_problems_and_seeds(plan):
     within = np.mean([problem_effect[strata == each].var() for each in (0, 1)]) / 400
     assert draws.std() == pytest.approx((within + seed_effect.var() / 8) ** 0.5, rel=0.05)
     assert draws.mean() == pytest.approx((problem_effect.mean() + seed_effect.mean() + 2.5), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem", "tokens", "place"),
+    [("running-sum", "a19b-2c-6d+8", ("one ", "two ", "three "), "easy"), ("choice", "7caf", ("W", "X", "Y"), "a")],
+)
+def test_the_gain_observed_is_that_of_choices_on_the_values_that_were_measured(plan, setting, problem, tokens, place):
+    rows = importlib.import_module("reproduction_rows")
+    candidates = [
+        ProbedCandidate(token=token, teacher=0.3, prior=0.3, correct=correct, judged=8)
+        for token, correct in zip((*tokens, "a"), (1, 2, 6, 8), strict=True)
+    ]
+    position = ProbedPosition(position=7, sampled=tokens[1], candidates=candidates)
+    prompt = MeasuredPrompt(
+        problem_id="p", tier="easy", prompt_tokens=4, rollout_tokens=[9], outcomes=[1.0], positions=[position],
+        probe_requests=4, probe_tokens=9,
+    )  # fmt: skip
+    measured = plan.decisions(rows.SETTINGS[setting], prompt, problem)
+    worst, best = tokens[0].strip(), tokens[2].strip()
+    opd, row = ({"choices": {"10": {place: shares}}} for shares in ({worst: 4}, {worst: 2, best: 2}))
+    assert plan.observed_gain(measured, row, opd) == pytest.approx((6 - 1) / 8 / 2)
