@@ -24,6 +24,7 @@ from spot_async.tools.pages.series import Series
 DRAWS = 10_000
 LAST_LOOKS = 3  # iterations, of those that were looked at, over which final shares of choices are taken
 OPD = "OPD"
+MARKERS = {"choice": "o", "knowledge": "s", "running-sum": "^"}
 
 Array = np.ndarray
 Record = Mapping[str, Any]
@@ -35,8 +36,10 @@ class Point(NamedTuple):
     name: str
     predicted: float
     predicted_error: float
-    observed: float
+    observed: float  # by the shares of choices, as registered
     observed_error: float
+    accuracy: float  # gained by a response on held-out problems, over its number of decisions; exploratory
+    accuracy_error: float
 
 
 class Hypothesis(NamedTuple):
@@ -215,6 +218,23 @@ def observed_gain(measured: Sequence[tuple[str, dict[str, float]]], row: Record,
     return value_of_choices(measured, row, last_looks(row)) - value_of_choices(measured, opd, last_looks(opd))
 
 
+def accuracy_gain(setting: Setting, row: Record, opd: Record) -> float:
+    """Return what a response gains in accuracy over OPD's on held-out problems, over its number of decisions.
+
+    If decisions changed little, and each for itself, this would be the gain in E[V] a decision.
+    """
+    (batch,) = {each.prompts for each in setting.rows if each.name == OPD}
+    looks = [opd["choices"][name] for name in last_looks(opd)]
+    made = np.mean([sum(sum(place.values()) for place in look.values()) for look in looks])
+    return float((per_problem(row).mean() - per_problem(opd).mean()) / (made / batch))
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error over seeds, which one seed does not have."""
+    error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+    return float(np.mean(values)), error
+
+
 def measured_decisions(
     directory: Path, setting: Setting, problems: Mapping[str, str]
 ) -> list[tuple[str, dict[str, float]]]:
@@ -241,22 +261,32 @@ def calibration(
         predicted = file.forecast.figures["settled_gain"]
         if predicted is None:
             continue
-        gains = [observed_gain(measured, rows[row.name][seed], rows[OPD][seed]) for seed in seeds]
-        error = float(np.std(gains, ddof=1) / len(gains) ** 0.5) if len(gains) > 1 else float("nan")
+        pairs = [(rows[row.name][seed], rows[OPD][seed]) for seed in seeds]
+        gained = mean_of([observed_gain(measured, *pair) for pair in pairs])
+        accuracy = mean_of([accuracy_gain(setting, *pair) for pair in pairs])
         name = f"{setting.name}: {row.name}"
-        found.append(Point(name, predicted.value, predicted.standard_error, float(np.mean(gains)), error))
+        found.append(Point(name, predicted.value, predicted.standard_error, *gained, *accuracy))
     return found
 
 
 def calibration_table(points: Sequence[Point]) -> list[str]:
-    lines = ["## Forecast against outcome", "", "Gain in value a decision over OPD, in points.", "",
-             "| setting and row | predicted | observed |", "|---|---|---|"]  # fmt: skip
-    lines += [f"| {name} | {100 * x:.1f} ± {100 * dx:.1f} | {100 * y:.1f} ± {100 * dy:.1f} |"
-              for name, x, dx, y, dy in points]  # fmt: skip
+    lines = ["## Forecast against outcome", "",
+             "Gain in value a decision over OPD, in points. Observed: by the shares of choices, as registered. The "
+             "last column is exploratory: accuracy gained on held-out problems, over the decisions of a response.", "",
+             "| setting and row | predicted | observed | accuracy gained a decision |",
+             "|---|---|---|---|"]  # fmt: skip
+    lines += [f"| {each.name} | {with_error(each.predicted, each.predicted_error)} | "
+              f"{with_error(each.observed, each.observed_error)} | {with_error(each.accuracy, each.accuracy_error)} |"
+              for each in points]  # fmt: skip
     if len(points) > 2:
-        both = np.array([(x, y) for _, x, _, y, _ in points])
-        lines += ["", f"Correlation over {len(points)} rows: {np.corrcoef(both.T)[0, 1]:.2f}."]
+        both = np.corrcoef([(each.predicted, each.observed, each.accuracy) for each in points], rowvar=False)[0]
+        lines += ["", f"Correlation with the forecast over {len(points)} rows: {both[1]:.2f} observed, {both[2]:.2f} "
+                  "accuracy gained a decision."]  # fmt: skip
     return [*lines, ""]
+
+
+def with_error(share: float, error: float) -> str:
+    return f"{100 * share:.1f}" + ("" if np.isnan(error) else f" ± {100 * error:.1f}")
 
 
 def percent(share: float) -> str:
@@ -296,16 +326,26 @@ def choice_curves(
 
 
 def write_calibration(path: Path, points: Sequence[Point]) -> None:
-    """Draw observed gains over predicted ones."""
+    """Draw observed gains over predicted ones: as registered, and by accuracy."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 5.4), layout="constrained")
-    axes = figure.subplots()
-    for name, *figures in points:
-        x, dx, y, dy = (100 * each for each in figures)
-        axes.errorbar(x, y, xerr=dx, yerr=0.0 if np.isnan(dy) else dy, fmt="o", label=name)
-    axes.axline((0, 0), slope=1, color="grey", linewidth=0.8)
-    axes.set(xlabel="predicted gain a decision, points", ylabel="observed gain, points")
+    figure = Figure(figsize=(11.5, 5.4), layout="constrained")
+    ways = {
+        "observed by the shares of choices": [(each.observed, each.observed_error) for each in points],
+        "accuracy gained a decision (exploratory)": [(each.accuracy, each.accuracy_error) for each in points],
+    }
+    for axes, (way, observed) in zip(figure.subplots(1, 2), ways.items(), strict=True):
+        for point, (gain, error) in zip(points, observed, strict=True):
+            axes.errorbar(
+                100 * point.predicted,
+                100 * gain,
+                xerr=100 * point.predicted_error,
+                yerr=0.0 if np.isnan(error) else 100 * error,
+                fmt=MARKERS[point.name.partition(":")[0]],
+                label=point.name,
+            )
+        axes.axline((0, 0), slope=1, color="grey", linewidth=0.8)
+        axes.set(xlabel="predicted gain a decision, points", ylabel=f"{way}, points")
     if points:
         axes.legend(fontsize=7)
     figure.savefig(path)

@@ -64,3 +64,12 @@ def test_the_gain_observed_is_that_of_choices_on_the_values_that_were_measured(p
     worst, best = tokens[0].strip(), tokens[2].strip()
     opd, row = ({"choices": {"10": {place: shares}}} for shares in ({worst: 4}, {worst: 2, best: 2}))
     assert plan.observed_gain(measured, row, opd) == pytest.approx((6 - 1) / 8 / 2)
+
+
+def test_accuracy_is_gained_a_decision(plan):
+    rows = importlib.import_module("reproduction_rows")
+    opd, row = (
+        {"choices": {"10": {"a": {"W": 96, "X": 32}}}, "evaluation": {"samples": 8, "correct": {"p": right}}}
+        for right in (2, 6)
+    )
+    assert plan.accuracy_gain(rows.SETTINGS["choice"], row, opd) == pytest.approx((6 - 2) / 8 / 2)  # 128 of 64 prompts
