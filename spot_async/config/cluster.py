@@ -26,7 +26,7 @@ class ClusterConfig(Section):
     kind: Literal["ray"] | None = Field(
         None,
         description="`ray`: Ray chooses the machines of servers with `launch.resources`, and of the trainer's other "
-        "nodes; needs `spot-async[ray]`",
+        "nodes; needs the package `ray`",
     )
     resources: dict[str, PositiveFloat] = Field(
         {},

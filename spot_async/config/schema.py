@@ -205,8 +205,8 @@ class WandbConfig(Section):
 class TelemetryConfig(Section):
     """Where metrics go besides `metrics.jsonl`."""
 
-    tensorboard: bool = Field(False, description="event files in `tensorboard/`; needs `spot-async[tensorboard]`")
-    wandb: WandbConfig | None = Field(None, description="Weights & Biases; needs `spot-async[wandb]`")
+    tensorboard: bool = Field(False, description="event files in `tensorboard/`; needs the package `tensorboardX`")
+    wandb: WandbConfig | None = Field(None, description="Weights & Biases; needs the package `wandb`")
     prometheus_port: int | None = Field(
         None, ge=1, le=65535, description="loopback port that serves the newest metrics to Prometheus; default: none"
     )

@@ -41,11 +41,9 @@ class MetricSink(Protocol):
 def check_packages(config: TelemetryConfig) -> None:
     """Raise ConfigError, which says what to install, if a sink is asked for whose package is missing."""
     wanted = {"tensorboard": ("tensorboardX", config.tensorboard), "wandb": ("wandb", config.wandb is not None)}
-    for extra, (package, is_wanted) in wanted.items():
+    for sink, (package, is_wanted) in wanted.items():
         if is_wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"telemetry.{extra}: the package {package} is not installed: pip install 'spot-async[{extra}]'"
-            )
+            raise ConfigError(f"telemetry.{sink}: the package {package} is not installed: pip install {package}")
 
 
 @contextmanager

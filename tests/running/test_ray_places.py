@@ -187,6 +187,6 @@ async def test_a_placed_node_that_ends_is_started_again_but_ends_the_run_if_it_n
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
 async def test_a_machine_without_ray_is_told_what_to_install(tmp_path):
-    with pytest.raises(ConfigError, match=r"ray is not installed here: install spot-async\[ray\]"):
+    with pytest.raises(ConfigError, match=r"ray is not installed here \(pip install ray"):
         async with placed(models(), ClusterConfig(kind="ray"), tmp_path):
             pass

@@ -232,8 +232,8 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("telemetry", "expected"),
     [
-        ({"tensorboard": True}, "package tensorboardX is not installed: pip install 'spot-async[tensorboard]'"),
-        ({"wandb": {"project": "p"}}, "package wandb is not installed: pip install 'spot-async[wandb]'"),
+        ({"tensorboard": True}, "package tensorboardX is not installed: pip install tensorboardX"),
+        ({"wandb": {"project": "p"}}, "package wandb is not installed: pip install wandb"),
     ],
 )
 def test_a_missing_package_is_one_line_with_the_command_that_installs_it(monkeypatch, telemetry, expected):

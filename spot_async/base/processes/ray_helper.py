@@ -221,7 +221,9 @@ def connect(request: Request) -> Any:
     try:
         import ray
     except ImportError:
-        raise RuntimeError("cluster.kind=ray: ray is not installed here: install spot-async[ray]") from None
+        raise RuntimeError(
+            "cluster.kind=ray: ray is not installed here (pip install ray, in the version of the cluster)"
+        ) from None
     host, _, port = request.address.rpartition(":")
     try:
         if port.isdecimal():  # ray itself takes minutes to say that nobody is there

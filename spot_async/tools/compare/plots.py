@@ -15,7 +15,7 @@ from spot_async.tools.compare.statistics import PassCurves
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series
 
-MISSING = "no PNG curves: they need matplotlib (pip install 'spot-async[plots]'); the SVG ones are complete"
+MISSING = "no PNG curves: they need matplotlib (pip install matplotlib); the SVG ones are complete"
 
 
 def write_curves(directory: Path, methods: Sequence[str], curves: Sequence[PassCurves]) -> list[str]:
