@@ -4,8 +4,11 @@ import importlib
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from spot_async.config.loading import load_config
 from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedCandidate, ProbedPosition
@@ -73,3 +76,48 @@ def test_accuracy_is_gained_a_decision(plan):
         for right in (2, 6)
     )
     assert plan.accuracy_gain(rows.SETTINGS["choice"], row, opd) == pytest.approx((6 - 2) / 8 / 2)  # 128 of 64 prompts
+
+
+def test_choices_are_worth_what_the_model_makes_of_them_in_their_contexts(plan):
+    values = importlib.import_module("reproduction_values")
+    student = ROOT / "examples" / "relay" / "student"
+    prompt_ids, response_ids = [3, 9, 8], [30, 18, 5, 10]
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt_ids + response_ids])).logits[0]
+    expected = 0.0
+    positions = []
+    for position in (1, 3):
+        correct = {18: 4, 21: 0, 19: 2}
+        chances = logits[len(prompt_ids) + position - 1].exp()
+        expected += sum(float(chances[token]) * right / 8 for token, right in correct.items()) / float(
+            chances[list(correct)].sum()
+        )
+        candidates = [
+            ProbedCandidate(token="", token_id=token, teacher=0.3, prior=0.3, correct=right, judged=8)
+            for token, right in correct.items()
+        ]
+        positions.append(ProbedPosition(position=position, sampled="W", candidates=candidates))
+    prompt = MeasuredPrompt(
+        problem_id="p", prompt_tokens=3, prompt_ids=prompt_ids, response_ids=response_ids, rollout_tokens=[4],
+        outcomes=[1.0], positions=positions, probe_requests=6, probe_tokens=9,
+    )  # fmt: skip
+    assert values.decision_value(student, [prompt]) == pytest.approx(expected / 2, abs=1e-6)
+    without_tokens = msgspec.structs.replace(prompt, prompt_ids=[])
+    with pytest.raises(ValueError, match="make it anew"):
+        values.decision_value(student, [without_tokens])
+
+
+def test_steps_of_the_relay_are_read_as_the_task_writes_them(plan):
+    mechanism = importlib.import_module("reproduction_mechanism")
+    relay = mechanism.task.RELAY
+    way = [3]
+    for stage in range(3):
+        way.append(int(relay.facts[stage, 1, 0, way[-1]]))  # operation a by method X from 3
+    known = all(relay.is_known[stage, 1, 0, way[stage]] for stage in range(3))
+    right, otherwise = f"aX{way[1]}{way[2]}{way[3]}S", f"aX{(way[1] + 1) % 10}{way[2]}{way[3]}S"
+    wrong = f"aX{way[1]}{way[2]}{(way[3] + 1) % 10}S"
+    assert list(mechanism.steps("3a", right)) == [(True, known)]
+    assert list(mechanism.steps("3a", otherwise)) == [(True, known)]
+    assert list(mechanism.steps("3ab", f"{wrong}bW000S")) == [(False, known)]  # what follows a wrong state is not asked
+    assert list(mechanism.steps("3ab", "aX12")) == []

@@ -89,12 +89,16 @@ def test_positions_and_candidates_are_those_that_the_policy_itself_selects_and_p
         for position, branch in zip(measured.positions, branches, strict=True):
             tokens = [candidate["token"] for candidate in branch["candidates"]]
             assert [each.token for each in position.candidates] == tokens
+            ids = [candidate["token_id"] for candidate in branch["candidates"]]
+            assert [each.token_id for each in position.candidates] == ids
             assert [each.judged for each in position.candidates] == [OPTIONS.probes] * 4
             for each, candidate in zip(position.candidates, branch["candidates"], strict=True):
                 first = candidate["verdicts"][0] == "correct"  # the run's own probe is one of the forecast's
                 assert first <= each.correct <= first + OPTIONS.probes - 1
         assert len(measured.outcomes) == len(measured.rollout_tokens) == OPTIONS.rollouts
         assert measured.rollout_tokens[0] == len(sample.record["response_ids"])
+        assert measured.prompt_ids == prompt.token_ids.tolist()
+        assert measured.response_ids == sample.record["response_ids"].tolist()
         assert measured.teacher_outcome in (0.0, 1.0)
     assert stages.teacher_response.counters.completed == 8
     assert progress == [(done, 8) for done in range(1, 9)]

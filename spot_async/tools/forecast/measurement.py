@@ -36,6 +36,7 @@ class ProbedCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """One of the teacher's candidates at a position, in the order of the teacher's probabilities."""
 
     token: str
+    token_id: int | None = None  # None in files of earlier versions
     teacher: float  # its probability in the whole vocabulary
     student: float | None = None  # likewise; None where the policy did not ask
     prior: float  # the teacher's, normalised over the candidates
@@ -58,6 +59,8 @@ class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     problem_id: str
     tier: str | None = None
     prompt_tokens: int
+    prompt_ids: list[int] = []  # empty in files of earlier versions
+    response_ids: list[int] = []  # of the rollout that was probed, likewise
     rollout_tokens: list[int]  # of each rollout; the first is the one that was probed
     outcomes: list[float | None]  # of each rollout
     teacher_outcome: float | None = None  # of the teacher's own response
@@ -104,6 +107,8 @@ async def measure_prompt(
         problem_id=prompt.problem.id,
         tier=prompt.problem.tier,
         prompt_tokens=len(prompt.token_ids),
+        prompt_ids=prompt.token_ids.tolist(),
+        response_ids=sample.record["response_ids"].tolist(),
         rollout_tokens=[len(sample.record["response_ids"]), *(tokens for tokens, _ in others)],
         outcomes=[Verdict(sample.record["verdict"]).reward, *(reward for _, reward in others)],
         teacher_outcome=teacher_outcome,
@@ -132,6 +137,7 @@ def _candidate(candidate: Mapping[str, Any]) -> ProbedCandidate:
     rewards = [reward for verdict in candidate["verdicts"] if (reward := Verdict(verdict).reward) is not None]
     return ProbedCandidate(
         token=candidate["token"],
+        token_id=candidate["token_id"],
         teacher=candidate["teacher"],
         student=_finite(candidate["student"]),
         prior=candidate["prior"],
