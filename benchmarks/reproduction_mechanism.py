@@ -26,7 +26,8 @@ from reproduction_rows import ROOT, SETTINGS, Sample, Setting
 from reproduction_tables import LAST_LOOKS, OPD, mean_of, read_problems, with_error
 from reproduction_values import decision_value
 
-from spot_async.tools.forecast.results import ForecastFile, read_forecast
+from spot_async.tools.forecast.forecast import Forecast
+from spot_async.tools.forecast.results import read_forecast
 
 
 def load_task() -> Any:
@@ -60,8 +61,13 @@ def read_samples(run: Path) -> dict[int, list[Sample]]:
     return dict(sorted(found.items()))
 
 
-def value_table(directory: Path, setting: Setting, runs: Mapping[str, Mapping[int, Path]]) -> list[str]:
-    """Return what each row's choices are worth where the forecast measured them, against OPD's of the same seed."""
+def value_table(
+    directory: Path, setting: Setting, runs: Mapping[str, Mapping[int, Path]]
+) -> tuple[list[str], list[tuple[float, float, float]]]:
+    """Return what each row's choices are worth where the forecast measured them, against OPD's of the same seed.
+
+    Beside the table: the gain predicted, that with the probes made, and the gain observed, of each row that has them.
+    """
     measured = read_forecast(directory / "forecasts" / f"{setting.name}.json").measurement.prompts
     values = {row: {seed: decision_value(run / "student", measured) for seed, run in seeds.items()}
               for row, seeds in runs.items()}  # fmt: skip
@@ -69,20 +75,40 @@ def value_table(directory: Path, setting: Setting, runs: Mapping[str, Mapping[in
     lines = [
         f"### {setting.name}: value of a choice in the forecast's contexts", "",
         f"In percent; the untrained student's is {100 * base:.2f}. Against OPD in points, same seeds.", "",
-        "| row | seeds | value | against OPD | predicted |", "|---|---|---|---|---|",
+        "*With the probes made*: the forecast's formula, with the branch weight times the share of choices probed.", "",
+        "| row | seeds | value | against OPD | predicted | with the probes made |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
+    pairs = []
     for row, of_seeds in values.items():
         common = [of_seeds[seed] - values[OPD][seed] for seed in of_seeds if seed in values.get(OPD, {})]
         gained = with_error(*mean_of(common)) if common and row != OPD else ""
         file = directory / "forecasts" / f"{setting.name}-{row.replace(' ', '-')}.json"
+        forecast = read_forecast(file).forecast if file.exists() else None
+        said = ["", ""]
+        if forecast is not None and (predicted := forecast.figures["settled_gain"]) is not None:
+            samples = [each for run in runs[row].values() for look in read_samples(run).values() for each in look]
+            with_probes = gain_with_probes(forecast, probed_share(setting, samples))
+            said = [with_error(predicted.value, predicted.standard_error), f"{100 * with_probes:.1f}"]
+            if common:
+                pairs.append((predicted.value, with_probes, float(np.mean(common))))
         lines.append(f"| {row} | {len(of_seeds)} | {with_error(*mean_of(list(of_seeds.values())))} | {gained} | "
-                     f"{predicted_gain(read_forecast(file)) if file.exists() else ''} |")  # fmt: skip
-    return [*lines, ""]
+                     f"{' | '.join(said)} |")  # fmt: skip
+    return [*lines, ""], pairs
 
 
-def predicted_gain(file: ForecastFile) -> str:
-    settled = file.forecast.figures["settled_gain"]
-    return "" if settled is None else with_error(settled.value, settled.standard_error)
+def probed_share(setting: Setting, samples: Sequence[Sample]) -> float:
+    """Return the share of the choices made that were probed."""
+    made = sum(1 for sample in samples for _ in setting.read_choices(sample))
+    return probed_choices(setting, samples)[1] / made
+
+
+def gain_with_probes(forecast: Forecast, share: float) -> float:
+    """Return the gain where the losses settle if the branch loss sees only this share of the choices."""
+    gain, weight = forecast.figures["gain"], forecast.figures["branch_weight"]
+    assert gain is not None
+    assert weight is not None
+    seen = weight.value * share
+    return gain.value * seen / (1.0 + seen)
 
 
 def probed_choices(setting: Setting, samples: Sequence[Sample]) -> tuple[int, int]:
@@ -176,14 +202,20 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory.resolve()
     torch.set_num_threads(1)
-    lines = ["## By what the rows gained", ""]
+    lines, pairs = ["## By what the rows gained", ""], []
     for setting in SETTINGS.values():
         if not (runs := kept_runs(directory, setting)):
             sys.stderr.write(f"{setting.name}: no kept runs in {directory / 'work'} (reproduction.py --keep)\n")
             continue
-        lines += value_table(directory, setting, runs) + probes_table(directory, setting, runs)
+        table, of_rows = value_table(directory, setting, runs)
+        lines += table + probes_table(directory, setting, runs)
+        pairs += of_rows
         if setting.folder == "examples/relay":
             lines += steps_table(setting, runs)
+    if len(pairs) > 2:
+        both = np.corrcoef(pairs, rowvar=False)[-1]
+        lines.append(f"Correlation with the gain over {len(pairs)} rows: of the forecast {both[0]:.2f}, with the "
+                     f"probes made {both[1]:.2f}.")  # fmt: skip
     (directory / "mechanism.md").write_text("\n".join(lines))
     sys.stdout.write("\n".join(lines) + "\n")
 
