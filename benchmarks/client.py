@@ -38,7 +38,7 @@ from spot_async.base import wire
 from spot_async.base.processes.memory import tune_gc
 from spot_async.config import ScoreStageConfig, StageConfig, StagesConfig
 from spot_async.serving import api
-from spot_async.stages.stages import Services
+from spot_async.stages.services import Services
 from spot_async.types import Capabilities, SamplingSettings
 from spot_async.verification.boxed_match import BoxedMatch
 

@@ -40,7 +40,7 @@ from spot_async.base.processes.cores import CoreShares, available_cores, confine
 from spot_async.base.processes.memory import tune_gc
 from spot_async.base.tasks import gather
 from spot_async.config import StagesConfig
-from spot_async.stages.stages import Services
+from spot_async.stages.services import Services
 from spot_async.types import Generation
 from spot_async.verification.boxed_match import BoxedMatch
 

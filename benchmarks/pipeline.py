@@ -12,7 +12,7 @@ from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.policies.spot import SpotPolicy
-from spot_async.stages.stages import Services
+from spot_async.stages.services import Services
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.types import PolicyContext

@@ -31,7 +31,7 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.base.processes.memory import tune_gc
 from spot_async.config import StagesConfig
 from spot_async.config.loading import load_config
-from spot_async.stages.stages import Services
+from spot_async.stages.services import Services
 from spot_async.tools.tune.results import Tuning, read_tuning
 from spot_async.verification.boxed_match import BoxedMatch
 

@@ -27,7 +27,8 @@ from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
-from spot_async.stages.stages import Services, Stages
+from spot_async.stages.services import Services
+from spot_async.stages.stages import Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room, stage_slots
 from spot_async.trainer.settings import ResumePoint, TrainerSettings

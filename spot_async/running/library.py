@@ -32,7 +32,8 @@ from spot_async.running import training as runtime
 from spot_async.running.resuming import open_run
 from spot_async.running.summary import TrainOutcome
 from spot_async.spending.teacher_cache import KeptScores
-from spot_async.stages.stages import Services, Stages
+from spot_async.stages.services import Services
+from spot_async.stages.stages import Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
 from spot_async.types import Capabilities
 

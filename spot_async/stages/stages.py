@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -27,10 +26,11 @@ from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
 from spot_async.models.end_tokens import EndTokens, with_summed_last
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
-from spot_async.protocols import BaseScorer, CandidateScorer, Generator, PositionScorer, Scorer, Verifier
+from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.gate import Gate
+from spot_async.stages.services import STAGE_SERVERS, Services, requests_per_prompt
 from spot_async.stages.stage import Stage
 from spot_async.stages.verdicts import ask_verdict
 from spot_async.types import (
@@ -49,44 +49,6 @@ from spot_async.types import (
 S = TypeVar("S")
 T = TypeVar("T")
 Kept = TypeVar("Kept", TokenScores, ScoredPositions)
-
-# The role whose servers answer a stage's requests.
-STAGE_SERVERS = {
-    "rollout": "student",
-    "score": "teacher",
-    "candidates": "student",
-    "probe": "student",
-    "verify": "verifier",
-    "teacher_response": "teacher",
-    "reference": "reference",
-}
-
-
-def requests_per_prompt(*, samples: int, probes: int) -> dict[str, int]:
-    """Return the most requests that a prompt with so many responses and probes makes of each stage."""
-    return {
-        "rollout": samples,
-        "score": samples,
-        "candidates": samples,
-        "probe": probes,
-        "verify": samples + probes,
-        "teacher_response": 1,
-        "reference": samples,
-    }
-
-
-@dataclass(frozen=True)
-class Services:
-    """What stages send their requests to: pools of replicas, or single services."""
-
-    generator: Generator | ServicePool[Generator]
-    scorer: Scorer | ServicePool[Scorer] | None  # the teacher; None when the policy needs no scores of it
-    candidate_scorer: CandidateScorer | ServicePool[CandidateScorer]
-    verifier: Verifier | ServicePool[Verifier]
-    # None when the policy needs no responses of the teacher
-    teacher_generator: Generator | ServicePool[Generator] | None = None
-    reference: Scorer | BaseScorer | ServicePool[Any] | None = None  # None when the policy needs no reference
-    reference_is_base: bool = False  # the student's servers answer for it too, with their base (`BaseScorer`)
 
 
 class Stages:

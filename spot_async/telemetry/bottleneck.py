@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from spot_async.base.text import rough_time
 from spot_async.loop.events import Phase
-from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.staleness_gain import StrictTimes, gain_words
 
 TRAINER_BOUND = 0.5  # training is the bottleneck from this share of the time on

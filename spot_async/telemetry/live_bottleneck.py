@@ -23,8 +23,8 @@ from spot_async.loop.events import IterationFinished, Phase
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stage import Stage
-from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry.bottleneck import Bottleneck, RunTimes, ServerUse, StageUse, judge, stage_load
 from spot_async.telemetry.pump_clock import PumpClock

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS
 
 FEWEST_ITERATIONS = 2
 WORTH = 0.15  # staleness is spoken of only if it could save this share of an iteration

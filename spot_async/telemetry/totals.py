@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from spot_async.run_directory.reading import SampleSummary
-from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, StageUse, stage_load
 from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes
 

@@ -34,7 +34,8 @@ from spot_async.loop.events import PhaseEnded, PromptEnded, WeightsServed
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import append_whole
 from spot_async.stages.events import RequestAsked, RequestEnded
-from spot_async.stages.stages import STAGE_SERVERS, Stages
+from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.stages import Stages
 
 Trace: TypeAlias = Callable[[Orchestrator], None]  # makes it follow an orchestrator
 

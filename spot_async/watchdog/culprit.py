@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
 from spot_async.loop.events import Phase, Pump
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stage import OpenRequest
-from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.watchdog.pumps import PumpLook
 from spot_async.watchdog.stacks import TaskView
 

@@ -13,7 +13,8 @@ from spot_async.base.seeds import derive_seed
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
-from spot_async.stages.stages import Services, Stages
+from spot_async.stages.services import Services
+from spot_async.stages.stages import Stages
 from spot_async.testing.replies import generation, token_scores
 from spot_async.types import Problem, Prompt, ScoredPositions, Verdict, WeightVersion
 

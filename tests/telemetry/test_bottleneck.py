@@ -21,8 +21,8 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.leasing import pool_of
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stage import Stage
-from spot_async.stages.stages import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, StageUse, judge
 from spot_async.telemetry.live_bottleneck import IterationSums, LiveBottleneck, replica_lines
 from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes, gain_words

@@ -19,7 +19,8 @@ from spot_async.config import Config, SamplingConfig, StageConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError, ThrottledError
 from spot_async.spending.account import Spending
-from spot_async.stages.stages import Services, Stages
+from spot_async.stages.services import Services
+from spot_async.stages.stages import Stages
 from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.testing.simulation import simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time

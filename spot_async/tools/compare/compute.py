@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_async.run_directory.reading import RunFiles
-from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.totals import Rows, stage_names, total, training_s
 
 METRICS_FILE = "metrics.jsonl"

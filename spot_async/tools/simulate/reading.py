@@ -19,7 +19,7 @@ from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model
 from spot_async.run_directory.reading import RunFiles
-from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.totals import Rows, total, training_s
 from spot_async.tools.simulate.fit import Speed, Timed, speed
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt

@@ -19,7 +19,7 @@ from spot_async.base.tasks import watched
 from spot_async.config import Config
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.totals import GENERATING
 from spot_async.testing.services import VOCAB_SIZE, SimulatedVerifier

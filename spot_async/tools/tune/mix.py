@@ -21,7 +21,8 @@ import numpy as np
 from spot_async.base.tasks import gather
 from spot_async.models.end_tokens import EndTokens
 from spot_async.protocols import Policy, PromptStages
-from spot_async.stages.stages import STAGE_SERVERS, Stages
+from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.stages import Stages
 from spot_async.types import (
     Capabilities,
     FloatArray,

@@ -17,7 +17,7 @@ import numpy as np
 from spot_async.base.retry import RetryPolicy
 from spot_async.config import StagesConfig
 from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError
-from spot_async.stages.stages import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS
 from spot_async.tools.tune.knee import knee, next_concurrency
 from spot_async.tools.tune.measurement import Ending, Level, Ramp, StageLoad
 from spot_async.tools.tune.mix import Request

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from spot_async.config import Config, ModelConfig
-from spot_async.stages.stages import requests_per_prompt
+from spot_async.stages.services import requests_per_prompt
 from spot_async.tools.tune.measurement import Level, Ramp
 from spot_async.types import PolicyNeeds
 

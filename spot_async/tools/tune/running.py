@@ -22,7 +22,8 @@ from spot_async.running.backend_factories import core_shares
 from spot_async.running.initial_weights import SENDING_WEIGHTS
 from spot_async.running.services import StartListener, open_services
 from spot_async.spending.account import Account
-from spot_async.stages.stages import STAGE_SERVERS, Stages
+from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.stages import Stages
 from spot_async.tools.tune.measurement import Level, Ramp
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limits
