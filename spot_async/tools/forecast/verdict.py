@@ -20,6 +20,7 @@ FEW_KEPT = 0.3
 LOW_WEIGHT = 5.0  # beta T / M
 MANY_MIXED = 0.2  # groups of GRPO
 MUCH_HEADROOM = 0.2
+LARGE_WORTH = 0.1  # of what a decision is worth, above which `worth` asks for much
 LITTLE_MASS = 0.9  # of the teacher, on the candidates behind the score
 
 Outcome = Literal["helps", "cannot help", "unclear"]
@@ -43,7 +44,10 @@ def judge(forecast: Forecast, worth: float) -> Verdict:
         return _verdict(forecast, "cannot help", nothing_correct(forecast))
     outcome = outcome_of(settled, worth)
     sentence = sentence_of(outcome, settled, worth, forecast.prompts)
-    return _verdict(forecast, outcome, sentence, list(changes(forecast, outcome, worth)))
+    found = _verdict(forecast, outcome, sentence, list(changes(forecast, outcome, worth)))
+    if outcome == "helps":
+        return found
+    return msgspec.structs.replace(found, reasons=[*found.reasons, *much_asked(forecast, worth)])
 
 
 def _verdict(forecast: Forecast, outcome: Outcome, sentence: str, changes: list[str] | None = None) -> Verdict:
@@ -121,6 +125,16 @@ def reasons(forecast: Forecast) -> Iterator[str]:
         )
     yield from of_training(forecast)
     yield from comparisons(forecast)
+
+
+def much_asked(forecast: Forecast, worth: float) -> Iterator[str]:
+    """Yield that `worth` asks for a large part of what a decision is worth, where the student solves few problems."""
+    value = forecast.figures["value"]
+    if value is not None and 0.0 < LARGE_WORTH * value.value < worth:
+        yield (
+            f"--worth {worth:g} asks for much here: a decision ends well in {value.value:.1%} of all cases, so this is "
+            f"{worth / value.value:.0%} of it. --worth {LARGE_WORTH * value.value:.1g} would ask for a tenth."
+        )
 
 
 def of_training(forecast: Forecast) -> Iterator[str]:
