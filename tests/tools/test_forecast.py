@@ -191,7 +191,7 @@ def forecast_of(of_candidates, keys=KEYS, **given):
         ((0.1, 0.9, 0.1, 0.9), {"beta": 0.001}, "cannot help", "policy.beta=1.2 would help"),
         ((0.0, 0.1, 0.0, 0.0), {}, "unclear", "B+ keeps"),
         ((0.0, 0.1, 0.0, 0.0), {}, "unclear", "the gate withholds it where the student fails"),
-        ((0.05, 0.06, 0.05, 0.06), {}, "cannot help", "--worth 0.005 would ask for a tenth"),
+        ((0.05, 0.06, 0.05, 0.06), {}, "cannot help", "--worth 0.01 asks for much here"),
     ],
 )
 def test_the_verdict_says_whether_it_helps_why_and_what_would_change_it(of_candidates, keys, outcome, said):
