@@ -39,6 +39,7 @@ from spot_async.trainer.batching import Layout, input_length, update_shares
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group, strategy_of
 from spot_async.trainer.rank import LINEAR_WORK, StudentTrainer
+from spot_async.trainer.saving import Done
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, WeightSnapshot, WeightVersion
 
@@ -73,7 +74,7 @@ def trajectories(seed: int, count: int) -> list[Supervision]:
 class Unpublished(StudentTrainer):
     """Writes no weights."""
 
-    def _publish(self, step: int, *, is_whole: bool) -> WeightSnapshot:
+    def _publish(self, step: int, published: Done) -> WeightSnapshot:
         return WeightSnapshot(directory="", version=WeightVersion(0, step))
 
 

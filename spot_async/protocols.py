@@ -349,9 +349,17 @@ class Trainer(Protocol):
     """Trains on batches from the supervision queue and publishes new weights."""
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        """Train on one batch; return once the new weights are published. Iterations count from 0.
+        """Train on one batch. Iterations count from 0.
 
-        Raises `TrainerError` when a rank stopped (non-finite loss, full disk, killed).
+        The new weights may be written later, beside the next step: `published` waits for them. Raises `TrainerError`
+        when a rank stopped (non-finite loss, full disk, killed).
+        """
+        ...
+
+    async def published(self, step: int) -> float:
+        """Wait until the weights after `step` steps are on disk; return the seconds that it took to write them.
+
+        Asked for each step once, in order. Raises `TrainerError` as `train` does.
         """
         ...
 

@@ -239,6 +239,7 @@ def trainer_settings() -> Callable[..., TrainerSettings]:
         temperature: float = 1.0,
         seed: int = 0,
         merged_every: int = 1,
+        publishes_beside: bool = False,
         **training: Any,
     ) -> TrainerSettings:
         training = {"iterations": 10, "batch_size": 8, "mini_batch_size": 8, "learning_rate": 1e-3, **training}
@@ -250,6 +251,7 @@ def trainer_settings() -> Callable[..., TrainerSettings]:
             seed=seed,
             iterations=training["iterations"],
             merged_every=merged_every,
+            publishes_beside=publishes_beside,
         )
 
     return make

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 # are new enough are served. The publish pump goes from "wait for weights" to "evaluate" for each weights that it sends.
 # Each pump is in one phase at a time.
 Pump = Literal["train", "publish"]
-Phase = Literal["wait for batch", "train", "wait for weights", "drain", "update weights", "evaluate"]
+Phase = Literal["wait for batch", "train", "wait for weights", "write weights", "drain", "update weights", "evaluate"]
 # What a pump waits for in each phase, in words for people. Stages tell more about supervision.
 WAITS_FOR: dict[Phase, str] = {
     "wait for batch": "supervision",
     "train": "the trainer",
     "wait for weights": "new weights",
+    "write weights": "the trainer, which writes its weights",
     "drain": "requests under way, before the weight update",
     "update weights": "the weight update",
     "evaluate": "the evaluation",
@@ -121,7 +122,7 @@ class Evaluated(Event, frozen=True):
 
 
 class IterationFinished(Event, frozen=True):
-    """An iteration is trained, and the trainer need not wait for weights that are served."""
+    """An iteration is trained, its weights are on disk, and the trainer need not wait for weights that are served."""
 
     iteration: int  # the first one is 1
     samples: Sequence[Sample]

@@ -19,6 +19,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -111,6 +112,7 @@ class Orchestrator:
         self._ledger = ledger or NoLedger()
         self._resumption = resumption or Resumption()
         self._trained = self._resumption.version
+        self._ending: asyncio.Task[None] | None = None  # of the newest iteration
         self._saver = StateSaver(trainer, checkpoints, self._trained.step)
         self._no_more_prompts = False
         self._is_over = False  # nothing is trained any more
@@ -165,6 +167,8 @@ class Orchestrator:
                 group.create_task(self._publisher.run(), name="publishing"),
             ]
             await self._train_batches(group)
+            if self._ending is not None:
+                await asyncio.wait([self._ending])
             ends_early = self.state.stopped or self.state.spent is not None
             saves = ends_early and self._saver.lacks(self._trained.step)
             if self._saver.is_busy or saves:
@@ -300,18 +304,32 @@ class Orchestrator:
             self.book.trained(batch)
             self._changed.set()
             self._trained = report.snapshot.version
-            self._publisher.offer(number, report.snapshot)
-            saves = self._saver.is_due(number)
-            if saves:
+            written = group.create_task(self._trainer.published(number), name=f"weights {number}")
+            self._publisher.offer(number, report.snapshot, written)
+            if self._saver.is_due(number):
                 await self._saver.begin(number)
             times.train = self._phases.end(phase, ordinals)
 
             await self._wait_for_served(number, ordinals, times)
-            self.state.iteration = number
-            self._changed.set()
-            self._events.publish(IterationFinished(number, samples, report, times))
-            if saves:  # only now do other files have all of the iteration
-                group.create_task(self._saver.finish(number), name=f"checkpoint {number}")
+            finished = IterationFinished(number, samples, report, times)
+            if pending := [each for each in (self._ending, written) if each is not None and not each.done()]:
+                self._ending = group.create_task(self._end_after(pending, finished, group), name=f"iteration {number}")
+            else:
+                self._end(finished, group)
+
+    async def _end_after(
+        self, pending: Sequence[asyncio.Task[Any]], finished: IterationFinished, group: asyncio.TaskGroup
+    ) -> None:
+        """End an iteration behind the one before, once its weights are on disk: no file tells of others."""
+        await asyncio.wait(pending)
+        self._end(finished, group)
+
+    def _end(self, finished: IterationFinished, group: asyncio.TaskGroup) -> None:
+        number = self.state.iteration = finished.iteration
+        self._changed.set()
+        self._events.publish(finished)
+        if self._saver.is_due(number):  # only now do other files have all of the iteration
+            group.create_task(self._saver.finish(number), name=f"checkpoint {number}")
 
     async def _wait_for_served(self, number: int, ordinals: Sequence[int], times: PhaseTimes) -> None:
         """Wait until the trainer is no more than `max_staleness` steps ahead, and after the last iteration none.

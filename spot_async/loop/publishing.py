@@ -39,6 +39,7 @@ class Publication(NamedTuple):
 
     iteration: int
     snapshot: WeightSnapshot
+    written: asyncio.Task[float]  # done once they are on disk
 
 
 class WeightPublisher:
@@ -74,11 +75,11 @@ class WeightPublisher:
         self._is_complete = False
         self._offered = asyncio.Event()
 
-    def offer(self, iteration: int, snapshot: WeightSnapshot) -> None:
+    def offer(self, iteration: int, snapshot: WeightSnapshot, written: asyncio.Task[float]) -> None:
         """Publish these weights next, unless newer ones are offered before it comes to that."""
         if self._waiting and not self._is_due(self._waiting[-1].iteration):
             self._waiting.pop()
-        self._waiting.append(Publication(iteration, snapshot))
+        self._waiting.append(Publication(iteration, snapshot, written))
         self._offered.set()
 
     def complete(self) -> None:
@@ -99,8 +100,13 @@ class WeightPublisher:
         return self._waiting.popleft() if self._waiting else None
 
     async def _publish(self, publication: Publication) -> None:
-        iteration, snapshot = publication
+        iteration, snapshot, written = publication
         loop = asyncio.get_running_loop()
+        if not written.done():
+            phase = self._phases.begin(iteration, "write weights")
+            await asyncio.wait([written])  # if it failed, the run is about to end
+            self._phases.end(phase)
+        written.result()
         async with self._drained(iteration):
             phase = self._phases.begin(iteration, "update weights")
             deadline = loop.time() + self._timeout_s

@@ -151,16 +151,20 @@ def trainer_settings(
     resume = None
     if checkpoint is not None:
         resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)
+    training = training_under_staleness(config.training, config.max_staleness)
     return TrainerSettings(
         resume=resume,
         merged_every=merged_every(config),
         lineage=lineage,
-        training=training_under_staleness(config.training, config.max_staleness),
+        training=training,
         model_directory=str(Path(local_path(config.student.model)).resolve()),
         run_directory=str(directory.path),
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
         end_token_ids=plan.stop_token_ids,
+        # A strict run has no next step before the weights are served. Parts of weights are gathered by all ranks, whose
+        # collectives must not mix with those of a step.
+        publishes_beside=config.max_staleness > 0 and training.sharding == "none",
         shares_devices=sleeps_while_training(config.student),
     )

@@ -81,6 +81,9 @@ class RunTrainer:
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         return await self._process.train(iteration, batch)
 
+    async def published(self, step: int) -> float:
+        return await self._process.published(step)
+
     async def save(self, step: int, directory: str) -> None:
         await self._process.save(step, directory)
 

@@ -30,6 +30,7 @@ FULL = 0.75  # a limit holds requests back if more than this share of it is used
 IDLE = 0.15  # a few stragglers hold everybody up if less than this share of a batch is in flight
 # What publishing can be busy with: in words, and what helps most against it.
 PUBLISHES: dict[Phase, tuple[str, str]] = {
+    "write weights": ("writing the trainer's weights", "a faster disk (run.directory)"),
     "drain": (
         "draining requests under way",
         "a student server that loads weights beside them, or a lower sampling.max_response_tokens",

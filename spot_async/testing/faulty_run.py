@@ -158,6 +158,7 @@ class Drill:
             step_s=lambda: self._step_s * rng.uniform(0.5, 1.5),
             check=self.invariants.check_batch,
             line=self._line,
+            write_s=0.8 * self._step_s if max_staleness else None,
         )
 
         def servers(role: str, number: int) -> list[SimulatedServer]:

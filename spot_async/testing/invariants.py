@@ -155,7 +155,7 @@ class Invariants:
         served, trained = orchestrator.served.step, trainer.step
         inside = served <= trained <= served + self._max_staleness + 1
         require(inside, "I1", f"weights {trained} are trained and {served} served")
-        for step in range(served, trained + 1):
+        for step in range(served, trainer.written + 1):
             require(trainer.path(step).is_dir(), "I7", f"weights {step} are gone: {served} to {trained} may be needed")
 
     def check_batch(self, step: int, batch: Sequence[Supervision]) -> None:

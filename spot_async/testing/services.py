@@ -197,6 +197,9 @@ class SimulatedTrainer:
         snapshot = WeightSnapshot(directory=directory, version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})
 
+    async def published(self, step: int) -> float:
+        return 0.0
+
     async def save(self, step: int, directory: str) -> None:
         if step != len(self.batches):
             raise ValueError(f"step {step} is saved after {len(self.batches)} batches")

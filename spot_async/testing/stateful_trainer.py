@@ -76,16 +76,22 @@ class StatefulTrainer:
         step_s: Callable[[], float] = lambda: 1.0,
         check: Callable[[int, Sequence[Supervision]], None] = lambda step, batch: None,
         line: Line | None = None,
+        write_s: float | None = None,
     ) -> None:
         """`keep` is how many directories are kept, and `check` is told of each batch before it is trained on.
 
-        With a `line` it goes on behind its last weights.
+        With a `line` it goes on behind its last weights. Weights are written in `write_s` beside the next step, or at
+        once with None.
         """
         self._line = line or Line()
         self.faults: deque[TrainerFault] = deque()  # of its next steps
         self._directory = directory
         self._keep = keep
         self._saving = 0, directory
+        self._write_s = write_s
+        self._wrote = asyncio.Event()
+        self._disk_is_full = False
+        self.written = self.step  # the newest weights on disk
         self._step_s = step_s
         self._check = check
         try:
@@ -95,7 +101,7 @@ class StatefulTrainer:
         except OSError as error:
             raise self._cannot_publish(str(error.strerror)) from error
         if not self.path(self.step).exists():
-            self._publish(self.weights[-1])
+            self._publish(self.step)
 
     @property
     def weights(self) -> Sequence[str]:
@@ -120,16 +126,32 @@ class StatefulTrainer:
         self._check(iteration, batch)
         fault = self.faults.popleft() if self.faults else None
         await asyncio.sleep(self._step_s() * (SLOW_STEP if fault == "slow" else 1.0))
+        while self.written < self.step:
+            self._wrote.clear()
+            await self._wrote.wait()
         require(iteration == self.step, "I4", f"iteration {iteration} is trained twice")
         if fault == "killed":
             raise TrainerError("trainer was killed by SIGKILL")
-        if fault == "disk full":
+        self._disk_is_full = fault == "disk full"
+        if self._write_s is None and self._disk_is_full:
             raise self._cannot_publish("No space left on device")
         weights = weights_after(self.weights[-1], batch)
         self._line.batches.append(list(batch))
         self._line.weights.append(weights)
-        self._publish(weights)
+        if self._write_s is None:
+            self._publish(self.step)
         return TrainReport(snapshot=self.snapshot(self.step), metrics={"loss": 0.0} if batch else {})
+
+    async def published(self, step: int) -> float:
+        if self._write_s is None:
+            return 0.0
+        require(step == self.step == self.written + 1, "I7", f"weights {step} are asked for after {self.written}")
+        await asyncio.sleep(self._write_s)
+        if self._disk_is_full:
+            raise self._cannot_publish("No space left on device")
+        self._publish(step)
+        self._wrote.set()
+        return self._write_s
 
     async def save(self, step: int, directory: str) -> None:
         """Begin a checkpoint. Files are written in the order of `trainer/checkpoint.py`, which imports torch."""
@@ -147,19 +169,20 @@ class StatefulTrainer:
                 _write(directory / _rank_file(rank), self.weights[step])
         return SAVING_S * RANKS
 
-    def _publish(self, weights: str) -> None:
+    def _publish(self, step: int) -> None:
         try:
-            with complete_directory(self.path(self.step)) as partial:
-                (partial / FILE).write_text(weights)
+            with complete_directory(self.path(step)) as partial:
+                (partial / FILE).write_text(self.weights[step])
         except OSError as error:
             raise self._cannot_publish(str(error.strerror)) from error
+        self.written = step
         for old in sorted(self._directory.glob("step-*"))[: -self._keep]:
             delete_weights(old)
 
     def _cannot_publish(self, reason: str) -> TrainerError:
         return TrainerError(
-            f"cannot publish weights to {self.path(self.step + 1)}: {reason}; complete weights up to "
-            f"{self.path(self.step)} are untouched"
+            f"cannot publish weights to {self.path(self.written + 1)}: {reason}; complete weights up to "
+            f"{self.path(self.written)} are untouched"
         )
 
 

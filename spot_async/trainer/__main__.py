@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 
-from spot_async.base.processes.exits import exit_with_parent
+from spot_async.base.processes.exits import exit_at_once, exit_with_parent
 from spot_async.base.processes.memory import tune_malloc, without_gc
 from spot_async.base.processes.open_files import raise_open_file_limit
 
@@ -32,11 +33,17 @@ def run(settings: TrainerSettings, channel_directory: str) -> None:
     """Train until the process is ended. Tell the orchestrator of errors that all ranks agree on."""
     tune_malloc()
     raise_open_file_limit()
+    threading.excepthook = _end
     torch.set_num_threads(settings.training.threads)
     disable_progress_bar()  # the log is for what a person should read
     device = rank_device()
     with process_group(channel_directory, device, settings.training.sharding):
         _serve(settings, channel_directory, device)
+
+
+def _end(failed: threading.ExceptHookArgs) -> None:
+    """End this rank, whose thread failed: a GPU may fail while weights are written, as it may in training."""
+    exit_at_once(failed.exc_type, failed.exc_value or failed.exc_type(), failed.exc_traceback)
 
 
 def _serve(settings: TrainerSettings, channel_directory: str, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from spot_async.trainer.messages import (
     Batch,
     Failure,
     Order,
+    Published,
     Ready,
     Request,
     Save,
@@ -27,6 +28,7 @@ from spot_async.trainer.messages import (
     decode_order,
     decode_request,
     endpoint,
+    published_endpoint,
     saved_endpoint,
 )
 from spot_async.trainer.parallel import idle_group, rank_count, receive_bytes, send_bytes, wait_for_all
@@ -44,12 +46,13 @@ class BatchFeed:
     def __init__(self, channel_directory: str, rank: int, *, step: int = 0) -> None:
         """`step` is the first iteration that is due."""
         self._socket: zmq.Socket[bytes] | None = None
-        self._saved_socket: zmq.Socket[bytes] | None = None  # used by the thread that saves
+        # Used by the threads that publish and save.
+        self._published_socket: zmq.Socket[bytes] | None = None
+        self._saved_socket: zmq.Socket[bytes] | None = None
         if rank == 0:
-            self._socket = zmq.Context.instance().socket(zmq.PAIR)
-            self._socket.connect(endpoint(channel_directory))
-            self._saved_socket = zmq.Context.instance().socket(zmq.PAIR)
-            self._saved_socket.connect(saved_endpoint(channel_directory))
+            self._socket = _connected(endpoint(channel_directory))
+            self._published_socket = _connected(published_endpoint(channel_directory))
+            self._saved_socket = _connected(saved_endpoint(channel_directory))
         # Its own, since ranks wait here for as long as rollouts take. Training's collectives end a rank that hangs.
         self._group = idle_group()
         self._due = step
@@ -105,6 +108,11 @@ class BatchFeed:
         self._last = Trained(iteration, report)
         self._say(self._last)
 
+    def published(self, step: int, seconds: float, failure: str) -> None:
+        """Say that the weights of a step are on disk, or why not. The thread that wrote them calls it."""
+        if self._published_socket is not None:
+            self._published_socket.send(wire.encode(Published(step, seconds, failure)))
+
     def saved(self, step: int, seconds: float, failure: str) -> None:
         """Answer a request to save, from the thread that did it."""
         if self._saved_socket is not None:
@@ -123,3 +131,9 @@ class BatchFeed:
     def _say(self, answer: Answer) -> None:
         if self._socket is not None:
             self._socket.send(wire.encode(answer))
+
+
+def _connected(address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.connect(address)
+    return socket

@@ -22,12 +22,14 @@ from spot_async.trainer.messages import (
     Answer,
     Batch,
     Failure,
+    Published,
     Ready,
     Save,
     Saved,
     Trained,
     decode_answer,
     endpoint,
+    published_endpoint,
     saved_endpoint,
 )
 from spot_async.trainer.nodes.joined import JoinedNodes
@@ -57,12 +59,16 @@ class TrainerProcess:
         async with AsyncExitStack() as stack:
             channel_directory = str(stack.enter_context(private_directory("spot-trainer-")))
             context = stack.enter_context(zmq.asyncio.Context())
-            self._socket = stack.enter_context(context.socket(zmq.PAIR))
-            self._socket.linger = 0
-            self._socket.bind(endpoint(channel_directory))
-            self._saved_socket = stack.enter_context(context.socket(zmq.PAIR))
-            self._saved_socket.linger = 0
-            self._saved_socket.bind(saved_endpoint(channel_directory))
+
+            def bound(address: str) -> zmq.asyncio.Socket:
+                socket: zmq.asyncio.Socket = stack.enter_context(context.socket(zmq.PAIR))
+                socket.linger = 0
+                socket.bind(address)
+                return socket
+
+            self._socket = bound(endpoint(channel_directory))
+            self._published_socket = bound(published_endpoint(channel_directory))
+            self._saved_socket = bound(saved_endpoint(channel_directory))
             if self._nodes is not None:
                 await self._nodes.begin(self._settings.model_dump_json())
             self._child = await self._start(channel_directory)
@@ -84,13 +90,20 @@ class TrainerProcess:
             await self._nodes.watch(self._child.watch)
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
-        """Train on one batch; return once the new weights are published.
+        """Train on one batch. The new weights may not be on disk yet: `published` waits for them.
 
         Iterations count from 0. One that is sent again gets the same answer and is not trained again. Raises
         `TrainerError` when a rank stopped (non-finite loss, full disk, killed) or took too long.
         """
         conversation = self._train(Batch(iteration, tuple(batch)))
         return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not trained")).report
+
+    async def published(self, step: int) -> float:
+        """Wait until the weights of a step are on disk; return the seconds that it took to write them.
+
+        Steps are asked for in order, each once. Raises `TrainerError` as `train` does.
+        """
+        return await self._while_it_lives(self._published(step), f"the weights of step {step} were not written")
 
     async def save(self, step: int, directory: str) -> None:
         """Begin to save the state after `step` steps, at which the trainer must be. It may be told to train at once."""
@@ -158,8 +171,15 @@ class TrainerProcess:
                 case (Trained(iteration=batch.iteration) | Failure()) as outcome:
                     return outcome
 
+    async def _published(self, step: int) -> float | Failure:
+        return await _outcome(self._published_socket, Published, step)
+
     async def _saved(self, step: int) -> float | Failure:
-        """Wait for the outcome of a save. Answers about others are dropped."""
-        while (answer := wire.decode(await self._saved_socket.recv(), Saved)).step != step:
-            pass
-        return Failure(answer.failure) if answer.failure else answer.seconds
+        return await _outcome(self._saved_socket, Saved, step)
+
+
+async def _outcome(socket: zmq.asyncio.Socket, kind: type[Published] | type[Saved], step: int) -> float | Failure:
+    """Wait for what became of a step. Answers about others are dropped."""
+    while (answer := wire.decode(await socket.recv(), kind)).step != step:
+        pass
+    return Failure(answer.failure) if answer.failure else answer.seconds

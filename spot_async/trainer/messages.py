@@ -1,13 +1,14 @@
 """The messages between the orchestrator and rank 0, and from rank 0 to the others.
 
-The former go through a Unix socket with one peer at each end, which loses nothing while both live. A second one is for
-`Saved` alone, which comes at any time, from another thread. A message is one msgpack frame (`base/wire.py`); nothing is
-pickled.
+The former go through a Unix socket with one peer at each end, which loses nothing while both live. `Published` and
+`Saved` have one each of their own, since they come at any time, from other threads. A message is one msgpack frame
+(`base/wire.py`); nothing is pickled.
 
     rank 0 -> orchestrator   Ready          once, when every rank has its model and is at its step
     orchestrator -> rank 0   Batch          train this
     rank 0 -> each rank      Share          train this part of the batch
-    rank 0 -> orchestrator   Trained        new weights are published
+    rank 0 -> orchestrator   Trained        the step is made
+    rank 0 -> orchestrator   Published      its weights are on disk, or could not be written; before or after `Trained`
     orchestrator -> rank 0   Save           begin to save a checkpoint of the state between two batches
     rank 0 -> orchestrator   Saved          it is on disk, or could not be saved
     rank 0 -> orchestrator   Failure        training has stopped; sent again for every later batch
@@ -70,6 +71,12 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
     report: TrainReport
 
 
+class Published(msgspec.Struct, frozen=True, tag="published"):
+    step: int
+    seconds: float
+    failure: str = ""
+
+
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     step: int
     seconds: float
@@ -106,6 +113,11 @@ def decode_answer(frame: bytes) -> Answer:
 def endpoint(channel_directory: str) -> str:
     """Return the socket's address, inside the private directory that both ends know."""
     return f"ipc://{channel_directory}/trainer.sock"
+
+
+def published_endpoint(channel_directory: str) -> str:
+    """Return the address of the socket for `Published`."""
+    return f"ipc://{channel_directory}/published.sock"
 
 
 def saved_endpoint(channel_directory: str) -> str:

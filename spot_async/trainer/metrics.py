@@ -40,7 +40,7 @@ METRICS: dict[str, str] = {
     "tokens": "response tokens trained in the iteration",
     "updates": "optimiser steps",
     "train_s": "seconds from the batch's arrival to the last optimiser step",
-    "publish_s": "seconds to write the weights durably",
+    "publish_s": "seconds for which writing weights durably held up training",
     "checkpoint_s": "seconds for which a checkpoint held up training, in the iteration that follows it",
     "tokens_per_s": "tokens / train_s",
 }

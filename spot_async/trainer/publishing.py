@@ -1,6 +1,7 @@
 """Writes new weights to disk, as a Hugging Face directory that has its name only once it is complete.
 
-With LoRA a directory may have the adapter alone, which is all that its servers read.
+With LoRA a directory may have the adapter alone, which is all that its servers read. Weights may be written in a
+thread, while the next step computes its gradients.
 
 Which weights belong to a resumable state is not decided here.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,8 @@ from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
 from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, flush_to_disk, has_weights
 from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
+from spot_async.trainer.parallel import idle_group, wait_for_all
+from spot_async.trainer.saving import Done
 from spot_async.trainer.streaming import WeightStream
 
 # Files to copy from the initial student: tokenizer, chat template and generation settings.
@@ -51,6 +56,11 @@ class WeightPublisher:
         self._keep = keep
         self._lora = lora
         self._writes = writes
+        # Ranks that do not write wait here: a disk may take longer than a rank may wait while training.
+        self._group = idle_group()
+        self._is_writing = False  # beside training, on this rank or another
+        self._thread: threading.Thread | None = None
+        self._failure: TrainerError | None = None  # of the thread
         directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
 
@@ -72,11 +82,51 @@ class WeightPublisher:
         elif self._writes:
             self._publish(model, adapters, None, step)
 
+    def begin(self, model: PreTrainedModel, step: int, *, is_whole: bool, done: Done) -> None:
+        """Begin to publish in a thread. All ranks must call it, and each holds the whole student.
+
+        `model` must not change until `wait` returns. The rank that writes calls `done` in its thread. Raises
+        `TrainerError` as `wait` does.
+        """
+        self.wait()
+        self._is_writing = True
+        if not self._writes:
+            return
+
+        def publish() -> None:
+            started = time.perf_counter()
+            try:
+                self.publish(model, step, is_whole=is_whole)
+            except TrainerError as error:
+                self._failure = error
+            done(time.perf_counter() - started, str(self._failure or ""))
+
+        self._thread = threading.Thread(target=publish, name="publishing", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> float:
+        """Wait until what `begin` began is published; return for how many seconds. All ranks must call it.
+
+        Raises `TrainerError` if it could not be, on the rank that writes. Others then wait until their process ends.
+        """
+        if not self._is_writing:
+            return 0.0
+        started = time.perf_counter()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            raise self._failure
+        wait_for_all(self._group)
+        self._is_writing = False
+        return time.perf_counter() - started
+
     def complete(self, model: PreTrainedModel, step: int) -> None:
         """Write the whole weights of a published `step` beside its adapter, if they are not there.
 
         `model` still has the weights of that step. All ranks must call it. Raises `TrainerError`.
         """
+        self.wait()
         with WeightStream(model, whole_adapters(model), self._student_directory, self._dtype) as weights:
             if self._writes and not has_weights(self.path(step)):
                 with self._describing_errors(self.path(step)):

@@ -71,7 +71,8 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
         while True:
             match feed.next(trainer.divide):
                 case Share() as share:
-                    feed.trained(share.iteration, trainer.train_share(share))
+                    published = partial(feed.published, share.iteration + 1)
+                    feed.trained(share.iteration, trainer.train_share(share, published))
                 case Save(step, directory):
                     trainer.begin_to_save(Path(directory), partial(feed.saved, step))
     except TrainerError as error:
@@ -131,7 +132,8 @@ class StudentTrainer:
             writes=strategy.rank == 0,
         )
         self._saver = CheckpointSaver(strategy, device, is_offloaded=self._training.offload != "none")
-        self._checkpoint_s = 0.0  # for which checkpoints held up training since the last report
+        # For which checkpoints, and the writing of weights, held up training since the last report.
+        self._checkpoint_s = self._publish_s = 0.0
         self.step = 0
         if settings.resume is not None:
             self.step = settings.resume.step
@@ -139,7 +141,7 @@ class StudentTrainer:
 
     def train(self, batch: Batch) -> TrainReport:
         """Train one iteration on a batch that every rank has. See `train_share`."""
-        return self.train_share(self.divide(batch)[self._strategy.rank])
+        return self.train_share(self.divide(batch)[self._strategy.rank], published=lambda seconds, reason: None)
 
     def divide(self, batch: Batch) -> list[Share]:
         """Return each rank's share of a batch. Raises `TrainerError` for a sample that cannot be trained."""
@@ -156,10 +158,11 @@ class StudentTrainer:
         ]
         return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(self._strategy.ranks)]
 
-    def train_share(self, share: Share) -> TrainReport:
+    def train_share(self, share: Share, published: Done) -> TrainReport:
         """Train one iteration, with the other ranks: every mini-batch once, then publish.
 
-        Iteration i makes the weights of step i + 1.
+        Iteration i makes the weights of step i + 1. `published` is called once they are written, which may be later and
+        in another thread (`TrainerSettings.publishes_beside`).
 
         A batch without samples makes no update, and the weights are published as they are.
         """
@@ -177,12 +180,12 @@ class StudentTrainer:
             norms.append(self._update(update, batches, tally, where, has_moved=number > 1))
         self._strategy.sum(tally.sums)
         self._strategy.max(tally.maxima)
-        metrics = tally.report(grad_norms=norms, learning_rate=rate, train_s=time.perf_counter() - started)
-        started = time.perf_counter()
-        snapshot = self._publish(iteration + 1, is_whole=self._settings.publishes_whole(iteration + 1))
+        train_s = time.perf_counter() - started - self._publish_s
+        metrics = tally.report(grad_norms=norms, learning_rate=rate, train_s=train_s)
+        snapshot = self._publish(iteration + 1, published)
         if self._settings.shares_devices and self._device.type == "cuda":
             torch.cuda.empty_cache()  # the student's server needs the memory that torch would keep
-        metrics["publish_s"] = time.perf_counter() - started
+        metrics["publish_s"], self._publish_s = self._publish_s, 0.0
         if self._checkpoint_s:
             metrics["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
         self.step = iteration + 1
@@ -232,6 +235,7 @@ class StudentTrainer:
         if self._strategy.max(torch.tensor(float(not finite), device=self._device)) > 0:
             raise TrainerError(f"{where}: {self._culprits(update)}; the optimiser was not stepped")
         self._checkpoint_s += self._saver.wait_before_step()
+        self._publish_s += self._publisher.wait()
         self._optimizer.step()
         return norm
 
@@ -368,10 +372,18 @@ class StudentTrainer:
         # Rank 0 decides, because others may see its new directory before they look.
         is_gone = self._strategy.rank == 0 and not self._publisher.path(self.step).exists()
         if self._strategy.max(torch.tensor(float(is_gone), device=self._device)) > 0:
-            self._publish(self.step, is_whole=True)
+            self._publisher.publish(self.model, self.step)
 
-    def _publish(self, step: int, *, is_whole: bool) -> WeightSnapshot:
-        self._publisher.publish(self.model, step, is_whole=is_whole)
+    def _publish(self, step: int, published: Done) -> WeightSnapshot:
+        """Publish the weights of a step, or begin to."""
+        started = time.perf_counter()
+        is_whole = self._settings.publishes_whole(step)
+        if self._settings.publishes_beside:
+            self._publisher.begin(self.model, step, is_whole=is_whole, done=published)
+        else:
+            self._publisher.publish(self.model, step, is_whole=is_whole)
+            published(time.perf_counter() - started, "")
+        self._publish_s += time.perf_counter() - started
         return WeightSnapshot(
             directory=str(self._publisher.path(step)), version=WeightVersion(self._settings.lineage, step)
         )

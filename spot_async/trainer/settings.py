@@ -29,6 +29,10 @@ class TrainerSettings(Section):
     seed: int = Field(ge=0, description="the run's seed: mini-batch orders derive from it")
     iterations: PositiveInt = Field(description="iterations of the whole run; the learning rate is 0 after the last")
 
+    publishes_beside: bool = Field(
+        False,
+        description="weights are written while the next step computes its gradients. Needs ranks with a whole student",
+    )
     shares_devices: bool = Field(
         False, description="the student's server is on the same devices, and needs their memory"
     )

@@ -21,6 +21,7 @@ from spot_async.watchdog.stacks import TaskView
 SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}
 OF_TRAINER: dict[Phase | None, str] = {
     "train": "the trainer has not answered",
+    "write weights": "the trainer has not written the weights",
     "update weights": "the student's servers have not confirmed the weights",
 }
 PUMP_NAMES: dict[Pump, str] = {"train": "the trainer", "publish": "publishing"}
@@ -62,8 +63,8 @@ def _culprit_of_pump(look: RunLook) -> str:
     pump = look.pumps[0]
     trains = {stage: requests for stage, requests in look.open.items() if stage in STAGE_SERVERS}
     match pump.phase:
-        case "train" | "update weights" as phase:
-            weights = f" of iteration {pump.iteration}" if phase == "update weights" else ""
+        case "train" | "write weights" | "update weights" as phase:
+            weights = f" of iteration {pump.iteration}" if phase != "train" else ""
             return f"{OF_TRAINER[phase]}{weights} for {pump.silence_s:,.0f} s"
         case "drain":
             waits = f"the weights of iteration {pump.iteration} wait for requests under way at the student"

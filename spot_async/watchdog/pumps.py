@@ -57,8 +57,9 @@ def _waits_for_other(pump: Pump, phases: Mapping[Pump, tuple[Phase, int]]) -> bo
     training, publishing = phases["train"][0], phases["publish"][0]
     if pump == "publish":
         return publishing == "wait for weights"
-    # No request of the student is answered while its servers are drained or load weights.
-    held_up = training == "wait for batch" and publishing in ("drain", "update weights")
+    # No request of the student is answered while its servers are drained or load weights, and perhaps no prompt is
+    # admitted before new ones are written.
+    held_up = training == "wait for batch" and publishing in ("write weights", "drain", "update weights")
     return held_up or training in ("update weights", "evaluate")
 
 

@@ -45,7 +45,7 @@ class SilenceLimits:
                 return self.start_s
             case "wait for batch" | "wait for weights" | "drain":
                 return self.supervision_s
-            case "train":
+            case "train" | "write weights":
                 return self.training_s
             case "update weights":
                 return self.weight_update_s

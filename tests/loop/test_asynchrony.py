@@ -11,12 +11,12 @@ import pytest
 from spot_async.base.tasks import leaves
 from spot_async.errors import DeadlineExceededError
 from spot_async.loop.admission import PromptState
-from spot_async.loop.events import Evaluated, PhaseEnded, WeightsServed
+from spot_async.loop.events import Evaluated, IterationFinished, PhaseEnded, WeightsServed
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.testing.replies import capabilities
 from spot_async.testing.services import VOCAB_SIZE, Latency, SimulatedStudent, SimulatedTrainer
-from spot_async.testing.simulation import make_policy, make_run, same_limits
+from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.trainer.feed_check import sampled_spans
 
@@ -31,6 +31,7 @@ class Watching:
     max_staleness: int
     served: list[int] = field(default_factory=list)
     evaluated: list[tuple[int, int]] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
     drains: int = 0
     ahead: int = 0
 
@@ -42,6 +43,9 @@ class Watching:
         match event:
             case WeightsServed():
                 self.served.append(event.version.step)
+            case IterationFinished(iteration=iteration):
+                self.finished.append(iteration)
+                assert iteration in getattr(self.run.trainer, "written", [iteration]), "its weights are not on disk"
             case Evaluated():
                 self.evaluated.append((event.iteration, event.result))
             case PhaseEnded(pump="publish", name="drain"):
@@ -195,3 +199,63 @@ def test_a_prompt_may_live_through_an_update_and_says_so_token_by_token():
     mixed = [each for each in run.trained if len(sampled_spans(each)) > 1]
     assert mixed
     assert all(each.version == sampled_spans(each)[0].version for each in mixed)
+
+
+@dataclass
+class WritingTrainer(SimulatedTrainer):
+    """It writes weights beside its next step, whose gradients take `step_s` of it."""
+
+    write_s: float = 0.8
+    written: list[int] = field(default_factory=list)
+    _is_written: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def train(self, iteration, batch):
+        await asyncio.sleep(self.step_s)
+        while len(self.written) < len(self.batches):
+            self._is_written.clear()
+            await self._is_written.wait()
+        self.step_s, step_s = 0.0, self.step_s
+        try:
+            return await super().train(iteration, batch)
+        finally:
+            self.step_s = step_s
+
+    async def published(self, step):
+        await asyncio.sleep(self.write_s)
+        self.written.append(step)
+        self._is_written.set()
+        return self.write_s
+
+
+def test_weights_are_written_beside_the_next_step_and_the_last_ones_are_served_in_the_end():
+    # Sampling and updates take next to nothing, so an iteration takes what the trainer takes.
+    def trained(max_staleness):
+        student = SimulatedStudent(latency=Latency(base_s=0.001, per_token_s=0.0))
+        return watched(max_staleness, student=student, trainer=WritingTrainer(), capacity_prompts=64)
+
+    beside, watching = trained(1)
+    assert watching.served[-1] == ITERATIONS
+    assert beside.trainer.written == watching.finished == list(range(1, ITERATIONS + 1))
+    waited = sum(each.times_s.train for each in beside.journal.results)
+    assert waited == pytest.approx(ITERATIONS * 1.0), "what writes weights holds up no step"
+    strict, watching = trained(0)
+    assert watching.served[-1] == ITERATIONS
+    assert seconds(strict) - seconds(beside) == pytest.approx((ITERATIONS - 1) * 0.8, rel=0.2)
+
+
+@pytest.mark.parametrize("stop_s", [1.1, 2.5, 4.05])
+def test_a_run_that_runs_out_of_prompts_or_is_stopped_has_its_last_weights_written(stop_s):
+    run, _ = watched(2, trainer=WritingTrainer(write_s=5.0), prompts=simulated_prompts(3 * 16 + 4))
+    assert run.trainer.written == [1, 2, 3]
+    assert run.orchestrator.served.step == 3
+
+    trainer = WritingTrainer(write_s=0.9)
+    run = make_run(make_policy(OpdPolicy), trainer=trainer, iterations=ITERATIONS, max_staleness=2)
+
+    async def stopped():
+        asyncio.get_running_loop().call_later(stop_s, run.orchestrator.stop)
+        await run.orchestrator.run()
+
+    run_on_virtual_time(asyncio.wait_for(stopped(), 10_000.0))
+    assert 0 < len(trainer.batches) < ITERATIONS
+    assert trainer.written == list(range(1, len(trainer.batches) + 1))

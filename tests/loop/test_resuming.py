@@ -56,6 +56,9 @@ class HashingTrainer:
         snapshot = WeightSnapshot(directory=f"step-{iteration + 1}", version=WeightVersion(self.lineage, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={})
 
+    async def published(self, step):
+        return 0.0
+
     async def save(self, step, directory):
         self.to_save = Path(directory), self.weights
 

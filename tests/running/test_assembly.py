@@ -19,7 +19,11 @@ def test_the_trainer_is_given_what_staleness_asks_of_it(tmp_path: Path) -> None:
         policy=SimpleNamespace(needs=PolicyNeeds()), schedule=SimpleNamespace(iterations=3), stop_token_ids=()
     )
     directory: Any = SimpleNamespace(path=tmp_path)
-    strict = trainer_settings(config, plan, directory).training
-    assert strict == config.training.model_copy(update={"behavior": "served"})
-    stale = trainer_settings(config.model_copy(update={"max_staleness": 1}), plan, directory).training
-    assert (stale.behavior, stale.importance_cap) == ("recomputed", 2.0)
+    strict = trainer_settings(config, plan, directory)
+    assert strict.training == config.training.model_copy(update={"behavior": "served"})
+    assert not strict.publishes_beside
+    stale = trainer_settings(config.model_copy(update={"max_staleness": 1}), plan, directory)
+    assert (stale.training.behavior, stale.training.importance_cap) == ("recomputed", 2.0)
+    assert stale.publishes_beside
+    sharded = load_config(ROOT / "configs" / "quickstart.yaml", ["training.sharding=fsdp2", "max_staleness=1"])
+    assert not trainer_settings(sharded, plan, directory).publishes_beside

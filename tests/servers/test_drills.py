@@ -72,6 +72,9 @@ class Publisher:
         snapshot = WeightSnapshot(directory=str(self.weights(iteration + 1)), version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={})
 
+    async def published(self, step: int) -> float:
+        return 0.0
+
     def on(self, event: Event) -> None:
         match event:
             case PromptEnded(error=RequestError() as error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -70,6 +71,10 @@ class Trainer(SimulatedTrainer):
     async def train(self, iteration, batch):
         report = await super().train(iteration, batch)
         return msgspec.structs.replace(report, metrics=dict.fromkeys(METRICS, 1.0))
+
+    async def published(self, step):
+        await asyncio.sleep(0.1)
+        return 0.1
 
 
 async def evaluate(iteration):

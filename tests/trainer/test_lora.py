@@ -127,7 +127,7 @@ def test_an_adapter_that_is_not_finite_is_not_published(
     with torch.no_grad():
         next(iter(trained(trainer).values())).fill_(math.nan)
     with pytest.raises(TrainerError, match="not finite"):
-        trainer._publish(2, is_whole=True)
+        trainer._publisher.publish(trainer.model, 2)
     assert list(first.parent.iterdir()) == [first]
 
 

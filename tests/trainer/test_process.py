@@ -276,16 +276,42 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
 
 
 @needs_proc
-async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
+async def test_weights_written_beside_the_next_step_are_those_written_before_it(
     student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
 ) -> None:
-    async with TrainerProcess(trainer_settings(student, tmp_path, **SHORT)) as trainer:
+    files = []
+    for is_beside in (False, True):
+        settings = trainer_settings(
+            student, tmp_path / str(is_beside), publishes_beside=is_beside, ranks=2, keep_weights=4, **SHORT
+        )
+        async with TrainerProcess(settings) as trainer:
+            reports = [await trainer.train(iteration, unequal_batch(iteration)) for iteration in range(3)]
+            assert await trainer.published(3) > 0  # without having asked for the others
+        files.append([(Path(each.snapshot.directory) / "model.safetensors").read_bytes() for each in reports])
+    assert files[0] == files[1]
+
+
+@needs_proc
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
+    student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch, is_beside: bool
+) -> None:
+    async with TrainerProcess(trainer_settings(student, tmp_path, publishes_beside=is_beside, **SHORT)) as trainer:
         report = await trainer.train(0, unequal_batch(0))
+        await trainer.published(1)
         limit = 16_000  # bytes a file may have from now on: configuration fits, weights do not
         resource.prlimit(pid_of_rank(0), resource.RLIMIT_FSIZE, (limit, limit))
-        with pytest.raises(TrainerError) as caught:
+
+        async def step() -> None:
             await trainer.train(1, unequal_batch(1))
+            await trainer.published(2)
+
+        with pytest.raises(TrainerError) as caught:
+            await step()
+        with pytest.raises(TrainerError) as again:
+            await trainer.train(2, unequal_batch(2))
     message = str(caught.value)
+    assert str(again.value) == message
     assert message.startswith(f"cannot publish weights to {tmp_path / 'weights' / 'step-000002'}: ")
     assert "File too large" in message
     assert f"complete weights up to {report.snapshot.directory} are untouched" in message

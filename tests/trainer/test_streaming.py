@@ -23,6 +23,11 @@ MakeTrainer = Callable[..., StudentTrainer]
 FILE_SIZE = 20_000  # bytes: the student takes several files
 
 
+def published(trainer: StudentTrainer, step: int) -> Path:
+    trainer._publisher.publish(trainer.model, step)
+    return trainer._publisher.path(step)
+
+
 @pytest.mark.parametrize("size", [FILE_SIZE, 1 << 30], ids=["several files", "one file"])
 @pytest.mark.parametrize(
     ("tied", "training"),
@@ -40,21 +45,21 @@ def test_files_are_byte_for_byte_those_of_save_pretrained(
 ) -> None:
     monkeypatch.setattr(streaming, "MAX_FILE_SIZE", size)
     directory = random_model(tie_word_embeddings=tied)
-    snapshot = make_trainer(directory, tmp_path / "run", **training)._publish(1, is_whole=True)
+    directory_of_weights = published(make_trainer(directory, tmp_path / "run", **training), 1)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, training.get("dtype", "float32")))
     model.save_pretrained(tmp_path / "expected", max_shard_size=size)
     expected = {each.name: each.read_bytes() for each in (tmp_path / "expected").iterdir()}
     assert (len(expected) > 3) == (size == FILE_SIZE)
     for name, content in expected.items():
-        assert (Path(snapshot.directory) / name).read_bytes() == content, name
+        assert (directory_of_weights / name).read_bytes() == content, name
 
 
 def test_a_model_that_transformers_converts_is_published_as_it_was(
     random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     directory = random_architecture("mixtral")
-    published = Path(make_trainer(directory, tmp_path)._publish(1, is_whole=True).directory)
-    found, expected = (load_file(each / "model.safetensors") for each in (published, directory))
+    weights = published(make_trainer(directory, tmp_path), 1)
+    found, expected = (load_file(each / "model.safetensors") for each in (weights, directory))
     assert all(torch.equal(found.pop(name), each) for name, each in expected.items())
     assert not found
 
@@ -78,10 +83,9 @@ def test_a_whole_weight_is_gone_before_the_next_is_gathered_and_a_failed_rank_ga
 
     monkeypatch.setattr(streaming, "whole", whole)
     trainer = make_trainer(student, tmp_path, sharding="fsdp2", **training)
-    snapshot = trainer._publish(1, is_whole=True)
-    weights = len(load_file(Path(snapshot.directory) / "model.safetensors"))
+    weights = len(load_file(published(trainer, 1) / "model.safetensors"))
     assert gathered == weights
     monkeypatch.setattr(WeightStream, "_write_file", is_full)
     with pytest.raises(TrainerError, match=r"No space left on device; complete weights up to .*step-000001"):
-        trainer._publish(2, is_whole=True)
+        published(trainer, 2)
     assert gathered == 2 * weights, "the other ranks gather all, and wait for this one"

@@ -268,6 +268,7 @@ def test_pumps_that_wait_for_each_other_for_long_are_left_alone(tmp_path, max_st
         ("train", "update weights", (900.0, 10.0), "train", True),
         ("train", "wait for weights", (10.0, 5000.0), "train", False),  # publishing has nothing to do
         ("wait for batch", "drain", (5000.0, 900.0), "publish", True),  # which holds all requests up
+        ("wait for batch", "write weights", (5000.0, 10.0), "publish", False),
         ("wait for batch", "drain", (5000.0, 10.0), "publish", False),
         ("update weights", "evaluate", (5000.0, 10.0), "publish", False),
         ("update weights", "wait for weights", (5000.0, 900.0), "publish", True),  # a bug, since each waits

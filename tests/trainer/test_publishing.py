@@ -1,0 +1,108 @@
+"""Weights that are written in a thread, while the next step computes its gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from spot_async.errors import TrainerError
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.rank import StudentTrainer
+from spot_async.types import Supervision
+
+LONGEST_S = 20.0
+
+
+@pytest.fixture
+def batch(supervision: Callable[..., Supervision]) -> Callable[[int], Batch]:
+    return lambda iteration: Batch(iteration, tuple(supervision(8 * iteration + i, 5 + i) for i in range(8)))
+
+
+def test_the_next_step_waits_for_the_weights_only_when_it_has_its_gradients(
+    make_trainer: Callable[..., StudentTrainer],
+    student: Path,
+    tmp_path: Path,
+    batch: Callable[[int], Batch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = make_trainer(student, tmp_path, publishes_beside=True)
+    happened: list[str] = []
+    may_write = threading.Event()
+    publish, step, clip = trainer._publisher.publish, trainer._optimizer.step, trainer._strategy.clip_grad_norm
+
+    def slow_publish(*given: object, **choices: object) -> None:
+        assert may_write.wait(LONGEST_S), "training waits for weights before it has gradients"
+        publish(*given, **choices)  # type: ignore[arg-type]
+        happened.append("written")
+
+    def clipped(*given: object) -> float:
+        happened.append("gradients")
+        if happened.count("gradients") == 2:
+            may_write.set()
+        return clip(*given)  # type: ignore[arg-type]
+
+    def stepped() -> None:
+        happened.append("step")
+        step()
+
+    monkeypatch.setattr(trainer._publisher, "publish", slow_publish)
+    monkeypatch.setattr(trainer._strategy, "clip_grad_norm", clipped)
+    monkeypatch.setattr(trainer._optimizer, "step", stepped)
+    trainer.train(batch(0))
+    report = trainer.train(batch(1))
+    assert happened == ["gradients", "step", "gradients", "written", "step"]
+    assert report.metrics["train_s"] + report.metrics["publish_s"] < LONGEST_S
+    trainer._publisher.wait()
+    assert happened[-1] == "written"
+
+
+def test_a_checkpoint_adds_the_whole_student_only_after_its_adapter_is_written(
+    make_trainer: Callable[..., StudentTrainer],
+    student: Path,
+    tmp_path: Path,
+    batch: Callable[[int], Batch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = make_trainer(student, tmp_path, publishes_beside=True, merged_every=0, lora={"rank": 2, "alpha": 4})
+    publish = trainer._publisher.publish
+    may_write = threading.Event()
+
+    def slow_publish(*given: object, **choices: object) -> None:
+        assert may_write.wait(LONGEST_S)
+        publish(*given, **choices)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer._publisher, "publish", slow_publish)
+    snapshot = trainer.train(batch(0)).snapshot
+    said: list[str] = []
+    threading.Timer(0.5, may_write.set).start()
+    trainer.begin_to_save(tmp_path / "checkpoint", lambda seconds, reason: said.append(reason))
+    trainer._saver.wait()
+    assert said == [""]
+    AutoModelForCausalLM.from_pretrained(snapshot.directory)
+    peft = pytest.importorskip("peft")
+    peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(student), f"{snapshot.directory}/adapter")
+
+
+def test_a_failed_write_stops_the_next_step(
+    make_trainer: Callable[..., StudentTrainer],
+    student: Path,
+    tmp_path: Path,
+    batch: Callable[[int], Batch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*given: object, **choices: object) -> None:
+        raise TrainerError("cannot publish weights: No space left on device")
+
+    trainer = make_trainer(student, tmp_path, publishes_beside=True)
+    monkeypatch.setattr(trainer._publisher, "publish", full)
+    monkeypatch.setattr(trainer._optimizer, "step", steps := Mock(wraps=trainer._optimizer.step))
+    trainer.train(batch(0))
+    assert steps.call_count == 1
+    with pytest.raises(TrainerError, match="No space left"):
+        trainer.train(batch(1))
+    assert steps.call_count == 1
