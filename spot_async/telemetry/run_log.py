@@ -23,7 +23,7 @@ from spot_async.base.events import Event
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, WeightsServed, WeightsWritten
+from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, WeightsServed
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
@@ -59,7 +59,6 @@ class RunLog:
         """
         self._publishing = None if is_strict else PumpClock("publish")
         self._served_step = 0
-        self._written = self._finished = 0  # the newest iterations whose weights are on disk, and that have ended
         self._spending = spending
         self._loop_lag = loop_lag
         if loop_lag is not None:
@@ -80,9 +79,6 @@ class RunLog:
         if self._publishing is not None:
             self._publishing.on(event)
         match event:
-            case WeightsWritten():
-                self._written = event.iteration
-                self._advance_student()
             case WeightsServed():
                 self._served_step = event.version.step
             case Evaluated():
@@ -110,12 +106,7 @@ class RunLog:
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
         for sink in self._sinks:
             sink.write(result.iteration, metrics)
-        self._finished = result.iteration
-        self._advance_student()
-
-    def _advance_student(self) -> None:
-        """Let the run's student be that of the newest iteration which has ended and whose weights are on disk."""
-        self._directory.weights.advance_student_to(self._directory.weights.after(min(self._written, self._finished)))
+        self._directory.weights.advance_student_to(Path(result.report.snapshot.directory))
 
     def _write_dead_letter(self, prompt: Prompt, error: RequestError) -> None:
         self._directory.append(FILE_NAME, [dead_letter(prompt, error)])

@@ -1,14 +1,15 @@
 """Several documents in one row: attention that stays inside each, and whether a model can be trained so.
 
 Positions begin anew in each document, and each attends to itself alone. There is no mask: queries, keys and values are
-split by document, and each part is plain causal attention. So nothing is computed between documents. GPUs would do the
-same, but it has never run on one.
+split by document, and each part is plain causal attention. So nothing is computed between documents. GPUs may do this
+in one call (`varlen.py`). Neither way has ever run on one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -33,10 +34,17 @@ class Documents:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
+        self._ends: Tensor | None = None
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Return where documents begin and end (N + 1,). Every layer asks for it."""
+        if self._ends is None:
+            self._ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        return self._ends
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a document's length is a plain number here, and each would be compiled anew
-def _attend_per_document(
+def attend_each(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -53,11 +61,7 @@ def _attend_per_document(
 
     Raises `ValueError` for all that plain causal attention would leave out, such as windows and soft caps.
     """
-    unknown = {name for name, each in others.items() if each is not None and each is not False} - _HARMLESS
-    if attention_mask is not None or is_causal is False or query.shape[2] != key.shape[2]:
-        unknown.add("attention_mask")
-    if unknown:
-        raise ValueError(f"its attention has {min(unknown)}")
+    refuse_others(query, key, attention_mask, is_causal, others)
     lengths = documents.lengths if documents else [query.shape[2]]
     parts = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
     attended = [sdpa_attention_forward(module, *part, None, dropout, scaling, is_causal=True)[0] for part in parts]
@@ -65,7 +69,18 @@ def _attend_per_document(
     return torch.cat(attended, dim=1) if documents else attended[0], None
 
 
-AttentionInterface.register(PER_DOCUMENT, _attend_per_document)
+AttentionInterface.register(PER_DOCUMENT, attend_each)
+
+
+def refuse_others(
+    query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool | None, others: Mapping[str, Any]
+) -> None:
+    """Raise `ValueError` for what plain causal attention would leave out. `others` are arguments that it has not."""
+    unknown = {name for name, each in others.items() if each is not None and each is not False} - _HARMLESS
+    if attention_mask is not None or is_causal is False or query.shape[2] != key.shape[2]:
+        unknown.add("attention_mask")
+    if unknown:
+        raise ValueError(f"its attention has {min(unknown)}")
 
 
 def packs(model: PreTrainedModel, directory: str, wanted: Literal["auto"] | bool, *, is_first_rank: bool) -> bool:

@@ -78,6 +78,8 @@ def rank_device() -> torch.device:
         raise ConfigError(f"training.ranks={wanted}{on} needs as many GPUs, but only {devices} are visible")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    # It plans attention anew for each length of a document: 1.3 s of an update (docs/performance.md).
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

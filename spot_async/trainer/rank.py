@@ -54,6 +54,7 @@ from spot_async.trainer.publishing import WeightPublisher
 from spot_async.trainer.saving import CheckpointSaver, Done
 from spot_async.trainer.schedule import learning_rate
 from spot_async.trainer.settings import TrainerSettings
+from spot_async.trainer.varlen import attend_documents_at_once
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3
@@ -111,6 +112,8 @@ class StudentTrainer:
             self._training.dtype,
             fill=partial(read_parameters, self.model, settings.model_directory),
         )
+        if is_packed and device.type == "cuda" and dtype == torch.bfloat16:
+            attend_documents_at_once(self.model, device)
         if self._training.compile:
             try_compiled(
                 self._response_logprobs,
