@@ -3,7 +3,8 @@
     PYTHONPATH=benchmarks python benchmarks/reproduction.py DIR --settings choice --rows SPOT "SPOT gamma 4" \
         --seeds 102 103 104 --keep --set policy.kind=choice_policy:ChoicePolicy
 
-docs/reproduction.md says what it is for.
+SPOT's score also selects positions that are no choice. The forecast's formula takes every choice for probed, so this
+says what is left of the difference between forecast and outcome when it is.
 """
 
 from __future__ import annotations
