@@ -54,9 +54,8 @@ def test_the_next_step_waits_for_the_weights_only_when_it_has_its_gradients(
     monkeypatch.setattr(trainer._strategy, "clip_grad_norm", clipped)
     monkeypatch.setattr(trainer._optimizer, "step", stepped)
     trainer.train(batch(0))
-    report = trainer.train(batch(1))
+    trainer.train(batch(1))
     assert happened == ["gradients", "step", "gradients", "written", "step"]
-    assert report.metrics["train_s"] + report.metrics["publish_s"] < LONGEST_S
     trainer._publisher.wait()
     assert happened[-1] == "written"
 
