@@ -276,22 +276,6 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
 
 
 @needs_proc
-async def test_weights_written_beside_the_next_step_are_those_written_before_it(
-    student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch
-) -> None:
-    files = []
-    for is_beside in (False, True):
-        settings = trainer_settings(
-            student, tmp_path / str(is_beside), publishes_beside=is_beside, ranks=2, keep_weights=4, **SHORT
-        )
-        async with TrainerProcess(settings) as trainer:
-            reports = [await trainer.train(iteration, unequal_batch(iteration)) for iteration in range(3)]
-            assert await trainer.published(3) > 0  # without having asked for the others
-        files.append([(Path(each.snapshot.directory) / "model.safetensors").read_bytes() for each in reports])
-    assert files[0] == files[1]
-
-
-@needs_proc
 @pytest.mark.parametrize("is_beside", [False, True])
 async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
     student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch, is_beside: bool

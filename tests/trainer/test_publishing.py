@@ -11,8 +11,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from spot_async.errors import TrainerError
+from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
+from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision
 
 LONGEST_S = 20.0
@@ -105,3 +107,21 @@ def test_a_failed_write_stops_the_next_step(
     with pytest.raises(TrainerError, match="No space left"):
         trainer.train(batch(1))
     assert steps.call_count == 1
+
+
+async def test_weights_written_beside_the_next_step_are_those_written_before_it(
+    student: Path,
+    tmp_path: Path,
+    trainer_settings: Callable[..., TrainerSettings],
+    batch: Callable[[int], Batch],
+) -> None:
+    files = []
+    for is_beside in (False, True):
+        settings = trainer_settings(
+            student, tmp_path / str(is_beside), publishes_beside=is_beside, ranks=2, keep_weights=4
+        )
+        async with TrainerProcess(settings) as trainer:
+            reports = [await trainer.train(iteration, batch(iteration).samples) for iteration in range(3)]
+            assert await trainer.published(3) > 0  # without having asked for the others
+        files.append([(Path(each.snapshot.directory) / "model.safetensors").read_bytes() for each in reports])
+    assert files[0] == files[1]
