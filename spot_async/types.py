@@ -303,6 +303,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     exact_entropy: bool  # False: scores carry bounds that follow from the served top-k
     candidate_logprobs: CandidateSupport
     weight_update: bool
+    weights_need: str = ""  # what it lacks to take new weights, for people
     # It loads weights while requests are in flight, and names the version of each token (`Generation.version_spans`).
     # The responses under way go on, with keys and values of the new weights from then on. False: the student's requests
     # must have ended before an update.

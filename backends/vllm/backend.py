@@ -162,6 +162,7 @@ class VllmBackend(RemoteBackend):
             exact_entropy=False,
             candidate_logprobs=self._candidate_support,
             weight_update=takes_weights,
+            weights_need=found.weights_need if self._is_student and not takes_weights else "",
             in_flight_updates=takes_weights,  # no server that names its weights does without
             weight_transport=self._settings.weights.transport if takes_weights else None,
             logprob_noise_nats=found.noise_nats,

@@ -38,10 +38,11 @@ def check_capabilities(
             raise ConfigError(
                 f"{role}.model: the vocabularies that student ({student.model}) and {role} ({other.model}) serve differ"
             )
+    lacking = f": it needs {student.weights_need}" if student.weights_need else ""
     missing = [
         (needs.candidate_logprobs and student.candidate_logprobs == "none",
          "student.backend does not serve log-probabilities of chosen candidates"),
-        (not student.weight_update, "student.backend takes no new weights"),
+        (not student.weight_update, f"student.backend takes no new weights{lacking}"),
         ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),
         *_context_too_small(config, found),

@@ -74,6 +74,7 @@ def combined(all_of: Sequence[Capabilities]) -> Capabilities:
         exact_entropy=every("exact_entropy"),
         candidate_logprobs=min((each.candidate_logprobs for each in all_of), key=support.index),
         weight_update=every("weight_update"),
+        weights_need=next((each.weights_need for each in all_of if each.weights_need), ""),
         in_flight_updates=every("in_flight_updates"),
         generation=every("generation"),
         token_id_prompts=every("token_id_prompts"),

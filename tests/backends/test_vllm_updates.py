@@ -152,5 +152,8 @@ async def test_a_server_that_takes_no_weights_is_told_what_it_lacks(connect: Con
                 snapshot = WeightSnapshot(directory=str(stand_in.model), version=V0)
                 with pytest.raises(ConfigError, match=need):
                     await backend.update_weights(snapshot, deadline=soon())
+                found = await backend.capabilities(deadline=soon())
+        assert not found.weight_update
+        assert re.search(need, found.weights_need)
         (warned,) = [log for log in logs if log["event"] == "takes no weights"]
         assert re.search(need, warned["needs"])

@@ -56,7 +56,12 @@ NEEDS = PolicyNeeds(teacher_top_k=16, teacher_top_k_key="score_top_k", exact_ent
         ),
         ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
         ("student", {"candidate_logprobs": "none"}, "student.backend does not serve log-probabilities of chosen"),
-        ("student", {"weight_update": False}, "student.backend takes no new weights"),
+        ("student", {"weight_update": False}, "student.backend takes no new weights$"),
+        (
+            "student",
+            {"weight_update": False, "weights_need": "VLLM_SERVER_DEV_MODE=1 in its environment"},
+            "student.backend takes no new weights: it needs VLLM_SERVER_DEV_MODE=1 in its environment$",
+        ),
         ("student", {"logprob_convention": "truncated"}, "untruncated"),
         ("teacher", {"logprob_convention": "truncated"}, "untruncated"),
         ("student", {"max_context_tokens": 200}, "student.backend serves a context of 200 tokens"),
