@@ -3,9 +3,10 @@
     python benchmarks/weight_updates.py runs/weight-updates --backend my-vllm.yaml
 
 The file is a `student.backend` section that starts vLLM, SGLang or our own engine. (vLLM on a CPU has no attention for
-the heads of 16 of the running sum's student: give other models by `--set`.) Each way is a strict run of OPD on
-the running sum. `published` is what an iteration writes, `written in` how long the trainer takes for it, and `live
-after` the time from then, when the directory has got its name, until the server answers with these weights.
+the heads of 16 of the running sum's student, and keeps an output layer that is tied to its embeddings: give other
+models by `--set`.) Each way is a strict run of OPD on the running sum. `published` is what an iteration writes,
+`written in` how long the trainer takes for it, and `live after` the time from then, when the directory has got its
+name, until the server answers with these weights.
 """
 
 from __future__ import annotations
