@@ -143,6 +143,9 @@ def random_architecture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         ),
         "mistral": lambda: transformers.MistralConfig(**sizes, max_position_embeddings=140, sliding_window=140),
         "mixtral": lambda: transformers.MixtralConfig(**sizes, **context, num_local_experts=4, sliding_window=None),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **sizes, **context, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
     }
     made: dict[tuple[str, int], Path] = {}
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from spot_async.base.seeds import derive_seed
 from spot_async.config import LoraConfig
-from spot_async.config.lora import TARGETS
-from spot_async.errors import DataError
+from spot_async.models.adapted import check_names, gets_adapter
 from spot_async.models.adapter_files import DOWN, PEFT_PREFIX, UP, WEIGHTS_FILE, Layers, write_config
 from spot_async.trainer.parallel import whole
 
@@ -46,18 +45,13 @@ class AdaptedLinear(nn.Module):
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, dtype: torch.dtype) -> None:
     """Freeze a model, hold its matrices in `dtype`, and put adapters into the layers that `lora.targets` names.
 
-    They are drawn from the run's seed, the same on every rank. Raises `DataError` if no layer has such a name.
+    They are drawn from the run's seed, the same on every rank. Raises `ConfigError` if no layer has one of the names.
     """
     model.requires_grad_(False)
     linear = {name: each for name, each in model.base_model.named_modules() if isinstance(each, nn.Linear)}
-    names = [name for name in linear if name.rpartition(".")[2] in TARGETS[lora.targets]]
-    if not names:
-        wanted = ", ".join(TARGETS[lora.targets])
-        there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-        raise DataError(
-            f"training.lora.targets={lora.targets}: {type(model).__name__} has no layer {wanted} (linear layers that "
-            f"it has: {there})"
-        )
+    names = [name for name in linear if gets_adapter(name, lora)]
+    adapted, there = ({name.rpartition(".")[2] for name in each} for each in (names, linear))
+    check_names(type(model).__name__, adapted, there, lora)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(dtype)

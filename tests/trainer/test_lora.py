@@ -22,11 +22,13 @@ from transformers import AutoModelForCausalLM
 
 from spot_async.base import wire
 from spot_async.config import LoraConfig, TrainingConfig
-from spot_async.errors import DataError, TrainerError
+from spot_async.errors import ConfigError, TrainerError
+from spot_async.models.adapted import check_lora
+from spot_async.models.adapter_files import layers_of
 from spot_async.models.weight_files import has_weights
 from spot_async.run_directory.room import bytes_of_first
 from spot_async.trainer.checkpoint import load_checkpoint
-from spot_async.trainer.lora import AdaptedLinear
+from spot_async.trainer.lora import AdaptedLinear, layer_shapes
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import ResumePoint
@@ -285,12 +287,28 @@ def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
 def test_a_student_without_the_layers_names_those_that_it_has(
     random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError) as failure:
-        make_trainer(random_architecture("mixtral"), tmp_path, lora={"targets": "mlp"})
-    assert str(failure.value) == (
-        "training.lora.targets=mlp: MixtralForCausalLM has no layer gate_proj, up_proj, down_proj "
-        "(linear layers that it has: k_proj, o_proj, q_proj, v_proj)"
-    )
+    for targets in ("mlp", "all"):
+        with pytest.raises(ConfigError) as failure:
+            make_trainer(random_architecture("mixtral"), tmp_path, lora={"targets": targets})
+        assert str(failure.value) == (
+            f"training.lora.targets={targets}: MixtralForCausalLM has no layer gate_proj, up_proj, down_proj that "
+            "takes an adapter (experts of mixtures take none); its linear layers: k_proj, o_proj, q_proj, v_proj"
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mistral", "mixtral", "qwen3_moe"])
+def test_files_and_trainer_agree_on_the_layers_that_get_an_adapter(
+    name: str, random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    directory = random_architecture(name)
+    targets = "attention" if name in ("mixtral", "qwen3_moe") else "all"
+    lora = LoraConfig.model_validate({**LORA, "targets": targets})
+    check_lora(directory, lora)
+    trainer = make_trainer(directory, tmp_path, lora=lora.model_dump())
+    assert layers_of(directory, lora) == layer_shapes(trainer.model)
+    if targets == "attention":
+        with pytest.raises(ConfigError, match=r"all: .* has no layer gate_proj, up_proj, down_proj that takes"):
+            check_lora(directory, LoraConfig.model_validate(LORA))
 
 
 RANKS = """
