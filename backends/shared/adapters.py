@@ -63,7 +63,7 @@ class Adapters:
 
     def __init__(self, server: AdapterServer, lora: LoraConfig, *, name: str, base: Path, directory: Path) -> None:
         self._server = server
-        self._lora = lora
+        self.lora = lora
         self._name = name
         self._base = base
         self._zeros = directory / f"zero-adapter-{name}"
@@ -126,7 +126,7 @@ class Adapters:
         is_base = Path(snapshot.directory) == self._base.absolute()
         directory = self._zeros if is_base else Path(snapshot.directory) / ADAPTER
         async with self._updating:
-            await asyncio.to_thread(check_adapter, directory, self._layers, self._lora, numbers=False)
+            await asyncio.to_thread(check_adapter, directory, self._layers, self.lora, numbers=False)
             await self._make_room(deadline)
             self._loads += 1
             adapter = Adapter(
@@ -176,4 +176,4 @@ class Adapters:
 
     def _write_zeros(self) -> None:
         self._zeros.mkdir(parents=True, exist_ok=True)
-        write_zero_adapter(self._zeros, self._base, self._lora)
+        write_zero_adapter(self._zeros, self._base, self.lora)

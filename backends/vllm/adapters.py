@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
+import structlog
 
+from spot_async.config import LoraConfig
+from spot_async.config.lora import TARGETS
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, ServerRestartedError
 from spot_async.types import WeightSnapshot
 
+from ..shared.adapters import LOADED_AT_ONCE
 from .client import NoSuchRouteError, VllmClient
-from .launch import ALLOW_ADAPTERS
+from .launch import ALLOW_ADAPTERS, KEPT_AT_ONCE
+from .weights import DEVELOPER_MODE
 
 SMALLER_RANK = "greater than max_lora_rank"
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
@@ -26,6 +32,58 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Flags(msgspec.Struct):
+    """vLLM's own settings of adapters."""
+
+    max_loras: int
+    max_cpu_loras: int | None = None  # None: as many
+    target_modules: list[str] | None = None  # None: all layers
+
+
+class _About(msgspec.Struct):
+    vllm_config: Any = None  # text before the format could be asked for
+
+
+# Layers that vLLM makes one of. Its list may name either.
+FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+
+
+async def check_flags(client: VllmClient, lora: LoraConfig, *, deadline: float) -> None:
+    """Raise ConfigError if a server of yours leaves out layers of the run's adapters, or holds too few at once.
+
+    vLLM loads such adapters with a 200 and leaves those layers as they are. Only in developer mode does it say what it
+    was started with.
+    """
+    server = client.server
+    try:
+        about = await server.get("/server_info?config_format=json", _About, deadline=deadline)
+    except NoSuchRouteError:
+        about = _About()
+    said = about.vllm_config.get("lora_config") if isinstance(about.vllm_config, dict) else None
+    if said is None:  # one that takes no adapters is refused when it is given the first
+        structlog.get_logger().warning(
+            "does not say which layers of an adapter it uses", server=server.name, needs=DEVELOPER_MODE
+        )
+        return
+    flags = msgspec.convert(said, _Flags)
+    used = flags.target_modules
+    left_out = [] if used is None else [each for each in TARGETS[lora.targets] if not {each, FUSED.get(each)} & {*used}]
+    if left_out:
+        raise ConfigError(
+            f"{server.section}: the server leaves the adapters of {', '.join(left_out)} out: add them to its "
+            "--lora-target-modules and restart it"
+        )
+    kept = flags.max_cpu_loras or flags.max_loras
+    if flags.max_loras < LOADED_AT_ONCE or kept < KEPT_AT_ONCE:
+        raise ConfigError(
+            f"{server.section}: the server uses {flags.max_loras} adapters at once and keeps {kept}: restart it with "
+            f"--max-loras {LOADED_AT_ONCE} --max-cpu-loras {KEPT_AT_ONCE}"
+        )
+
+
 class VllmAdapters:
     """An `AdapterServer`."""
 
@@ -35,7 +93,7 @@ class VllmAdapters:
     async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
         server, body = self._client.server, {"lora_name": name, "lora_path": adapter.directory}
         try:
-            await server.ask("/v1/load_lora_adapter", body, bytes, deadline=deadline)
+            await server.ask("/v1/load_lora_adapter", body, bytes, deadline=deadline, resend=False)
         except NoSuchRouteError:
             raise ConfigError(
                 f"{server.section}: the server takes no adapters: start it with --enable-lora, and with "

@@ -46,7 +46,7 @@ from ..shared.served_topk import bounded_scores, scored_positions
 from ..shared.student_settings import StudentServerSettings
 from . import health as vllm_health
 from . import sleeping as vllm_sleeping
-from .adapters import VllmAdapters, unknown_as_restarted
+from .adapters import VllmAdapters, check_flags, unknown_as_restarted
 from .candidates import Singles, chosen_at_once, chosen_singly, prefixes
 from .client import Sampled, VllmClient, check_temperature, read_error
 from .discovery import SAYINGS, ServerFacts, discover
@@ -116,6 +116,8 @@ class VllmBackend(RemoteBackend):
             if self.sleeps_while_training:
                 await vllm_sleeping.check_can_sleep(self._server, deadline=deadline)
             if self._adapters is not None:
+                if self._settings.is_attached:
+                    await check_flags(self._client, self._adapters.lora, deadline=deadline)
                 await self._adapters.start(deadline=deadline)
             elif self._is_student and not self._found.takes_weights:
                 structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spot_async.config import LoraConfig
 from spot_async.config.lora import TARGETS
+from spot_async.errors import ConfigError
 
 from ..shared.adapters import LOADED_AT_ONCE
 from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
@@ -14,6 +15,7 @@ from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
 PACKAGE = "vllm"
 SCALE_OUT_SINCE = (0, 30)  # from here on /inference/v1/generate needs a flag that older versions do not know
 ALLOW_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+KEPT_AT_ONCE = LOADED_AT_ONCE + 1  # in the host's memory: one is loaded before another is unloaded
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks that a server can be started for
 
 
@@ -66,10 +68,12 @@ def adapter_arguments(lora: LoraConfig) -> list[str]:
     Without the list of layers the output layer could have one too, and then two prompts that are scored at once end the
     engine (vLLM 0.32).
     """
-    rank = next((each for each in RANKS if each >= lora.rank), lora.rank)
+    rank = next((each for each in RANKS if each >= lora.rank), None)
+    if rank is None:
+        raise ConfigError(f"training.lora.rank={lora.rank}: vLLM takes adapters of rank {RANKS[-1]} or less")
     return [
         *("--enable-lora", "--max-lora-rank", str(rank)),
-        *("--max-loras", str(LOADED_AT_ONCE), "--max-cpu-loras", str(LOADED_AT_ONCE + 1)),
+        *("--max-loras", str(LOADED_AT_ONCE), "--max-cpu-loras", str(KEPT_AT_ONCE)),
         *("--lora-target-modules", *TARGETS[lora.targets]),
     ]
 

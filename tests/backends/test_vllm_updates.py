@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -18,6 +19,8 @@ from vllm_stand_in import (
     connecting,
 )
 
+from spot_async.backends.vllm.adapters import check_flags
+from spot_async.config import LoraConfig
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -157,3 +160,35 @@ async def test_a_server_that_takes_no_weights_is_told_what_it_lacks(connect: Con
         assert re.search(need, found.weights_need)
         (warned,) = [log for log in logs if log["event"] == "takes no weights"]
         assert re.search(need, warned["needs"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({"max_loras": 4, "max_cpu_loras": 5}, None),  # all layers
+        ({"max_loras": 8, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}, None),
+        (
+            {"max_loras": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+            "student.backend: the server leaves the adapters of gate_proj, up_proj, down_proj out: add them to its "
+            "--lora-target-modules",
+        ),
+        ({"max_loras": 1, "max_cpu_loras": 5}, "uses 1 adapters at once and keeps 5: restart it with --max-loras 4"),
+        ({"max_loras": 4}, "uses 4 adapters at once and keeps 4: .* --max-cpu-loras 5"),
+    ],
+)
+async def test_a_server_that_would_leave_adapters_out_is_refused(connect: Connect, flags: Any, refused: Any) -> None:
+    lora = LoraConfig()
+    async with connect() as (backend, stand_in):
+        stand_in.adapter_flags = flags
+        if refused is None:
+            await check_flags(backend._client, lora, deadline=soon())
+        else:
+            with pytest.raises(ConfigError, match=refused):
+                await check_flags(backend._client, lora, deadline=soon())
+
+
+async def test_a_server_that_does_not_say_which_layers_it_uses_is_warned_about(connect: Connect) -> None:
+    async with connect(developer_mode=False) as (backend, _):
+        with structlog.testing.capture_logs() as logs:
+            await check_flags(backend._client, LoraConfig(), deadline=soon())
+    assert [log["needs"] for log in logs] == ["VLLM_SERVER_DEV_MODE=1"]

@@ -109,3 +109,13 @@ async def test_a_server_without_adapters_is_refused(kind: str, request: pytest.F
     with pytest.raises(ConfigError, match="--enable-lora"):
         async with backend(kind, server, tmp_path):
             pass
+
+
+async def test_a_server_that_would_leave_layers_out_is_refused(
+    kind: str, start: StartServer, models: TinyModels, tmp_path: Path
+) -> None:
+    flags = ["--lora-backend", "torch_native"] if kind == "sglang" else []
+    with start(models.student, *flags, adapters=LORA.model_copy(update={"targets": "attention"})) as server:
+        student = backend(kind, server, tmp_path)
+        with pytest.raises(ConfigError, match="lora-target-modules"):
+            await student.__aenter__()

@@ -71,6 +71,7 @@ class StandIn:
         self.finish_reason = "length"
         self.calls: list[str] = []
         self.bodies: list[tuple[str, Any]] = []
+        self.adapter_flags: dict[str, Any] | None = None
         self.failing: dict[str, tuple[int, Any]] = {}  # the next answer
         self.broken: set[str] = set()  # every answer
         self.held = asyncio.Event()
@@ -91,6 +92,9 @@ class StandIn:
                 (200, {"weight_version": self.weights}) if self.names_weights and self.developer_mode else missing
             ),
             "/server_info": lambda: (200, {"vllm_config": f"model='m', device_config={self.device}, seed=0"}),
+            "/server_info?config_format=json": lambda: (
+                (200, {"vllm_config": {"lora_config": self.adapter_flags}}) if self.developer_mode else missing
+            ),
             "/update_weight_version": lambda: self.rename(body["new_version"]),
             "/reset_prefix_cache": lambda: (200, {"success": True}),
             "/is_paused": lambda: (200, {"is_paused": self.paused}) if self.answers_developers else missing,
