@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ S = TypeVar("S", bound=BaseModel)
 
 OF_KEY = "[key]"  # pydantic's mark for an error in a key rather than in its value
 FORMS = {"model_type": "a section", "dict_type": "a mapping", "list_type": "a list"}  # pydantic's words: YAML's words
+# Pydantic's names of the types of a plain value that may have one of several.
+CHOICE = re.compile(r"bool|int|float|str|constrained-\w+|literal\[.*\]")
 KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # a plain value here is short for `kind`, elsewhere for `path`
 
 
@@ -201,7 +204,7 @@ def parse_yaml(text: str, source: str) -> Any:
 def _describe(
     errors: ValidationError, schema: type[BaseModel], prefix: tuple[str, ...], explained: Collection[str] = ()
 ) -> Iterator[str]:
-    for error in errors.errors(include_url=False):
+    for error in _with_choices_joined(errors.errors(include_url=False)):
         location = (*prefix, *(str(part) for part in error["loc"] if part not in (ONE, SEVERAL, OF_KEY)))
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, PluginSettingsError):
@@ -213,6 +216,22 @@ def _describe(
             continue
         else:
             yield f"{'.'.join(location) or 'configuration'}: {_explain(error, schema)}"
+
+
+def _with_choices_joined(errors: Sequence[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """Make one error of those that name one by one the types that a value does not have, each at a key of its own."""
+
+    def chosen(error: ErrorDetails) -> tuple[int | str, ...] | None:
+        is_choice = error["loc"] and CHOICE.fullmatch(str(error["loc"][-1])) and error["type"] != "value_error"
+        return error["loc"][:-1] if is_choice else None
+
+    for location, same in itertools.groupby(errors, chosen):
+        if location is None:
+            yield from same
+        else:
+            choices = list(same)
+            words = " or ".join(each["msg"].removeprefix("Input should be ") for each in choices)
+            yield {**choices[0], "loc": location, "type": "choice", "msg": f"Input should be {words}"}
 
 
 def _belongs_elsewhere(keys: Sequence[str], kinds: Sequence[str], section: str, kind: str) -> str:

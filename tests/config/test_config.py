@@ -68,6 +68,11 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("training.lora={modules_to_save: [lm_head]}", "training.lora: modules_to_save: whole layers are not trained"),
         ("training.lora.targets=[q_proj, lm_head]", "lm_head: no adapter for the embedding or the output layer"),
         ("training.lora.targets=embed_tokens", "embed_tokens: no adapter for the embedding or the output layer"),
+        ("training.packing=maybe", "training.packing: input should be 'auto' or a valid boolean, but got 'maybe'"),
+        (
+            "training.recompute_layers=-1",
+            "training.recompute_layers: input should be a valid boolean or greater than 0, but got -1",
+        ),
         ("training.lora.lora_alpha=8", "training.lora: lora_alpha: here it is `alpha`"),
         ("lora_rank=8", "lora_rank: unknown key; LoRA is `training.lora: {rank, alpha, targets, rank_stabilised}`"),
         (
