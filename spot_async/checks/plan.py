@@ -23,9 +23,9 @@ from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource
 from spot_async.errors import ConfigError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
-from spot_async.models.adapted import check_targets
+from spot_async.models.adapted import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
-from spot_async.models.files import ModelFiles, read_model, softmax_width
+from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import local_path
 from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
@@ -79,6 +79,7 @@ def plan_training(config: Config) -> TrainPlan:
     """Return the plan of a training run. Raises ConfigError or DataError for what would fail later."""
     check_packages(config.telemetry)
     student = read_model("student", config.student.model)
+    check_attention("student", student.directory)
     teacher = read_model("teacher", config.teacher.model) if config.teacher is not None else None
     others = {"teacher": teacher} if teacher is not None else {}
     if config.reference is not None:
@@ -89,7 +90,7 @@ def plan_training(config: Config) -> TrainPlan:
     _check_ends(common, {"student": student, **others})
     _check_context(config, {"student": student, **others})
     if config.training.lora is not None:
-        check_targets(student.directory, config.training.lora)
+        check_lora(student.directory, config.training.lora)
     policy = make_policy(config, teacher or student, common)
     _check_roles(config, policy.needs)
     is_summing = sums_ends(config, policy.needs, student, teacher)

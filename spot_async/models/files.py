@@ -6,6 +6,7 @@ A remote server's model needs its tokenizer and config.json here, but no weights
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,13 @@ from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import PolicyContext
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+ADAPTER_CONFIG = "adapter_config.json"
+# What config.json may ask of transformers: the package to import, and to install.
+ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
+ATTENTION_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
@@ -49,6 +57,11 @@ def read_model(role: str, name: str) -> ModelFiles:
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: {no_directory(name)}")
     text_config = _text_config(role, directory)
+    if (directory / ADAPTER_CONFIG).is_file():
+        raise DataError(
+            f"{role}.model: {directory} holds an adapter beside a whole model, which transformers would lay over it: "
+            f"merge the two, or take {ADAPTER_CONFIG} out"
+        )
     context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
     if context is None or "vocab_size" not in text_config:
         raise DataError(f"{role}.model: {directory}/config.json names no vocab_size or no context length")
@@ -58,6 +71,19 @@ def read_model(role: str, name: str) -> ModelFiles:
         max_context_tokens=int(context),
         vocabulary=_vocabulary(directory, files_signature(filter(Path.is_file, directory.resolve().iterdir()))),
     )
+
+
+def check_attention(role: str, directory: Path) -> None:
+    """Raise ConfigError if config.json asks transformers for a kind of attention that is not installed here."""
+    config = _text_config(role, directory)
+    for key in ATTENTION_KEYS:
+        kind = str(config.get(key, ""))
+        module, package = ATTENTION_PACKAGES.get(kind, ("kernels", "kernels") if "/" in kind else ("", ""))
+        if module and importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"{role}.model: {directory}/config.json has {key}={kind}, which is not installed here: pip install "
+                f"{package}, or take the key out of the file"
+            )
 
 
 def softmax_width(role: str, directory: Path) -> int:
@@ -72,7 +98,7 @@ def _text_config(role: str, directory: Path) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
-        if (directory / "adapter_config.json").is_file():
+        if (directory / ADAPTER_CONFIG).is_file():
             raise DataError(
                 f"{role}.model: {directory} holds an adapter, and no whole model: give the directory of the model that "
                 "it is merged into, as a run's `student` is"
@@ -92,7 +118,8 @@ def no_directory(name: str) -> str:
     tried = "" if path.is_absolute() else f" ({path.absolute()})"
     said = f"no directory {name!r}{tried}; give the path of a Hugging Face model directory"
     if HUB_ID.fullmatch(name) and not path.parent.is_dir():
-        said += f", for a model of the hub after: hf download {name} --local-dir models/{path.name}"
+        hub_id = name if path.parent.name != "models" else f"OWNER/{path.name}"
+        said += f", for a model of the hub after: hf download {hub_id} --local-dir models/{path.name}"
     return said
 
 

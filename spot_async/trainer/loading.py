@@ -48,7 +48,7 @@ def new_student(directory: str) -> PreTrainedModel:
                 module.attention_dropout = 0.0
         with read_in_passing(model, directory):
             _check_output_layer(model, directory)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise DataError(f"student {directory} cannot be loaded: {first_line(error)}") from error
     return model
 

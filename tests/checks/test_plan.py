@@ -218,6 +218,8 @@ def test_a_model_that_is_not_there_is_refused_with_where_it_was_looked_for_and_h
     assert refused("Qwen/Qwen3-0.6B").endswith("hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B")
     for path in ("models/studnt", "no/such/model", str(tmp_path / "none"), "../x"):
         assert "hf download" not in refused(path)
+    (tmp_path / "models").rmdir()
+    assert refused("models/Qwen3-0.6B").endswith("hf download OWNER/Qwen3-0.6B --local-dir models/Qwen3-0.6B")
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])

@@ -145,11 +145,28 @@ def test_a_student_without_layers_to_adapt_and_an_adapter_in_place_of_a_model_ar
     overrides = [f"student.model={model}", "training.lora={targets: attention}"]
     assert_refused(
         invoke(monkeypatch, *arguments(tmp_path / "run", *overrides)),
-        f"training.lora.targets=attention: {model} has no layer q_proj, k_proj, v_proj, o_proj; matrices of its "
-        "layers: down_map, gate_map, k_map, o_map, q_map, up_map, v_map",
+        f"training.lora.targets=attention: {model} has no layer q_proj, k_proj, v_proj, o_proj that takes an adapter "
+        "(experts of mixtures take none); its linear layers: down_map, gate_map, k_map, o_map, q_map, up_map, v_map",
     )
+    refused("training.lora={rank: 65}", "training.lora.rank=65: ", "lower it to 32 or less")
+    (model / "adapter_config.json").write_text("{}")
+    refused(f"student.model={model}", f"{model} holds an adapter beside a whole model", "take adapter_config.json out")
     (model / "config.json").rename(model / "adapter_config.json")
     refused(f"student.model={model}", f"student.model: {model} holds an adapter, and no whole model: give the dir")
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"), [("flash_attention_2", "flash-attn"), ("kernels-community/flash-attn3", "kernels")]
+)
+def test_an_attention_kind_that_is_not_installed_names_the_package(tmp_path, refused, kind, package):
+    model = tmp_path / "model"
+    shutil.copytree(EXAMPLE / "student", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attn_implementation": kind}))
+    refused(
+        f"student.model={model}",
+        f"config.json has attn_implementation={kind}, which is not installed here: pip install {package}, or take",
+    )
 
 
 def test_responses_beyond_the_context_are_one_line(refused):

@@ -182,7 +182,7 @@ def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
             dtype=getattr(torch, settings.dtype),
             attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:  # ImportError: a kind of attention
         raise DataError(f"{directory}: cannot be loaded as a causal language model: {first_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if report[kind]:
