@@ -327,6 +327,16 @@ def test_lora_fits_one_gpu_by_the_estimate_where_all_weights_of_the_larger_would
         )
 
 
+@pytest.mark.parametrize("lora", ["lora.yaml", "lora-24gb.yaml"])
+def test_lora_lies_over_vllm_as_well(lora, tmp_path, real_sizes):
+    interpreters = [f"{role}.backend.launch.python=.venv-vllm/bin/python" for role in ("student", "teacher")]
+    recipe = "table1/qwen3-1.7b-spot.yaml"
+    config = load_config(with_servers(tmp_path, recipe, "vllm.yaml", lora), [*here(recipe), *interpreters])
+    estimate = machine.estimate_machine(config, plan_training(config))
+    assert [each.device for each in estimate.devices] == [0]
+    assert machine.misfits(estimate) == []
+
+
 @pytest.mark.parametrize(
     ("recipe", "servers"),
     [

@@ -42,7 +42,7 @@ OTHER_NAMES: Mapping[str, str] = {
 class LoraConfig(Section):
     """Adapters of low rank. The student's own weights stay as they are."""
 
-    rank: PositiveInt = Field(16, description="rows of an adapter's inner matrix")
+    rank: PositiveInt = Field(16, description="inner size r of an adapter's two matrices, (out x r) and (r x in)")
     alpha: PositiveFloat = Field(32.0, description="what an adapter adds is multiplied by alpha / rank")
     targets: Literal["attention", "mlp", "all"] = Field(
         "all", description="the layers that get one: q, k, v, o; gate, up, down; or all seven"

@@ -38,9 +38,13 @@ class TrainingConfig(Section):
         description="tokens per forward pass of one rank, padding included; default: 16384, or 4096 where trajectories "
         "are padded",
     )
-    learning_rate: PositiveFloat = Field(3e-6, description="AdamW's highest learning rate, after warm-up")
+    learning_rate: PositiveFloat = Field(
+        3e-6, description="AdamW's highest learning rate, after warm-up; `lora` needs a higher one (docs/lora.md)"
+    )
     schedule: Literal["cosine", "constant"] = Field(
-        "cosine", description="how the learning rate goes on after warm-up; it changes once per iteration"
+        "cosine",
+        description="after warm-up the learning rate falls to 0 by the end (`cosine`) or stays (`constant`); it "
+        "changes once per iteration",
     )
     warmup_iterations: int = Field(0, ge=0, description="iterations in which the learning rate rises from 0")
     weight_decay: NonNegativeFloat = Field(0.01, description="AdamW's weight decay")
@@ -56,7 +60,7 @@ class TrainingConfig(Section):
     behavior: Literal["served", "recomputed"] | None = Field(
         None,
         description="pi_old in ratios and advantages: as the inference server reported it (`served`), or recomputed by "
-        "the trainer before an iteration's first update; default: `served` in a strict run, else `recomputed`",
+        "the trainer before an iteration's first update; default: `served` with `max_staleness: 0`, else `recomputed`",
     )
     importance_cap: PositiveFloat | None = Field(
         None,
