@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import structlog
@@ -40,8 +39,12 @@ class _Flags(msgspec.Struct):
     target_modules: list[str] | None = None  # None: all layers
 
 
+class _Config(msgspec.Struct):
+    lora_config: _Flags | None = None
+
+
 class _About(msgspec.Struct):
-    vllm_config: Any = None  # text before the format could be asked for
+    vllm_config: _Config | str | None = None  # text before the format could be asked for
 
 
 # Layers that vLLM makes one of. Its list may name either.
@@ -62,13 +65,12 @@ async def check_flags(client: VllmClient, lora: LoraConfig, *, deadline: float) 
         about = await server.get("/server_info?config_format=json", _About, deadline=deadline)
     except NoSuchRouteError:
         about = _About()
-    said = about.vllm_config.get("lora_config") if isinstance(about.vllm_config, dict) else None
-    if said is None:  # one that takes no adapters is refused when it is given the first
+    flags = about.vllm_config.lora_config if isinstance(about.vllm_config, _Config) else None
+    if flags is None:  # one that takes no adapters is refused when it is given the first
         structlog.get_logger().warning(
             "does not say which layers of an adapter it uses", server=server.name, needs=DEVELOPER_MODE
         )
         return
-    flags = msgspec.convert(said, _Flags)
     used = flags.target_modules
     left_out = [] if used is None else [each for each in TARGETS[lora.targets] if not {each, FUSED.get(each)} & {*used}]
     if left_out:

@@ -17,12 +17,12 @@ import msgspec
 
 from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import local_path
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import PolicyContext
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-ADAPTER_CONFIG = "adapter_config.json"
 # What config.json may ask of transformers: the package to import, and to install.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation")
 ATTENTION_PACKAGES = {
