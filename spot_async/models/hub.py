@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from spot_async.base.text import first_line
 from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 
 if TYPE_CHECKING:  # slow to import, and most runs have no model of the hub
@@ -226,14 +227,14 @@ def _wanted(role: str, name: HubName, files: Iterable[str], weights: bool) -> se
     """Return the files to download. Raises DataError for what is no model, or one without safetensors."""
     top = {each for each in files if "/" not in each}
     if CONFIG_FILE not in top:
-        reason = "holds an adapter, and no whole model" if "adapter_config.json" in top else "has no config.json"
+        reason = "holds an adapter, and no whole model" if ADAPTER_CONFIG in top else "has no config.json"
         raise DataError(f"{role}.model: {name} on the hub {reason}; give a model of the transformers library")
     if not top & {SINGLE_FILE, INDEX_FILE}:
         raise DataError(
             f"{role}.model: {name} on the hub has no safetensors, and other weights are not loaded, as they may hold "
             "code: give a model that has them"
         )
-    top -= {"adapter_config.json"}  # transformers would lay that adapter over the model
+    top -= {ADAPTER_CONFIG}  # transformers would lay that adapter over the model
     small = {each for each in top if any(fnmatch(each, pattern) for pattern in SMALL_FILES)}
     if not weights:
         return small

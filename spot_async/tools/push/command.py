@@ -13,6 +13,7 @@ from rich.text import Text
 
 from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import access_token, hub_api, refused_token
 from spot_async.models.weight_files import weight_files
 from spot_async.run_directory.layout import RunDirectory
@@ -21,7 +22,6 @@ from spot_async.tools.push.card import model_card, on_hub, versions_of
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 CARD = "README.md"
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
