@@ -188,6 +188,9 @@ def steps_table(setting: Setting, runs: Mapping[str, Mapping[int, Path]]) -> lis
             sum((step_counts(samples) for samples in list(read_samples(run).values())[-LAST_LOOKS:]), Counter())
             for run in seeds.values()
         ]
+        if not all(each["steps"] > each["way known"] for each in each_seed):
+            lines.append(f"| {row} | {len(seeds)} | a run with no such steps | | |")
+            continue
         figures = [
             [each["way known"] / each["steps"] for each in each_seed],
             [each["right"] / each["steps"] for each in each_seed],

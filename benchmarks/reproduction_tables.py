@@ -34,6 +34,7 @@ class Point(NamedTuple):
     """A forecast beside what happened: gains in value a decision over OPD, as shares, with standard errors."""
 
     name: str
+    verdict: str  # of the forecast
     predicted: float
     predicted_error: float
     observed: float  # by the shares of choices, as registered
@@ -265,7 +266,8 @@ def calibration(
         gained = mean_of([observed_gain(measured, *pair) for pair in pairs])
         accuracy = mean_of([accuracy_gain(setting, *pair) for pair in pairs])
         name = f"{setting.name}: {row.name}"
-        found.append(Point(name, predicted.value, predicted.standard_error, *gained, *accuracy))
+        error = predicted.standard_error
+        found.append(Point(name, file.verdict.outcome, predicted.value, error, *gained, *accuracy))
     return found
 
 
@@ -273,9 +275,9 @@ def calibration_table(points: Sequence[Point]) -> list[str]:
     lines = ["## Forecast against outcome", "",
              "Gain in value a decision over OPD, in points. Observed: by the shares of choices, as registered. The "
              "last column is exploratory: accuracy gained on held-out problems, over the decisions of a response.", "",
-             "| setting and row | predicted | observed | accuracy gained a decision |",
-             "|---|---|---|---|"]  # fmt: skip
-    lines += [f"| {each.name} | {with_error(each.predicted, each.predicted_error)} | "
+             "| setting and row | forecast says | predicted | observed | accuracy gained a decision |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    lines += [f"| {each.name} | {each.verdict} | {with_error(each.predicted, each.predicted_error)} | "
               f"{with_error(each.observed, each.observed_error)} | {with_error(each.accuracy, each.accuracy_error)} |"
               for each in points]  # fmt: skip
     if len(points) > 2:
