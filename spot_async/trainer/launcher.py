@@ -32,8 +32,7 @@ with without_gc():
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from spot_async.base.addresses import interface_of, own_address_towards
-from spot_async.trainer.messages import WAS_KILLED
-from spot_async.trainer.parallel import NODE_RANK_VARIABLE, NODES_VARIABLE
+from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, WAS_KILLED
 from spot_async.trainer.settings import TrainerSettings
 
 MEETING_TIMEOUT_S = 600  # the other nodes' launchers may take long to import torch

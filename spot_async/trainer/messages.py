@@ -27,6 +27,8 @@ import msgspec
 from spot_async.base import wire
 from spot_async.types import Supervision, TrainReport
 
+# The launcher sets these variables of the environment for ranks on several nodes.
+NODES_VARIABLE, NODE_RANK_VARIABLE = "SPOT_ASYNC_NODES", "SPOT_ASYNC_NODE_RANK"
 WAS_KILLED = "was killed by"  # in the launcher's last words: the cause, where other ranks only lost their connections
 
 

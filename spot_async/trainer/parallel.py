@@ -32,6 +32,7 @@ from spot_async.base.processes.exits import exit_at_once
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch
+from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
@@ -42,8 +43,6 @@ TRAINING_TIMEOUT = timedelta(minutes=10)
 # Of groups whose ranks wait for the next batch, as long as rollouts take, or for a disk. Deadlines are the
 # orchestrator's.
 IDLE_TIMEOUT = timedelta(days=30)
-# The launcher sets these for ranks on several nodes.
-NODES_VARIABLE, NODE_RANK_VARIABLE = "SPOT_ASYNC_NODES", "SPOT_ASYNC_NODE_RANK"
 
 
 class RankPlace(NamedTuple):
