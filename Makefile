@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers soak simulate-soak fault-soak kill-soak lint types docs clean
+.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers servers soak simulate-soak fault-soak kill-soak lint types docs clean
 
 install: $(VENV)/installed
 
@@ -62,7 +62,7 @@ test-slurm: install
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models. `make test-servers SERVERS=nightly`: those that take minutes.
 SERVERS ?= not nightly
-test-servers: install $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
+test-servers: install servers
 	SPOT_VLLM_PYTHON=$(or $(SPOT_VLLM_PYTHON),$(CURDIR)/.venv-vllm/bin/python) \
 	SPOT_SGLANG_PYTHON=$(or $(SPOT_SGLANG_PYTHON),$(CURDIR)/.venv-sglang/bin/python) \
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15 -m "$(SERVERS)" tests/servers
@@ -87,6 +87,8 @@ fault-soak: install
 KILLS ?= 100
 kill-soak: install
 	$(BIN)/python tests/support/kill_drill.py runs/kill-soak --kills $(KILLS)
+
+servers: $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
 
 # The lists are complete, so nothing else is resolved.
 .venv-vllm/installed: tests/servers/vllm_requirements.txt tests/servers/vllm_dependencies.txt
