@@ -210,7 +210,7 @@ class Bad:
         return None if rest or turn > 2 * len(FAULTS) else FAULTS[turn % len(FAULTS)]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 async def test_a_run_outlives_a_frozen_and_killed_student_and_a_bad_connection_to_its_teacher(
     kind: str,
     request: pytest.FixtureRequest,

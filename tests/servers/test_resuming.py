@@ -77,8 +77,9 @@ def test_a_strict_run_killed_at_random_ends_with_the_same_bits(
 @pytest.mark.parametrize(
     ("number", "keys"),
     [
+        pytest.param(signal.SIGUSR1, (), id="SIGUSR1"),
+        pytest.param(signal.SIGUSR1, SHARDED, id="SIGUSR1, two sharded", marks=pytest.mark.nightly),
         pytest.param(signal.SIGTERM, (), id="SIGTERM", marks=pytest.mark.nightly),
-        pytest.param(signal.SIGUSR1, SHARDED, id="SIGUSR1"),
     ],
 )
 def test_a_run_that_a_scheduler_stops_goes_on_from_the_step_it_stood_at(
