@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from reproduction_rows import ROOT, Setting
+from reproduction_pictures import Panel, write_calibration, write_panels
+from reproduction_rows import ALL_SEEDS, ROOT, Setting
 
 from spot_async.evaluation.metrics import pass_at_k_of_counts
 from spot_async.tools.forecast.measurement import MeasuredPrompt
 from spot_async.tools.forecast.results import read_forecast
-from spot_async.tools.pages import svg
-from spot_async.tools.pages.series import Series
 
 DRAWS = 10_000
 LAST_LOOKS = 3  # iterations, of those that were looked at, over which final shares of choices are taken
 OPD = "OPD"
-MARKERS = {"choice": "o", "knowledge": "s", "running-sum": "^"}
+KS = (1, 2, 4, 8, 16, 32, 64)
+COLOURS = 10
 
 Array = np.ndarray
 Record = Mapping[str, Any]
@@ -33,7 +33,8 @@ Record = Mapping[str, Any]
 class Point(NamedTuple):
     """A forecast beside what happened: gains in value a decision over OPD, as shares, with standard errors."""
 
-    name: str
+    setting: str
+    row: str
     verdict: str  # of the forecast
     predicted: float
     predicted_error: float
@@ -265,9 +266,8 @@ def calibration(
         pairs = [(rows[row.name][seed], rows[OPD][seed]) for seed in seeds]
         gained = mean_of([observed_gain(measured, *pair) for pair in pairs])
         accuracy = mean_of([accuracy_gain(setting, *pair) for pair in pairs])
-        name = f"{setting.name}: {row.name}"
         error = predicted.standard_error
-        found.append(Point(name, file.verdict.outcome, predicted.value, error, *gained, *accuracy))
+        found.append(Point(setting.name, row.name, file.verdict.outcome, predicted.value, error, *gained, *accuracy))
     return found
 
 
@@ -277,7 +277,7 @@ def calibration_table(points: Sequence[Point]) -> list[str]:
              "last column is exploratory: accuracy gained on held-out problems, over the decisions of a response.", "",
              "| setting and row | forecast says | predicted | observed | accuracy gained a decision |",
              "|---|---|---|---|---|"]  # fmt: skip
-    lines += [f"| {each.name} | {each.verdict} | {with_error(each.predicted, each.predicted_error)} | "
+    lines += [f"| {each.setting}: {each.row} | {each.verdict} | {with_error(each.predicted, each.predicted_error)} | "
               f"{with_error(each.observed, each.observed_error)} | {with_error(each.accuracy, each.accuracy_error)} |"
               for each in points]  # fmt: skip
     if len(points) > 2:
@@ -291,66 +291,47 @@ def with_error(share: float, error: float) -> str:
     return f"{100 * share:.1f}" + ("" if np.isnan(error) else f" ± {100 * error:.1f}")
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
-
-
-def pass_curves(setting: Setting, base: Record | None, rows: Mapping[str, Mapping[int, Record]]) -> str | None:
-    """Draw Pass@k for k = 1 to 64."""
-    curves = {"base": [base]} if base is not None else {}
-    curves |= {row: [each for each in seeds.values() if each["wide"]] for row, seeds in rows.items()}
-    ks = [1, 2, 4, 8, 16, 32, 64]
-    series = [
-        Series(name, [(k, float(np.mean([per_problem(each, "wide", k).mean() for each in records]))) for k in ks])
-        for name, records in curves.items() if records
-    ]  # fmt: skip
-    return svg.level_document(
-        series, x_name="k", title=f"{setting.name}: Pass@k", format_y=percent
-    ) if series else None  # fmt: skip
+def pass_curves(setting: Setting, base: Record | None, rows: Mapping[str, Mapping[int, Record]]) -> Panel:
+    """Return Pass@k in percent for k = 1 to 64, of the runs in which it was measured."""
+    measured = {"base": [base]} if base is not None else {}
+    measured |= {row: [each for each in seeds.values() if each["wide"]] for row, seeds in rows.items()}
+    curves = {
+        name: [(k, 100 * float(np.mean([per_problem(each, "wide", k).mean() for each in records]))) for k in KS]
+        for name, records in measured.items()
+        if records
+    }
+    return Panel(setting.name, curves, {"base", *named_rows(setting)}, {})
 
 
 def choice_curves(
     setting: Setting,
     rows: Mapping[str, Mapping[int, Record]],
     measured: Sequence[tuple[str, dict[str, float]]],
-) -> str | None:
-    """Draw what the student's choices are worth over training, by the values of the untrained student."""
-    series = []
+    points: Sequence[Point],
+) -> Panel:
+    """Return what the student's choices are worth over training, in percent, by the values of the untrained student.
+
+    A forecast is a gain over OPD, so where a row was expected to end depends on where OPD did.
+    """
+    curves = {}
     for row, seeds in rows.items():
         records = list(seeds.values())
         names = sorted(set.intersection(*(set(each["choices"]) for each in records)), key=int)
-        worth = [float(np.mean([value_of_choices(measured, each, [name]) for each in records])) for name in names]
-        series.append(Series(row, [(int(name), value) for name, value in zip(names, worth, strict=True)]))
-    title = f"{setting.name}: value of a choice by iteration"
-    if not series or not measured:
-        return None
-    return svg.level_document(series, x_name="iteration", title=title, format_y=percent)
-
-
-def write_calibration(path: Path, points: Sequence[Point]) -> None:
-    """Draw observed gains over predicted ones: as registered, and by accuracy."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.5, 5.4), layout="constrained")
-    ways = {
-        "observed by the shares of choices": [(each.observed, each.observed_error) for each in points],
-        "accuracy gained a decision (exploratory)": [(each.accuracy, each.accuracy_error) for each in points],
+        worth = [100 * float(np.mean([value_of_choices(measured, each, [name]) for each in records])) for name in names]
+        curves[row] = [(int(name), value) for name, value in zip(names, worth, strict=True)]
+    opd = 100 * np.mean([value_of_choices(measured, each, last_looks(each)) for each in rows[OPD].values()])
+    forecasts = {
+        each.row: (float(opd) + 100 * each.predicted, 100 * each.predicted_error)
+        for each in points
+        if each.setting == setting.name
     }
-    for axes, (way, observed) in zip(figure.subplots(1, 2), ways.items(), strict=True):
-        for point, (gain, error) in zip(points, observed, strict=True):
-            axes.errorbar(
-                100 * point.predicted,
-                100 * gain,
-                xerr=100 * point.predicted_error,
-                yerr=0.0 if np.isnan(error) else 100 * error,
-                fmt=MARKERS[point.name.partition(":")[0]],
-                label=point.name,
-            )
-        axes.axline((0, 0), slope=1, color="grey", linewidth=0.8)
-        axes.set(xlabel="predicted gain a decision, points", ylabel=f"{way}, points")
-    if points:
-        axes.legend(fontsize=7)
-    figure.savefig(path)
+    return Panel(setting.name, curves, named_rows(setting), forecasts)
+
+
+def named_rows(setting: Setting) -> set[str]:
+    """Return the rows that are told apart in pictures: all, or if they are too many those that a hypothesis names."""
+    few = len(setting.rows) <= COLOURS
+    return {row.name for row in setting.rows if few or row.seeds == ALL_SEEDS}
 
 
 def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
@@ -359,6 +340,8 @@ def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
     rows_of: dict[str, dict[str, dict[int, Record]]] = {}
     tiers_of: dict[str, dict[str, str]] = {}
     points: list[Point] = []
+    passes: list[Panel] = []
+    choices: list[Panel] = []
     for setting in settings:
         tiers = tiers_of[setting.name] = {each["id"]: each["tier"] for each in read_problems(setting.heldout)}
         problems = {each["id"]: each["problem"] for each in read_problems(setting.train)}
@@ -367,10 +350,12 @@ def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
         base = json.loads(path.read_text()) if path.exists() else None
         lines += results_table(setting, base, rows) + differences_table(setting, rows, tiers)
         points += calibration(directory, setting, rows, problems)
-        if curves := pass_curves(setting, base, rows):
-            (directory / f"pass-at-k-{setting.name}.svg").write_text(curves)
-        if choices := choice_curves(setting, rows, measured_decisions(directory, setting, problems)):
-            (directory / f"choices-{setting.name}.svg").write_text(choices)
+        passes.append(pass_curves(setting, base, rows))
+        if OPD in rows and (measured := measured_decisions(directory, setting, problems)):
+            choices.append(choice_curves(setting, rows, measured, points))
+    write_panels(directory / "pass-at-k.svg", passes, x_name="k", y_name="Pass@k, percent", doubling=True)
+    if choices:
+        write_panels(directory / "choices.svg", choices, x_name="iteration", y_name="value of a choice, percent")
     write_calibration(directory / "calibration.svg", points)
     lines = hypotheses_table(rows_of, tiers_of) + lines + calibration_table(points)
     (directory / "tables.md").write_text("\n".join(lines))

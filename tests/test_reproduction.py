@@ -121,3 +121,16 @@ def test_steps_of_the_relay_are_read_as_the_task_writes_them(plan):
     assert list(mechanism.steps("3a", otherwise)) == [(True, known)]
     assert list(mechanism.steps("3ab", f"{wrong}bW000S")) == [(False, known)]  # what follows a wrong state is not asked
     assert list(mechanism.steps("3ab", "aX12")) == []
+
+
+def test_pictures_name_rows_once_and_mark_where_they_were_expected_to_end(plan, tmp_path):
+    pictures = importlib.import_module("reproduction_pictures")
+    curves = {"OPD": [(10, 4.0), (20, 4.1)], "SPOT": [(10, 4.0), (20, 4.6)], "EOPD": [(10, 3.9)], "KD": [(10, 3.8)]}
+    panel = pictures.Panel("choice", curves, {"OPD", "SPOT"}, {"SPOT": (4.5, 0.1)})
+    for name in ("first.svg", "again.svg"):
+        pictures.write_panels(tmp_path / name, [panel], x_name="iteration", y_name="percent")
+    drawn = (tmp_path / "first.svg").read_text()
+    assert (tmp_path / "again.svg").read_text() == drawn
+    for label in ("OPD", "SPOT", "SPOT, forecast", "other rows"):
+        assert drawn.count(f">{label}<") == 1
+    assert ">KD<" not in drawn
