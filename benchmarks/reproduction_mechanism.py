@@ -4,30 +4,32 @@
     python benchmarks/reproduction_mechanism.py DIR         # of the runs in DIR/work; writes DIR/mechanism.md
 
 Three tables. What the students' choices are worth in the contexts that the forecast measured. Where SPOT probed, at the
-start and later. In the relay, how a step came to its right end: by a way that the student knew, or without one.
+start and later. In the relay, what the students know and which methods they choose.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from reproduction_rows import ROOT, SETTINGS, Sample, Setting
-from reproduction_tables import LAST_LOOKS, OPD, mean_of, read_problems, with_error
+from reproduction_tables import OPD, mean_of, read_problems, with_error
 from reproduction_values import decision_value
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spot_async.tools.forecast.forecast import Forecast
 from spot_async.tools.forecast.results import read_forecast
+
+CONTEXTS = 1_000  # solutions of three steps
 
 
 def load_task() -> Any:
@@ -145,58 +147,81 @@ def probes_table(directory: Path, setting: Setting, runs: Mapping[str, Mapping[i
     return [*lines, ""]
 
 
-def steps(problem: str, response: str) -> Iterator[tuple[bool, bool]]:
-    """Yield for each step that began at a right state: did it end right, and did the student know its method's way?
+class Knowledge(NamedTuple):
+    """What a student of the relay would do after right beginnings of solutions."""
 
-    A way is known if each of its three facts is. `task` has the tables.
-    """
-    relay, state = task.RELAY, int(problem[0])
-    for number, letter in enumerate(problem[1:]):
-        step = response[task.STEP_LETTERS * number :][: task.STEP_LETTERS]
-        if not re.fullmatch(rf"{letter}[{task.METHODS}]\d\d\d[{task.CONNECTIVES}]", step):
-            return
-        operation, method = task.OPERATIONS.index(letter), task.METHODS.index(step[1])
-        right = [state]
-        for stage in range(task.STAGES):
-            right.append(int(relay.facts[stage, method, operation, right[-1]]))
-        known = all(relay.is_known[stage, method, operation, right[stage]] for stage in range(task.STAGES))
-        yield int(step[task.STAGES + 1]) == right[-1], bool(known)
-        state = int(step[task.STAGES + 1])
-        if state != right[-1]:
-            return
+    facts: np.ndarray  # (4,), probability of the right state, by the share of its method's facts that was known
+    methods: np.ndarray  # (4,), probabilities of an operation's methods, the best known first
+
+    @property
+    def step_value(self) -> float:
+        """How likely a step is right: that of each method, times that of three right states."""
+        return float(self.methods @ self.facts**task.STAGES)
 
 
-def step_counts(samples: Sequence[Sample]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for sample in samples:
-        for is_right, is_known in steps(sample["problem"], sample["response"]):
-            found["steps"] += 1
-            found["way known"] += is_known
-            found["right"] += is_right
-            found["right unknown"] += is_right and not is_known
-    return found
+def knowledge_of(model: Path) -> Knowledge:
+    """Return what a student knows and chooses, over right solutions with all methods equally often."""
+    random = np.random.default_rng(0)
+    relay, count, operations = task.RELAY, CONTEXTS, 3
+    starts, asked = relay.problems(random, count, operations)
+    even = np.full_like(relay.prior, 1 / len(task.METHODS))
+    written = task.write_solutions(relay, starts, asked, even, random, is_known=np.ones_like(relay.is_known))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [f"<|user|>{task.problem_text(*each)}<|assistant|>" for each in zip(starts, asked, strict=True)]
+    texts = [
+        prompt + "".join(
+            f"{task.OPERATIONS[operation]}{task.METHODS[method]}{task.states_text(states)}{task.CONNECTIVES[connective]}"
+            for operation, method, states, connective in zip(
+                asked[row], written.methods[row], written.states[row], written.connectives[row], strict=True
+            )
+        )
+        for row, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    ids = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    begin = len(tokenizer(prompts[0], add_special_tokens=False)["input_ids"])
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        chances = student(ids).logits[:, :-1].double().softmax(-1)  # row t predicts token t + 1
+    right = chances.gather(-1, ids[:, 1:, None])[..., 0].numpy()
+    known = relay.known_share[asked]  # (count, operations, 4)
+    of_method = np.take_along_axis(known, written.methods[..., None], axis=-1)[..., 0]
+    letters = tokenizer.convert_tokens_to_ids(list(task.METHODS))
+    facts: dict[float, list[float]] = {level: [] for level in task.KNOWN_SHARES}
+    methods = np.zeros(len(task.METHODS))
+    for step in range(operations):
+        first = begin + task.STEP_LETTERS * step
+        states = right[:, first + 1 : first + 1 + task.STAGES].mean(axis=1)
+        for level in task.KNOWN_SHARES:
+            facts[level] += states[of_method[:, step] == level].tolist()
+        chosen = chances[:, first][:, letters].numpy()
+        ranked = np.take_along_axis(chosen, np.argsort(-known[:, step], axis=1), axis=1)
+        methods += (ranked / ranked.sum(axis=1, keepdims=True)).mean(axis=0) / operations
+    return Knowledge(np.array([np.mean(facts[level]) for level in task.KNOWN_SHARES]), methods)
 
 
-def steps_table(setting: Setting, runs: Mapping[str, Mapping[int, Path]]) -> list[str]:
-    """Return how the relay's steps came out at the last looks: of those that began at a right state."""
-    lines = [f"### {setting.name}: steps that began at a right state", "",
-             f"Percent, over the last {LAST_LOOKS} looks. A way is known if the untrained student knew its facts.",
-             "", "| row | seeds | chose a known way | ended right | ended right, of those without a known way |",
-             "|---|---|---|---|---|"]  # fmt: skip
-    for row, seeds in runs.items():
-        each_seed = [
-            sum((step_counts(samples) for samples in list(read_samples(run).values())[-LAST_LOOKS:]), Counter())
-            for run in seeds.values()
+def knowledge_table(setting: Setting, runs: Mapping[str, Mapping[int, Path]]) -> list[str]:
+    """Return what the relay's students know and choose, and how much of a right step's gain each of the two is."""
+    lines = [f"### {setting.name}: facts and methods", "",
+             "Percent, mean over seeds ± standard error. Facts are the probability of a right state, by the share of "
+             "its method's facts that the untrained student knew. Methods are in the same order. A step is right by "
+             "a method's probability times that of three states, summed. Last its gain over OPD's, and what it "
+             "would be with OPD's facts, and with OPD's methods.",
+             "", "| row | seeds | facts of 85 % | 60 % | 40 % | 20 % | methods of 85 % | 60 % | 40 % | 20 % "
+             "| gain of a step | by methods | by facts |", f"|{'---|' * 13}"]  # fmt: skip
+    found = {row: {seed: knowledge_of(run / "student") for seed, run in seeds.items()} for row, seeds in runs.items()}
+    found = {"base": {0: knowledge_of(ROOT / setting.student)}, **found}
+    for row, seeds in found.items():
+        shown = [with_error(*mean_of([float(part) for part in parts]))
+                 for kind in ("facts", "methods")
+                 for parts in zip(*(getattr(each, kind) for each in seeds.values()), strict=True)]  # fmt: skip
+        pairs = [(each, found[OPD][seed]) for seed, each in seeds.items() if row != OPD and seed in found.get(OPD, {})]
+        gains = [
+            [each.step_value - opd.step_value for each, opd in pairs],
+            [each._replace(facts=opd.facts).step_value - opd.step_value for each, opd in pairs],
+            [each._replace(methods=opd.methods).step_value - opd.step_value for each, opd in pairs],
         ]
-        if not all(each["steps"] > each["way known"] for each in each_seed):
-            lines.append(f"| {row} | {len(seeds)} | a run with no such steps | | |")
-            continue
-        figures = [
-            [each["way known"] / each["steps"] for each in each_seed],
-            [each["right"] / each["steps"] for each in each_seed],
-            [each["right unknown"] / (each["steps"] - each["way known"]) for each in each_seed],
-        ]
-        lines.append(f"| {row} | {len(seeds)} | " + " | ".join(with_error(*mean_of(each)) for each in figures) + " |")
+        shown += [with_error(*mean_of(each)) for each in gains] if pairs else ["", "", ""]
+        lines.append(f"| {row} | {len(seeds)} | {' | '.join(shown)} |")
     return [*lines, ""]
 
 
@@ -214,7 +239,7 @@ def main() -> None:
         lines += table + probes_table(directory, setting, runs)
         pairs += of_rows
         if setting.folder == "examples/relay":
-            lines += steps_table(setting, runs)
+            lines += knowledge_table(setting, runs)
     if len(pairs) > 2:
         both = np.corrcoef(pairs, rowvar=False)[-1]
         lines.append(f"Correlation with the gain over {len(pairs)} rows: of the forecast {both[0]:.2f}, with the "

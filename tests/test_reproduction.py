@@ -108,19 +108,14 @@ def test_choices_are_worth_what_the_model_makes_of_them_in_their_contexts(plan):
         values.decision_value(student, [without_tokens])
 
 
-def test_steps_of_the_relay_are_read_as_the_task_writes_them(plan):
+def test_a_relay_students_facts_and_methods_are_those_measured_when_it_was_made(plan):
     mechanism = importlib.import_module("reproduction_mechanism")
-    relay = mechanism.task.RELAY
-    way = [3]
-    for stage in range(3):
-        way.append(int(relay.facts[stage, 1, 0, way[-1]]))  # operation a by method X from 3
-    known = all(relay.is_known[stage, 1, 0, way[stage]] for stage in range(3))
-    right, otherwise = f"aX{way[1]}{way[2]}{way[3]}S", f"aX{(way[1] + 1) % 10}{way[2]}{way[3]}S"
-    wrong = f"aX{way[1]}{way[2]}{(way[3] + 1) % 10}S"
-    assert list(mechanism.steps("3a", right)) == [(True, known)]
-    assert list(mechanism.steps("3a", otherwise)) == [(True, known)]
-    assert list(mechanism.steps("3ab", f"{wrong}bW000S")) == [(False, known)]  # what follows a wrong state is not asked
-    assert list(mechanism.steps("3ab", "aX12")) == []
+    student, peer = (mechanism.knowledge_of(ROOT / "examples" / "relay" / name) for name in ("student", "peer"))
+    # examples/relay/README.md
+    np.testing.assert_allclose(student.facts, [0.777, 0.589, 0.391, 0.243], atol=0.03)
+    np.testing.assert_allclose(student.methods, [0.25] * 4, atol=0.02)
+    assert student.step_value == pytest.approx(sum(0.25 * student.facts**3), rel=0.1)
+    assert peer.facts[0] == pytest.approx(student.facts[0], abs=0.02)
 
 
 def test_pictures_name_rows_once_and_mark_where_they_were_expected_to_end(plan, tmp_path):
