@@ -48,7 +48,8 @@ def kept_runs(directory: Path, setting: Setting) -> dict[str, dict[int, Path]]:
     found: dict[str, dict[int, Path]] = {row.name: {} for row in setting.rows}
     for path in (directory / "work" / setting.name).glob("*-seed-*"):
         row, _, seed = path.name.rpartition("-seed-")
-        if row in found and (path / "train" / "student").exists():
+        is_finished = (directory / "records" / setting.name / f"{path.name}.json").exists()
+        if row in found and is_finished and (path / "train" / "student").exists():
             found[row][int(seed)] = path / "train"
     return {row: dict(sorted(seeds.items())) for row, seeds in found.items() if seeds}
 
