@@ -114,7 +114,8 @@ def test_a_relay_students_facts_and_methods_are_those_measured_when_it_was_made(
     # examples/relay/README.md
     np.testing.assert_allclose(student.facts, [0.777, 0.589, 0.391, 0.243], atol=0.03)
     np.testing.assert_allclose(student.methods, [0.25] * 4, atol=0.02)
-    assert student.step_value == pytest.approx(sum(0.25 * student.facts**3), rel=0.1)
+    half = mechanism.Knowledge(np.array([1.0, 0.5, 0.0, 0.0]), np.array([0.5, 0.25, 0.25, 0.0]))
+    assert half.step_value == pytest.approx(0.5 + 0.25 * 0.5**3)
     assert peer.facts[0] == pytest.approx(student.facts[0], abs=0.02)
 
 
