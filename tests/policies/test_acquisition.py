@@ -263,8 +263,8 @@ def test_more_log_probabilities_than_tokens_are_refused():
 
 
 BYTE_LEVEL_TOKENS = {
-    # Byte-level spelling: Ġ is a blank, Ċ a newline, and â Ģ Ķ are the three bytes of a long dash.
-    "eligible": ["a", "Ġthe", "7", "Ġx=", "\\boxed", "Ã", "âĢ", "Ķ", "Ã©", "?!a", "âĪĳ"],
+    # Byte-level spelling: Ġ is a blank, Ċ a newline, â Ģ Ķ are the three bytes of a long dash, ÃĹ is × and âĪĴ U+2212.
+    "eligible": ["a", "Ġthe", "7", "Ġx=", "\\boxed", "Ã", "âĢ", "Ķ", "Ã©", "?!a", "âĪĳ", "ÃĹ", "âĪĴ"],
     "masked": ["Ġ", "ĠĠĠ", "Ċ", "ĊĊ", "ĉ", ".", "Ġ,", "):Ċ", "$", "Ġ+", "==", "|", "`", "âĢĶ", "Â¿", "ãĢĤ", "{", "Ġ\\"],
 }
 

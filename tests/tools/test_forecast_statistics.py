@@ -12,7 +12,7 @@ import pytest
 
 from spot_async.policies.targets import calibrated_target
 from spot_async.tools.forecast import values
-from spot_async.tools.forecast.estimates import estimate, ratio, t_quantile
+from spot_async.tools.forecast.estimates import estimate, limit, ratio, t_quantile
 from spot_async.tools.forecast.forecast import reach, settled_gain
 from spot_async.tools.forecast.measurement import PolicyKeys
 from spot_async.tools.forecast.sums import Positions, decision_sums
@@ -64,6 +64,62 @@ def test_gain_and_kept_share_are_those_of_a_run_that_tilts_by_few_probes(gamma, 
         found = expectation(lambda *table: values.gain(*table, gamma=gamma, probes=of_run), probes)
         assert found == pytest.approx(gain, abs=1e-12)
         assert expectation(lambda _, *table: values.kept(*table, of_run), probes) == pytest.approx(kept, abs=1e-12)
+
+
+@pytest.mark.parametrize("probes", [2, 6])
+def test_the_largest_gain_is_never_too_small_on_average_and_right_with_many_probes(probes):
+    best = VALUES.max() - PRIOR @ VALUES
+    assert expectation(values.most_gain, probes) >= best
+    exact = np.round(VALUES * 10**9).astype(np.int64)
+    assert values.most_gain(PRIOR[None], exact[None], np.full((1, 3), 10**9)) == pytest.approx(best)
+
+
+def equal(random, prompts):
+    """No candidate is better than another: all that seems so is the noise of the probes."""
+    return np.broadcast_to(random.beta(1, 2, (prompts, 1, 1)), (prompts, 2, 4))
+
+
+def different(random, prompts):
+    return np.clip(random.beta(1, 2, (prompts, 1, 1)) * random.uniform(0.2, 2.0, (prompts, 2, 4)), 0, 1)
+
+
+def rarely_better(random, prompts):
+    """At one prompt in twenty one candidate always succeeds, and none does elsewhere: probes have no noise."""
+    return np.where(np.arange(4) == 0, random.random((prompts, 1, 1)) < 0.05, 0.0) * np.ones((prompts, 2, 4))
+
+
+def rarely_worse(random, prompts):
+    """The same where all others always succeed: a forecast may well see no difference at all."""
+    return 1.0 - rarely_better(random, prompts)[..., [1, 0, 2, 3]]
+
+
+@pytest.mark.parametrize("prompts", [8, 50])
+@pytest.mark.parametrize("population", [equal, different, rarely_better, rarely_worse])
+def test_no_gain_is_above_the_limit_in_95_of_100_forecasts(population, prompts):
+    """The truth is that of 20,000 prompts whose values are known."""
+    random, forecasts, probes = np.random.default_rng(11), 200, 16
+
+    def drawn(prompts):
+        prior = random.dirichlet([1.0] * 4, (prompts, 2)).reshape(-1, 4)
+        return prior, population(random, prompts).reshape(-1, 4)
+
+    prior, true = drawn(20_000)
+    truth = (true.max(axis=-1) - (prior * true).sum(axis=-1)).mean()
+    held = 0
+    for _ in range(forecasts):
+        prior, true = drawn(prompts)
+        gains = values.most_gain(prior, random.binomial(probes, true), np.full(true.shape, probes))
+        held += limit(gains.reshape(-1, 2).sum(axis=-1), np.full(prompts, 2.0)) >= truth
+    assert held >= 180  # a true share of 95 % gives fewer than this once in 300 times
+
+
+def test_the_limit_is_the_textbooks_where_gains_are_all_or_nothing_and_near_the_mean_of_many():
+    none, one = np.zeros(50), np.ones(50)
+    assert limit(none, one) == pytest.approx(1 - 0.05 ** (1 / 50), abs=0.003)  # the rule of three, exactly
+    three = np.concatenate([np.ones(3), np.zeros(47)])
+    assert limit(three, one) == pytest.approx(0.1478, abs=0.005)  # Clopper and Pearson's for 3 of 50
+    assert limit(np.full(5000, 0.1), np.ones(5000)) == pytest.approx(0.1, abs=0.003)
+    assert limit(np.array([]), np.array([])) is None
 
 
 def test_where_outcomes_are_too_many_to_list_many_are_drawn(monkeypatch):

@@ -14,7 +14,7 @@ import numpy as np
 from spot_async.spending.account import FREE
 from spot_async.spending.prices import PER_MILLION, Prices
 from spot_async.tools.forecast import values
-from spot_async.tools.forecast.estimates import Estimate, Sums, estimate, ratio
+from spot_async.tools.forecast.estimates import Estimate, Sums, estimate, limit, ratio
 from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
 from spot_async.tools.forecast.sums import (
     Positions,
@@ -95,6 +95,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     positions: int  # probed in all
     without_evidence: int  # of these, positions with a candidate that has too few verdicts
     figures: dict[str, Estimate | None]
+    gain_limit: float | None = None  # what no gamma and no number of probes gains more than, with 95 % confidence
     by_teacher_rank: list[RankRow]
     by_student_rank: list[RankRow]
     by_tier: list[TierRow]  # empty where problems have no tiers
@@ -130,6 +131,7 @@ def make_forecast(
             name: estimate(sums, figure, least=0.0, most=1.0) if name in SHARES else estimate(sums, figure)
             for name, figure in figures_of(keys, probes, prices).items()
         },
+        gain_limit=limit(sums["most"], sums["positions"]),
         by_teacher_rank=rank_rows(positions, positions.prior, np.arange(positions.prior.shape[-1])),
         by_student_rank=student_rank_rows(positions),
         by_tier=tier_rows(measured, keys),
@@ -173,7 +175,6 @@ def figures_of(keys: PolicyKeys, probes: int, prices: Prices) -> dict[str, Calla
         "prior_gain": lambda sums: np.asarray(
             (sums["value_where_compared"] - sums["value_of_student"]) / sums["compared"]
         ),
-        "most_gain": ratio("most", "positions"),
         "value_variance": ratio("variance", "positions"),
         "observed_variance": ratio("observed", "positions"),
         "kept_share": ratio("kept", "positions"),

@@ -11,8 +11,6 @@ from spot_async.tools.forecast import values
 from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
 from spot_async.types import BoolArray, Float64Array, Int64Array
 
-CERTAIN_GAMMA = 64.0  # so large that the target is the prior over the best candidates
-
 
 @dataclass(frozen=True)
 class Positions:
@@ -147,13 +145,12 @@ def value_sums(positions: Positions) -> dict[str, Float64Array]:
     prior, correct, judged = positions.prior, positions.correct, positions.judged
     shares, known = values.shares(correct, judged), positions.student_is_known
     of_student = np.where(known[:, None], positions.student_shares, 0.0)
-    half = max(1, int(judged.min(initial=2)) // 2)
     columns = {
         "value": (prior * shares).sum(axis=-1),
         "compared": known.astype(np.float64),
         "value_of_student": (of_student * shares).sum(axis=-1),
         "value_where_compared": np.where(known, (prior * shares).sum(axis=-1), 0.0),
         "variance": values.value_variance(prior, correct, judged),
-        "most": values.gain(prior, correct, judged, gamma=CERTAIN_GAMMA, probes=half),
+        "most": values.most_gain(prior, correct, judged),
     }
     return {name: positions.per_prompt(column) for name, column in columns.items()}

@@ -1,8 +1,9 @@
-"""Estimates at single positions, from the probes of each candidate: unbiased, however few the probes are. Pure.
+"""Estimates at single positions, from the probes of each candidate. All but one are unbiased, however few probes. Pure.
 
 The values V(v) are not known, only how many of the n probes of a candidate were correct. A figure that takes these
 shares for the values is biased: the noise of the probes looks like a difference between candidates. So each figure here
-is one whose expectation, over the probes, is that of the true values. docs/forecast.md derives them.
+is one whose expectation, over the probes, is that of the true values. docs/forecast.md derives them. The best value
+has no such estimate, so `most_gain` is one that is never too small on average.
 
 Axes: P positions, k candidates. `prior` (P, k) sums to 1 over candidates; `correct` and `judged` (P, k) are counts.
 """
@@ -82,6 +83,16 @@ def gain(
         # A split that cannot be has weight 0, and `others` beyond [0, 1].
         gains += weight * ((target - prior) * others).sum(axis=-1)
     return gains
+
+
+def most_gain(prior: Float64Array, correct: Int64Array, judged: Int64Array) -> Float64Array:
+    """Return the largest share less the prior's (P,). Its expectation is at least max V - sum_v p(v) V(v).
+
+    No target gains more at the position, whatever gamma and the number of probes. What it is too large by is the noise
+    of the probes, which falls with the square root of their number.
+    """
+    share = shares(correct, judged)
+    return np.asarray(share.max(axis=-1, initial=0.0) - (prior * share).sum(axis=-1))
 
 
 def tilted(prior: Float64Array, values: Float64Array, gamma: float) -> Float64Array:

@@ -104,7 +104,7 @@ def more_prompts(settled: Estimate, worth: float, prompts: int) -> str:
 def reasons(forecast: Forecast) -> Iterator[str]:
     """Yield what speaks for the outcome, and what a reader should compare SPOT with."""
     found = forecast.figures
-    variance, value, most, prior_gain = (found[name] for name in ("value_variance", "value", "most_gain", "prior_gain"))
+    variance, value, prior_gain = (found[name] for name in ("value_variance", "value", "prior_gain"))
     if variance is not None:
         spread = math.sqrt(max(0.0, variance.value))
         differ = "hardly differ" if spread < FLAT_SPREAD else "differ"
@@ -113,10 +113,11 @@ def reasons(forecast: Forecast) -> Iterator[str]:
             f"{counted(forecast.positions, 'position')} {forecast.never_correct} had no correct probe, and "
             f"{forecast.always_correct} had only correct ones."
         )
-    if value is not None and most is not None:
+    if value is not None and forecast.gain_limit is not None:
         yield (
-            f"Always taking the best candidate, as far as probes show it, would bring {points(most)} points over the "
-            f"prior's {100 * value.value:.1f}. No gamma can bring more."
+            f"Always taking the best candidate would bring at most {_points(forecast.gain_limit)} points over the "
+            f"prior's {100 * value.value:.1f} (95 %), so no gamma brings more. The noise of {forecast.probes} probes a "
+            "candidate is in this limit: more --probes and --prompts lower it."
         )
     if prior_gain is not None and prior_gain.low > 0:
         yield (

@@ -29,7 +29,6 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str, str, str], ...]], ...] = (
     ("Values at the selected positions", (
         ("value_of_student", SHARE, "value under the student", "success from here if the student chooses a candidate"),
         ("value", SHARE, "value under the teacher's prior", "success from here if the teacher does; where OPD leads"),
-        ("most_gain", SHARE, "most to gain", "over the prior, by always taking the best candidate"),
         ("value_variance", PLAIN, "Var_p(V)", "variance of the candidates' values under the prior"),
         ("observed_variance", PLAIN, "spot/value_variance", "what a run would show of it at first, noise included"),
         ("kept_share", SHARE, "B+ keeps", "of the positions, with policy.probes probes a candidate"),
