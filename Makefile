@@ -111,6 +111,7 @@ types: install
 
 docs: install
 	$(BIN)/python -m spot_async.tools.config_docs > docs/configuration.md
+	$(BIN)/python -m spot_async.tools.library_docs docs/library.md
 
 clean:
 	rm -rf $(VENV) .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

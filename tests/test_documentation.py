@@ -15,7 +15,7 @@ from spot_async.base import registry
 from spot_async.cli import app
 from spot_async.config import Config
 from spot_async.config.loading import load_config, validate
-from spot_async.tools import config_docs
+from spot_async.tools import config_docs, library_docs
 from spot_async.tools.conformance import contract
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +42,13 @@ def configuration_examples() -> list[Any]:
 def test_the_configuration_page_is_current():
     current = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert current == config_docs.page(), "run `make docs` and commit docs/configuration.md"
+
+
+def test_the_records_on_the_library_page_are_current():
+    current = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    assert current == library_docs.renewed(current), "run `make docs` and commit docs/library.md"
+    for field in ("policy_mask", "offsets", "valid", "finish_reason"):
+        assert re.search(rf"^    {field}: ", current, flags=re.M), field
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

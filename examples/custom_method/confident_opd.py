@@ -22,7 +22,9 @@ class ConfidentOpd:
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
         scores, verdict = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
-        sure = scores.entropy <= self.settings.max_entropy_nats  # (T,)
+        # (T,) Where a teacher that reads text could not be asked, its numbers mean nothing.
+        known = np.ones(len(rollout.token_ids), dtype=np.bool_) if scores.valid is None else scores.valid
+        sure = known & (scores.entropy <= self.settings.max_entropy_nats)
         advantages = np.where(sure, scores.logprobs - rollout.logprobs, 0.0).astype(np.float32)
         supervision = Supervision(
             prompt_ordinal=prompt.ordinal,
@@ -33,8 +35,13 @@ class ConfidentOpd:
             version=min(span.version for span in rollout.version_spans),
             version_spans=rollout.version_spans,
             advantages=advantages,
+            policy_mask=scores.valid,
         )
-        metrics = {"confident_opd/sure": float(sure.mean()), "rollout/tokens": float(len(rollout.token_ids))}
+        metrics = {
+            "confident_opd/sure": float(sure.mean()),
+            "teacher/masked": 1.0 - float(known.mean()),
+            "rollout/tokens": float(len(rollout.token_ids)),
+        }
         if verdict.reward is not None:  # None: the verifier could not decide, which is no evidence
             metrics["rollout/accuracy"] = verdict.reward
         record = {"response": stages.decode(rollout.token_ids), "verdict": verdict.value}

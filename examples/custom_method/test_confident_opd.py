@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from confident_opd import ConfidentOpd
 
@@ -27,6 +28,15 @@ def test_a_token_teaches_nothing_where_the_teacher_is_not_sure() -> None:
     assert sample.supervision.advantages.tolist() == [0.5, 0.0, -1.0]
     assert sample.metrics["confident_opd/sure"] == pytest.approx(2 / 3)
     assert stages.verified == [(5, 6, 7)]
+
+
+def test_a_token_that_the_teacher_could_not_be_asked_about_teaches_nothing() -> None:
+    scores = token_scores([-0.5, -0.5, -2.0], entropy=[0.1, 0.0, 0.4], valid=np.array([True, False, True]))
+    stages = ScriptedStages(generation([5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), scores)
+    (sample,) = asyncio.run(make_policy(ConfidentOpd).supervise(next(simulated_prompts()), stages))
+    assert sample.supervision.advantages.tolist() == [0.5, 0.0, -1.0]
+    assert sample.supervision.policy_mask.tolist() == [True, False, True]
+    assert sample.metrics["teacher/masked"] == pytest.approx(1 / 3)
 
 
 def test_a_run_trains_on_every_prompt_once() -> None:
