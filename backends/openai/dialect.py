@@ -31,9 +31,24 @@ PLAIN_TEXT = "One half of 12 is 6, and 3 times 5 is 15. The sum of both numbers 
 # Fields that vLLM and SGLang add to the API. Others ignore or refuse them.
 EXTENSIONS: Mapping[str, Any] = {"return_tokens_as_token_ids": True, "return_token_ids": True}
 TEXT_EXTENSIONS: Mapping[str, Any] = {"add_special_tokens": False}
-# Sampling settings that switch truncation off. If a request does not have them, vLLM and SGLang take them from the
-# model's generation_config.json.
-UNTRUNCATED: Mapping[str, Any] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+# What else bends a distribution, with the values that do not. A request that leaves one out gets the server's default:
+# from generation_config.json (vLLM, SGLang), from its flags (llama.cpp), or built in (llama-cpp-python: top_k=40).
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "top_k": (-1, 0),  # SGLang refuses 0, llama-cpp-python anything below it
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "watermarking": (False,),  # vLLM
+    "repeat_penalty": (1.0,),  # from here on llama.cpp and what is built on it
+    "typical_p": (1.0,),
+    "top_n_sigma": (-1.0,),
+    "xtc_probability": (0.0,),
+    "dry_multiplier": (0.0,),
+    "dynatemp_range": (0.0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+}
 MAX_STOP_TEXTS = 4  # the limit of OpenAI's API
 ANSWER_CHARACTERS = 160  # shown of each answer in a message with several answers
 
@@ -55,7 +70,7 @@ class Dialect:
     token_id_prompts: bool = False
     prepends_start: bool = False  # it puts its start token before a text
     extensions: bool = False  # it accepts `EXTENSIONS`
-    untruncated: Mapping[str, Any] = field(default_factory=dict)  # the fields of `UNTRUNCATED` that it accepts
+    neutral: Mapping[str, Any] = field(default_factory=dict)  # the fields of `NEUTRAL` that it accepts
     sampled_token_ids: bool = False
     generation_logprobs: bool = False
     scoring: Scoring | None = None  # None: it cannot score given tokens
@@ -83,7 +98,7 @@ class Dialect:
     def sampling_fields(self, sampling: SamplingSettings) -> dict[str, Any]:
         """Return the fields of every request that generates, completion or chat."""
         said = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
-        return {**said, **self.untruncated}
+        return {**said, **self.neutral}
 
     def generate_body(
         self,

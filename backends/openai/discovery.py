@@ -36,8 +36,8 @@ from .dialect import (
     CHAT,
     COMPLETIONS,
     MODELS,
+    NEUTRAL,
     PLAIN_TEXT,
-    UNTRUNCATED,
     Dialect,
     Scoring,
     UnsupportedError,
@@ -187,30 +187,36 @@ class _Discovery:
 
         before = len(self._refused)
         try:
-            return await self._untruncated(dialect, ask)
+            return await self._neutral(dialect, ask)
         except UnsupportedError:
             said = as_said(self._refused[before:])
             raise ConfigError(f"{self._server.role}.backend.url: refuses to sample as a run asks it: {said}") from None
 
-    async def _untruncated(self, dialect: Dialect, ask: Callable[[Dialect], Awaitable[None]]) -> Dialect:
-        """Return the dialect with those fields to switch truncation off that the endpoint accepts.
+    async def _neutral(self, dialect: Dialect, ask: Callable[[Dialect], Awaitable[None]]) -> Dialect:
+        """Return the dialect with those fields of `NEUTRAL` that the endpoint accepts.
 
         Fields that the user gave stay. Raises `UnsupportedError` if even the plain request is refused.
         """
         await ask(dialect)
-        wanted = {name: value for name, value in UNTRUNCATED.items() if name not in self._fields}
+        wanted = {name: values for name, values in NEUTRAL.items() if name not in self._fields}
 
         async def takes(fields: Mapping[str, Any]) -> bool:
             try:
-                await ask(replace(dialect, untruncated=fields))
+                await ask(replace(dialect, neutral=fields))
             except UnsupportedError:
                 return False
             return True
 
         # All at once first, which may take a single request.
-        if not await takes(wanted):
-            wanted = {name: value for name, value in wanted.items() if await takes({name: value})}
-        return replace(dialect, untruncated=wanted)
+        fields = {name: values[0] for name, values in wanted.items()}
+        if not await takes(fields):
+            fields = {}
+            for name, values in wanted.items():
+                for value in values:
+                    if await takes({name: value}):
+                        fields[name] = value
+                        break
+        return replace(dialect, neutral=fields)
 
     async def _scoring(self, dialect: Dialect) -> Dialect:
         ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")
@@ -290,7 +296,7 @@ class _Discovery:
         unscored = replace(dialect, unscored=as_said(self._refused))
         for key in ("max_completion_tokens", "max_tokens"):
             with contextlib.suppress(UnsupportedError):
-                return await self._untruncated(replace(unscored, chat_length_key=key), ask)
+                return await self._neutral(replace(unscored, chat_length_key=key), ask)
         message = f"{self._server.role}.backend.url: answers neither {COMPLETIONS} nor {CHAT}: {as_said(self._refused)}"
         if all(answer.startswith(NO_SUCH_PATH) for _, answer in self._refused):
             message += "; the url is what comes before /v1"

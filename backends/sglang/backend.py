@@ -62,6 +62,7 @@ from .generation import generate_below
 from .launch import PACKAGE, sglang_command
 from .replies import Scores, TopK, read_scores
 from .requests import SglangRequests
+from .sampling import neutral
 from .weights import ModelInfo, ServerInfo, SglangWeights
 
 ABORT = "/abort_request"
@@ -279,8 +280,10 @@ class SglangBackend(RemoteBackend):
         self._requests.limits = self._limits_of(max_tokens)
         if self._settings.is_attached:
             await check_ready(self._server, deadline=deadline)
-        await check_vocabulary(self._server, info, deadline=deadline)
-        self._names.start((await self._server.get(READY, ModelInfo, deadline=deadline)).weight_version)
+        model = await self._server.get(READY, ModelInfo, deadline=deadline)
+        self._requests.neutral = neutral(model, info)
+        await check_vocabulary(self._server, info, self._requests.neutral, deadline=deadline)
+        self._names.start(model.weight_version)
         prompt_ids = await plain_prompt(self._server, deadline=deadline)
         top_k = min(DISCOVERY_TOP_K, self._vocab_size)
         count = min(DISCOVERY_TOKENS, max_tokens - len(prompt_ids))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -61,8 +63,13 @@ async def check_ready(server: RemoteServer, *, deadline: float) -> None:
         return
 
 
-async def check_vocabulary(server: RemoteServer, info: ServerInfo, *, deadline: float) -> None:
-    """Raise `ConfigError` unless the server accepts the directory's last token id and refuses the next."""
+async def check_vocabulary(
+    server: RemoteServer, info: ServerInfo, neutral: Mapping[str, Any], *, deadline: float
+) -> None:
+    """Raise `ConfigError` unless the server accepts the directory's last token id and refuses the next.
+
+    `neutral` are the sampling parameters of every request.
+    """
     if info.release < CHOSEN_IDS_CHECKED:
         return
     vocab_size = server.files.vocab_size
@@ -70,7 +77,7 @@ async def check_vocabulary(server: RemoteServer, info: ServerInfo, *, deadline: 
         body = {
             "rid": uuid.uuid4().hex,
             "input_ids": [0],
-            "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
+            "sampling_params": {**neutral, "max_new_tokens": 1, "ignore_eos": True},
             "return_logprob": True,
             "token_ids_logprob": [token_id],
         }

@@ -1,4 +1,5 @@
-"""Sends requests to SGLang's `/generate`: each under an id of its own, and for the weights that it names.
+"""Sends requests to SGLang's `/generate`: each under an id of its own, for the weights that it names, and with all
+sampling parameters.
 
 Replies are read by `replies.py`.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from spot_async.base.tasks import gather
@@ -26,6 +27,7 @@ from ..shared.stepwise import Steps
 from .adapters import unknown_as_restarted
 from .discovery import GENERATE, check_end
 from .replies import NextToken, read_generation, read_next_token
+from .sampling import NEUTRAL
 
 ABORT = "/abort_request"
 ABORT_TIMEOUT_S = 2.0
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 
 class SglangRequests:
-    """The requests to one server. `limits` are narrower once it has said its own."""
+    """The requests to one server. `limits` and `neutral` fit it better once it has said its own limits and defaults."""
 
     def __init__(
         self, server: RemoteServer, names: WeightNames, adapters: Adapters | None, limits: RequestLimits
@@ -44,6 +46,7 @@ class SglangRequests:
         self._names = names
         self._adapters = adapters
         self.limits = limits
+        self.neutral: Mapping[str, Any] = NEUTRAL
 
     async def sample(
         self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
@@ -93,6 +96,7 @@ class SglangRequests:
         have the same length.
         """
         request_id = uuid.uuid4().hex
+        body = {**body, "sampling_params": {**self.neutral, **body["sampling_params"]}}
         new_tokens = max(1, body["sampling_params"]["max_new_tokens"])
         rows = new_tokens + len(body["input_ids"]) - body.get("logprob_start_len", len(body["input_ids"]))
         size = Size(

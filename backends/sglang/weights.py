@@ -47,6 +47,7 @@ class ServerInfo(msgspec.Struct):
     disable_radix_cache: bool = False
     enable_memory_saver: bool = False
     enable_weights_cpu_backup: bool = False
+    enable_watermark: bool = False
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -59,6 +60,7 @@ class ModelInfo(msgspec.Struct):
     """The fields of `/model_info` that are read."""
 
     weight_version: str | None = None
+    preferred_sampling_params: dict[str, Any] | None = None  # by name; they go into every request without its own
 
 
 class Outcome(msgspec.Struct):

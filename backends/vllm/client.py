@@ -23,6 +23,18 @@ from .replies import Answer, CompletionsRoute, Dialect, GenerateRoute, NamedSpan
 
 UNFINISHED = frozenset({"abort", "error"})  # finish reasons of incomplete responses in replies of status 200
 SCALE_OUT = b"--enable-scale-out"
+# What a request leaves out, the server takes from the model's generation_config.json, from
+# --override-generation-config or, for a watermark, from --watermark-config. Versions that do not know one ignore it.
+NEUTRAL: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "watermarking": False,
+}
 
 T = TypeVar("T")
 
@@ -200,7 +212,7 @@ class VllmClient:
             yield
             return (yield from read(answer))
 
-        body = self.route.body(self.model, token_ids, parameters)
+        body = self.route.body(self.model, token_ids, {**NEUTRAL, **parameters})
         size = Size(
             prompt_tokens=len(token_ids),
             max_completion_tokens=parameters["max_tokens"],

@@ -30,15 +30,6 @@ NPY_HEADER = re.compile(
     rb"'shape': \((?P<rows>[0-9]{1,9}), (?P<columns>[0-9]{1,9})\), \} *\n",
     re.DOTALL,
 )
-# If a request leaves one of these out, the server takes it from the model's generation_config.json.
-NEUTRAL = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 
 
 class NamedSpan(msgspec.Struct):
@@ -171,7 +162,7 @@ class CompletionsRoute:
     def body(self, model: str, token_ids: list[int], parameters: Mapping[str, Any]) -> dict[str, Any]:
         # Ask for tokens by id, because different tokens with the same text would share a key.
         as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {"model": model, "prompt": token_ids, **as_ids, **NEUTRAL, **parameters}
+        return {"model": model, "prompt": token_ids, **as_ids, **parameters}
 
     def read(self, reply: bytes) -> Answer:
         choice = only(self._reply.decode(reply).choices)

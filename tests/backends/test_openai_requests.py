@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from aiohttp import web
 from deadlines import soon
 
 from spot_async.backends.openai.backend import OpenAIBackend
+from spot_async.backends.openai.dialect import NEUTRAL
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.models.files import read_model
 from spot_async.types import SamplingSettings
@@ -24,7 +25,7 @@ from spot_async.types import SamplingSettings
 TOKENIZER = Path(__file__).parents[1] / "recorded" / "openai" / "tokenizer.json"
 PROMPT = np.array([3, 4, 5], np.int32)
 SAMPLING = SamplingSettings(temperature=0.7, top_p=0.9, max_tokens=3, stop_token_ids=(1,), seed=11)
-UNTRUNCATED = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+UNBENT = {name: values[0] for name, values in NEUTRAL.items()}
 
 
 class Endpoint:
@@ -34,6 +35,7 @@ class Endpoint:
         self.model = model
         self.requests: list[dict[str, Any]] = []
         self.refused: Sequence[str] = ("prompt_logprobs", "echo")
+        self.least: Mapping[str, float] = {}  # of values that are not refused
         self.throttled = 0  # of so many requests
         self.completions = True
         self.response, self.finish_reason = [9, 8, 1], "stop"
@@ -48,7 +50,8 @@ class Endpoint:
             return web.json_response({"data": [{"id": "m"}]}, status=self.status)
         body = msgspec.json.decode(await request.read(), type=dict[str, Any])
         self.requests.append(body)
-        wrong = next((name for name in self.refused if name in body), None)
+        low = [name for name, least in self.least.items() if body.get(name, least) < least]
+        wrong = next((name for name in [*low, *self.refused] if name in body), None)
         if wrong is not None:
             return web.json_response({"error": {"message": f"{wrong}: not known here"}}, status=400)
         if request.path == "/v1/chat/completions":
@@ -111,7 +114,7 @@ async def test_a_response_ends_at_its_stop_tokens_and_is_not_truncated_by_a_serv
     assert written.finish_reason == "stop"
     assert sent["stop_token_ids"] == [1]
     assert "ignore_eos" not in sent  # beside it SGLang would look at no stop_token_ids
-    assert {name: sent[name] for name in UNTRUNCATED} == UNTRUNCATED
+    assert {name: sent[name] for name in UNBENT} == UNBENT
     assert any(probe.keys() == sent.keys() for probe in probes)
 
 
@@ -153,6 +156,13 @@ async def test_what_an_endpoint_refuses_of_the_extensions_is_left_out_and_what_t
     assert "min_p" not in sent
 
 
+async def test_an_endpoint_whose_top_k_is_switched_off_by_0_alone_gets_0(endpoint: Any) -> None:
+    endpoint.least = {"top_k": 0}  # as llama-cpp-python, whose default is 40
+    async with connected(endpoint) as backend:
+        await backend.generate(PROMPT, SAMPLING, deadline=soon())
+    assert endpoint.requests[-1]["top_k"] == 0
+
+
 @pytest.mark.parametrize("completions", [True, False])
 async def test_an_endpoint_that_refuses_a_field_of_every_request_is_refused_at_the_start(
     endpoint: Any, completions: bool
@@ -170,7 +180,7 @@ async def test_a_chat_endpoint_gets_the_same_defaults(endpoint: Any) -> None:
     sent = endpoint.requests[-1]
     assert found.server == "OpenAI-compatible: chat only"
     assert sent.keys() >= {"temperature", "top_p", "seed", "max_tokens"}
-    assert backend._dialect.untruncated == {"top_k": -1, "repetition_penalty": 1.0}
+    assert backend._dialect.neutral == {name: value for name, value in UNBENT.items() if name != "min_p"}
 
 
 async def test_a_start_waits_for_an_endpoint_that_is_busy_but_not_for_ever(endpoint: Any) -> None:

@@ -32,7 +32,8 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.sglang.backend import _prefixes
 from spot_async.backends.sglang.discovery import check_ready, check_vocabulary
 from spot_async.backends.sglang.launch import sglang_command
-from spot_async.backends.sglang.weights import ServerInfo
+from spot_async.backends.sglang.sampling import NEUTRAL, neutral
+from spot_async.backends.sglang.weights import ModelInfo, ServerInfo
 from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.errors import (
     ConfigError,
@@ -59,12 +60,48 @@ async def test_a_request_says_what_is_asked_for_under_an_id_of_fixed_length(mode
     assert (generation.finish_reason, generation.token_ids[-1]) == ("stop", end)
     (_, first), (_, second) = stand_in.asked
     assert first["sampling_params"] == {
+        **NEUTRAL,
         "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 30, "stop_token_ids": [end, 1],
         "ignore_eos": False,  # or the server would not look at stop_token_ids
         "sampling_seed": 1,
     }  # fmt: skip
     assert len(first["rid"]) == len(second["rid"]) == 32
     assert first["rid"] != second["rid"]  # aborts match by prefix
+
+
+def test_what_a_server_prefers_is_overruled_whatever_it_is() -> None:
+    """As SGLang does it: {**preferred, **the request's}, and null stands for the parameter's own default."""
+    preferred = {"top_k": 1, "repetition_penalty": 1.3, "n": 4, "min_new_tokens": 9, "stop": ["x"], "regex": "a+"}
+    unlike = neutral(ModelInfo(preferred_sampling_params=preferred), ServerInfo(enable_watermark=True))
+    assert {**preferred, **unlike} == {**NEUTRAL, "stop": None, "regex": None, "watermark": {"enabled": False}}
+    assert neutral(ModelInfo(), ServerInfo()) == NEUTRAL  # older servers refuse parameters that they do not know
+
+
+async def test_every_request_says_what_is_neutral_for_its_server(model: Path, tmp_path: Path) -> None:
+    replies: dict[str, Any] = {
+        "server_info": ok(version="0.5.23"),
+        "generate": [(200, b"{}"), UNKNOWN_TOKEN, (400, b"{}")],
+        "model_info": ok(weight_version="default", preferred_sampling_params={"top_k": 1, "stop": "x"}),
+        "tokenize": [(404, b"{}")],
+    }
+    one = np.zeros(1, np.int32)
+    async with connected(model, tmp_path, **replies) as (backend, stand_in):
+        with pytest.raises(ConfigError):  # its first response is refused, which ends start-up
+            await backend.__aenter__()
+    started = [body["sampling_params"] for path, body in stand_in.asked if path == "/generate"]
+    async with connected(model, tmp_path, generate=[(400, b"{}")]) as (backend, stand_in):
+        sampling = SamplingSettings(max_tokens=4, stop_token_ids=(1,), seed=0)
+        for ask in (
+            backend.generate(PROMPT, sampling, deadline=soon()),
+            backend.score(PROMPT, RESPONSE, top_k=4, temperature=1.0, deadline=soon()),
+            backend.score_at(PROMPT, RESPONSE, one, top_k=4, temperature=1.0, deadline=soon()),
+        ):
+            with pytest.raises(PermanentError):
+                await ask
+    later = [body["sampling_params"] for _, body in stand_in.asked]
+    least = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert [each.items() >= least.items() for each in [*started, *later]] == [True] * 6
+    assert [each["stop"] for each in started] == [None] * 3
 
 
 async def test_an_end_token_that_only_the_server_knows_is_named(model: Path, tmp_path: Path) -> None:
@@ -175,7 +212,7 @@ async def test_a_vocabulary_of_another_size_than_the_servers_is_refused(
 ) -> None:
     async with connected(model, tmp_path, generate=answers) as (backend, stand_in):
         with pytest.raises(ConfigError, match=f"vocab_size=512, but the server {wrong}") if wrong else nullcontext():
-            await check_vocabulary(backend._server, ServerInfo(version="0.5.14"), deadline=soon())
+            await check_vocabulary(backend._server, ServerInfo(version="0.5.14"), {}, deadline=soon())
     asked = [body["token_ids_logprob"] for _, body in stand_in.asked]
     assert asked == [[511], [512]][: len(asked)]
     assert len({body["rid"] for _, body in stand_in.asked}) == len(asked)
@@ -183,7 +220,7 @@ async def test_a_vocabulary_of_another_size_than_the_servers_is_refused(
 
 async def test_a_server_that_a_token_out_of_its_vocabulary_ends_is_not_asked_one(model: Path, tmp_path: Path) -> None:
     async with connected(model, tmp_path) as (backend, stand_in):
-        await check_vocabulary(backend._server, ServerInfo(version="0.5.13"), deadline=soon())
+        await check_vocabulary(backend._server, ServerInfo(version="0.5.13"), {}, deadline=soon())
     assert not stand_in.asked
 
 

@@ -27,6 +27,7 @@ from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.backends.vllm import health as vllm_health
 from spot_async.backends.vllm import launch as vllm_launch
 from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.backends.vllm.client import NEUTRAL
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -92,6 +93,18 @@ async def test_live_candidates_are_of_one_version_or_asked_for_again(chosen_toke
         assert isinstance(answer, VersionMismatchError)
         assert answer.failure_class is FailureClass.TRANSIENT
         np.testing.assert_array_equal(await ask(), before)
+
+
+async def test_no_request_leaves_anything_of_sampling_to_the_servers_defaults(connect: Connect) -> None:
+    async with connect(chosen_tokens=False) as (backend, stand_in):
+        sampling = SamplingSettings(max_tokens=5, top_p=0.5, stop_token_ids=(), seed=1)
+        await backend.generate(PROMPT, sampling, deadline=soon())
+        written = stand_in.bodies[-1][1]["sampling_params"]
+        await backend.score(PROMPT, RESPONSE, top_k=2, temperature=1.0, deadline=soon())
+        await backend.score_at(PROMPT, RESPONSE, np.zeros(1, np.int32), top_k=2, temperature=1.0, deadline=soon())
+    assert {name: written[name] for name in NEUTRAL} == {**NEUTRAL, "top_p": 0.5}
+    asked = [body["sampling_params"] for path, body in stand_in.bodies if path == "/inference/v1/generate"]
+    assert all(each.keys() >= NEUTRAL.keys() for each in asked)
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.31.0"])

@@ -57,14 +57,6 @@ def test_the_openai_route_gives_the_same_numbers() -> None:
     np.testing.assert_array_equal(first.top(2)[1], second.top(2)[1])
 
 
-def test_the_openai_route_leaves_nothing_of_sampling_to_the_models_generation_config() -> None:
-    body = CompletionsRoute().body("m", [1, 2], {"max_tokens": 4, "temperature": 0.5, "top_p": 0.9})
-    neutral = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    assert {name: body[name] for name in neutral} == neutral
-    assert (body["temperature"], body["top_p"]) == (0.5, 0.9)
-    assert CompletionsRoute().body("m", [1, 2], {})["top_p"] == 1.0
-
-
 @pytest.mark.parametrize(("name", "route"), [("score", GenerateRoute()), ("score_completions", CompletionsRoute())])
 def test_rows_of_given_tokens_hold_the_token_and_the_likeliest(name: str, route: Dialect) -> None:
     rows = route.read(msgspec.json.encode(recorded(name))).prompt_rows
