@@ -118,6 +118,7 @@ def plan_training(config: Config) -> TrainPlan:
         epochs=config.training.epochs,
         iterations=config.training.iterations,
     )
+    _check_schedule(config, schedule.iterations)
     check_eval_every(config, schedule.iterations)
     if isinstance(policy, ScheduleChecker):
         policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
@@ -360,6 +361,16 @@ def _check_context(config: Config, models: Mapping[str, ModelFiles]) -> None:
                 f"{sampling.max_response_tokens} exceed the {role}'s context: together they may be at most "
                 f"{model.max_context_tokens}"
             )
+
+
+def _check_schedule(config: Config, iterations: int) -> None:
+    """Raise ConfigError if the learning rate would be 0 before the last iteration."""
+    ends = config.training.schedule_iterations
+    if ends is not None and ends < iterations:
+        raise ConfigError(
+            f"training.schedule_iterations={ends}: the learning rate would be 0 from then on, and the run has "
+            f"{iterations} iterations: raise it to {iterations} or more, or set it to null"
+        )
 
 
 def _check_queue_bytes(config: Config, needs: PolicyNeeds) -> None:

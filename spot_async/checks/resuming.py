@@ -29,6 +29,7 @@ FREE = (
     "queue",
     "training.epochs",
     "training.iterations",
+    "training.schedule_iterations",
     "training.ranks",
     "training.sharding",
     "training.threads",

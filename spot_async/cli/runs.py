@@ -346,6 +346,7 @@ def show_evaluation_plan(
 def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> None:
     """Print what `train --dry-run` shows."""
     from spot_async.checks.prompt_warnings import plan_warnings
+    from spot_async.trainer.schedule import schedule_words
 
     first = next(iter(plan.schedule))
     if not brief:
@@ -364,6 +365,7 @@ def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> No
         f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
         f"in mini-batches of {training.mini_batch_size}, from "
         f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
+        f"rate      {schedule_words(training, plan.schedule.iterations)}",
         f"rows      {words_of(plan.rows)}",
         *(f"tokens    {line}" for line in plan.common.words),
         f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",

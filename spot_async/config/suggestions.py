@@ -36,6 +36,8 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "loss_agg_mode": "training.loss_aggregation",
     "loss_type": "training.loss_aggregation",
     "lr": "training.learning_rate",
+    "lr_decay_iters": "training.schedule_iterations",
+    "lr_decay_steps": "training.schedule_iterations",
     "lr_scheduler_type": "training.schedule",
     "lr_warmup_steps": "training.warmup_iterations",
     "max_completion_length": "sampling.max_response_tokens",

@@ -46,6 +46,11 @@ class TrainingConfig(Section):
         description="after warm-up the learning rate falls to 0 by the end (`cosine`) or stays (`constant`); it "
         "changes once per iteration",
     )
+    schedule_iterations: PositiveInt | None = Field(
+        None,
+        description="the iteration after which the cosine is 0; default: the run's last. Give a run that is to go on "
+        "later its final number of iterations from the beginning, or its learning rate rises where it goes on",
+    )
     warmup_iterations: int = Field(0, ge=0, description="iterations in which the learning rate rises from 0")
     weight_decay: NonNegativeFloat = Field(0.01, description="AdamW's weight decay")
     max_grad_norm: PositiveFloat = Field(1.0, description="gradients with a larger norm are scaled down to it")
@@ -136,6 +141,11 @@ class TrainingConfig(Section):
         if self.iterations is not None and self.warmup_iterations >= self.iterations:
             raise ValueError(
                 f"warmup_iterations={self.warmup_iterations} leaves nothing of iterations={self.iterations}: lower it"
+            )
+        if self.schedule_iterations is not None and self.schedule == "constant":
+            raise ValueError(
+                f"schedule_iterations={self.schedule_iterations}: with schedule=constant the learning rate never "
+                "falls: set it to null"
             )
         return self
 

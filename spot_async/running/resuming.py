@@ -15,6 +15,8 @@ from spot_async.models.hub import ROLES, Say, with_downloads
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.manifest import Checkpoint, Manifest
+from spot_async.trainer.schedule import seam_words
+from spot_async.trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ def open_run(
     """Return a run that ended early. Raises ConfigError or DataError, in one line, and changes nothing.
 
     Models of the hub that are no longer in its cache are downloaded: `say` and `weights` are as in `with_downloads`.
+    `say` also gets what happens to the learning rate, if the run goes on for another number of iterations.
     """
     directory = RunDirectory.open(path)
     if directory.purpose == "eval":
@@ -55,7 +58,21 @@ def open_run(
             f"{path}: all {iterations} iterations are trained: nothing is left to do; to train further give "
             "training.iterations=N"
         )
+    if say is not None and (words := _seam(path, before, config, plan, step)):
+        say(words)
     return ResumedRun(config, plan, directory, checkpoint)
+
+
+def _seam(path: Path, before: Config, config: Config, plan: TrainPlan, step: int) -> str:
+    """Return what happens to the learning rate where the run goes on; empty if it goes on as the last part planned."""
+    try:
+        last = TrainerSettings.load(str(path / "trainer.json"))
+        training, iterations = last.training, last.iterations
+    except (OSError, ValueError):  # lost, or of another version
+        training = before.training
+        epochs = (training.epochs or 1) * (plan.schedule.per_epoch // training.batch_size)
+        iterations = training.iterations or epochs
+    return seam_words(training, iterations, config.training, plan.schedule.iterations, step)
 
 
 def beginning_of(config: Config, plan: TrainPlan, checkpoint: Checkpoint | None) -> Manifest:

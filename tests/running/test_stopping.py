@@ -13,6 +13,7 @@ from rich.console import Console
 from spot_async.checks.plan import plan_training
 from spot_async.config import Config
 from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError
 from spot_async.evaluation.response_log import ResponseLog
 from spot_async.loop.stopping import StopRequest
 from spot_async.run_directory.layout import RunDirectory
@@ -82,3 +83,10 @@ async def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(confi
     assert again.iterations == 2
     assert again.after.figures().avg == outcome.after.figures().avg
     assert directory.has_summary
+
+    # Further than was planned, its learning rate would rise again.
+    said: list[str] = []
+    open_run(directory.path, ["training.iterations=8"], said.append)
+    assert [line.split(",")[0] for line in said] == ["learning rate: 0.0001 in iteration 2 and 0.00017 in iteration 3"]
+    with pytest.raises(ConfigError, match=r"training\.schedule_iterations=2: .* raise it to 4 or more"):
+        open_run(directory.path, ["training.iterations=4", "training.schedule_iterations=2"])

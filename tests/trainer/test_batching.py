@@ -13,7 +13,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
 from spot_async.trainer.batching import Layout, input_length, mini_batches, update_shares
-from spot_async.trainer.schedule import learning_rate
+from spot_async.trainer.schedule import learning_rate, schedule_words, seam_words
 from spot_async.types import Supervision
 
 
@@ -95,6 +95,29 @@ def test_learning_rate_is_the_cosine_to_zero_that_the_paper_used() -> None:
         assert learning_rate(training, iteration, 174) == pytest.approx(schedule.get_last_lr()[0], abs=1e-15)
         optimizer.step()
         schedule.step()
+
+
+def test_a_run_that_is_to_go_on_has_the_rates_of_the_whole_from_the_beginning() -> None:
+    whole = TrainingConfig(iterations=12, warmup_iterations=2)
+    first = TrainingConfig(iterations=6, warmup_iterations=2, schedule_iterations=12)
+    rates = [learning_rate(whole, iteration, 12) for iteration in range(12)]
+    assert [learning_rate(first, iteration, 6) for iteration in range(6)] == rates[:6]
+    further = TrainingConfig(iterations=12, warmup_iterations=2, schedule_iterations=12)
+    assert seam_words(first, 6, further, 12, 6) == ""
+    assert "of which 6 are trained" in schedule_words(first, 6)
+
+
+def test_a_learning_rate_that_jumps_where_a_run_goes_on_is_said_with_both_values() -> None:
+    six, twelve = (TrainingConfig(iterations=n, learning_rate=3e-4) for n in (6, 12))
+    said = seam_words(six, 6, twelve, 12, 6)
+    assert "2e-05 in iteration 6 and 0.00015 in iteration 7" in said
+    assert "ended after iteration 6 and now ends after 12 (training.schedule_iterations)" in said
+    assert "0.00026 in iteration 4 and 0.00015 in iteration 5" in seam_words(twelve, 12, six, 8, 4)
+    assert seam_words(twelve, 12, twelve, 12, 6) == ""
+    steady = [TrainingConfig(iterations=n, schedule="constant") for n in (6, 12)]
+    assert seam_words(steady[0], 6, steady[1], 12, 6) == ""
+    warming = [TrainingConfig(iterations=n, warmup_iterations=4) for n in (6, 12)]
+    assert seam_words(warming[0], 6, warming[1], 12, 3) == ""
 
 
 def test_warm_up_rises_to_the_full_rate_and_constant_keeps_it() -> None:

@@ -27,9 +27,9 @@ METHODS = {
 }
 ON_POLICY = ("spot", "opd", "eopd")  # that distil
 FILES = ("save", "load")  # keys of a policy that name files
-TRAINING = ("epochs", "iterations", "batch_size", "mini_batch_size", "learning_rate", "schedule", "warmup_iterations",
-            "weight_decay", "max_grad_norm", "clip", "dual_clip", "reference_kl", "loss_aggregation", "behavior",
-            "importance_cap", "lora", "dtype")  # fmt: skip
+TRAINING = ("epochs", "iterations", "batch_size", "mini_batch_size", "learning_rate", "schedule",
+            "schedule_iterations", "warmup_iterations", "weight_decay", "max_grad_norm", "clip", "dual_clip",
+            "reference_kl", "loss_aggregation", "behavior", "importance_cap", "lora", "dtype")  # fmt: skip
 
 
 def model_card(files: RunFiles, name: str, versions: Mapping[str, str], *, is_best: bool) -> str:
