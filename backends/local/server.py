@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib.util
-import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ from pydantic import Field
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.gpus import torch_has_gpus
 from spot_async.base.processes.private_directory import check_length, private_directory
 from spot_async.base.tasks import while_alive
 from spot_async.config import OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
@@ -292,15 +291,6 @@ def is_taken(port: int) -> bool:
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
-
-
-def torch_has_gpus() -> bool:
-    """Return whether torch was built for CUDA or ROCm. Its files tell; importing it would take seconds."""
-    spec = importlib.util.find_spec("torch")
-    version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
-    if version is None or not version.is_file():
-        return True  # it is unknown, so let the server find out
-    return re.search(r"^(cuda|hip)\b.*= '", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 @contextlib.contextmanager

@@ -89,7 +89,10 @@ class LaunchSettings(ProcessSettings):
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices: set resources.GPU to that"
             )
-        given = None if self.devices is None else len(self.devices.split(","))
+        named = [] if self.devices is None else [each.strip() for each in self.devices.split(",")]
+        if twice := next((each for each in named if named.count(each) > 1), None):
+            raise ValueError(f"devices={self.devices} names {twice} twice: name each device once")
+        given = None if self.devices is None else len(named)
         if given is not None and 1 < self.tensor_parallel_size != given:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices, but devices={self.devices} "

@@ -63,10 +63,12 @@ def train(
     Other exit codes: 0 done, 1 failed, 2 could not start, 3 stalled, 4 budget spent, 128 and the signal's number for
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
+    from spot_async.checks.machine import Machine, training_warnings, without_weights
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.checks.room import check_room
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
     from spot_async.tools.estimate.machine import estimate_machine, show_machine
+    from spot_async.trainer.nodes.topology import left_alone
 
     try:
         check_brief(brief, dry_run)
@@ -87,15 +89,23 @@ def train(
             RunDirectory.check_usable(path)
             settings = downloaded(settings, weights=() if dry_run else ROLES)
             plan = plan_training(settings)
+        unloadable = list(without_weights(plan.served, trained="student"))
+        if unloadable and not dry_run:
+            raise DataError(unloadable[0])
+        nodes = 1 if node is None else node[0].nodes
+        alone = left_alone(os.environ, settings.cluster)
+        lacking = [*unloadable, *([] if alone is None else [alone])]
+        lacking += training_warnings(settings, plan.served, Machine.found(os.environ), nodes=nodes)
         check_room(path, settings.training, plan.student.directory)
         estimates = estimate_run(settings, plan, earlier)
-        machine = estimate_machine(settings, plan, earlier, nodes=1 if node is None else node[0].nodes)
+        machine = estimate_machine(settings, plan, earlier, nodes=nodes)
         if dry_run:
             show_plan(settings, path, plan, brief=brief)
             if node is not None:
                 screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
             show_estimates(screen, estimates)
             show_machine(screen, machine)
+            show_warnings(lacking)
             return
         from spot_async.running.training import (
             train as run_training,  # who is stopped in these seconds leaves no directory
@@ -114,6 +124,7 @@ def train(
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_estimates(screen, estimates)
     show_machine(screen, machine)
+    show_warnings(lacking)
     checkpoint = None if begun is None else begun.checkpoint
     stop = StopRequest()
     training = run_training(
@@ -243,6 +254,7 @@ def evaluate(
 
     Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
     """
+    from spot_async.checks.machine import without_weights
     from spot_async.checks.plan import plan_evaluation
     from spot_async.evaluation.figures import read_figures
     from spot_async.evaluation.response_log import count_kept
@@ -266,9 +278,13 @@ def evaluate(
             settings = downloaded(settings, weights=() if dry_run else ("student",))
             student = read_model("student", settings.student.model)
             benchmarks = plan_evaluation(settings, student)
+            unloadable = list(without_weights({"student": settings.student}))
             if dry_run:
                 show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
+                show_warnings(unloadable)
                 return
+            if unloadable:
+                raise DataError(unloadable[0])
             from spot_async.running.evaluation import evaluate_student  # late, for the same reason as in `train`
 
             directory = evaluation_directory(settings, path, is_new=resume is None)
@@ -323,6 +339,7 @@ def show_evaluation_plan(
     config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles, *, brief: bool
 ) -> None:
     """Print what `eval --dry-run` shows."""
+    from spot_async.checks import machine
     from spot_async.checks.prompt_warnings import evaluation_warnings
     from spot_async.tools.estimate.endpoints import evaluation_estimate
 
@@ -337,8 +354,8 @@ def show_evaluation_plan(
         f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
         for benchmark in benchmarks
     ]
-    for warning in evaluation_warnings(benchmarks, student.vocabulary):
-        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    show_warnings(evaluation_warnings(benchmarks, student.vocabulary))
+    show_warnings(machine.evaluation_warnings(config.student, machine.Machine.found(os.environ)))
     lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
     screen.print(Text("\n".join(lines)), soft_wrap=True)
 
@@ -355,8 +372,7 @@ def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> No
     screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
     screen.print(Text(plan.renderer.text(first.problem)))
     screen.rule("would start", align="left")
-    for warning in plan_warnings(plan):
-        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    show_warnings(plan_warnings(plan))
     training, left_over = config.training, plan.schedule.left_over_per_epoch
     left_words = f"; {left_over} left out of each epoch, whose batches are whole" if left_over else ""
     lines = [
@@ -372,6 +388,11 @@ def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> No
         f"write     {path}",
     ]
     screen.print(Text("\n".join(lines)))
+
+
+def show_warnings(lines: Sequence[str]) -> None:
+    for line in lines:
+        screen.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
 
 
 def words_of(counts: Mapping[str, int]) -> str:

@@ -85,6 +85,24 @@ def _placed(environ: Environ, cluster: ClusterConfig) -> Topology:
     return Topology(cluster.nodes or 1, 0, host, cluster.port or DEFAULT_PORT, run_id, "Ray")
 
 
+def left_alone(environ: Environ, cluster: ClusterConfig) -> str | None:
+    """Return why this command may begin a run of its own on one machine where one on several was meant; None if not."""
+    if cluster.kind == "ray" or cluster.nodes is not None:
+        return None
+    nodes = _number(environ, "SLURM_JOB_NUM_NODES") or _number(environ, "SLURM_NNODES") or 1
+    if nodes > 1 and "SLURM_STEP_NUM_NODES" not in environ:
+        return f"Slurm gave this job {nodes} nodes, but without srun the run is on one: start it by srun; {ALONE}"
+    if "JOB_COMPLETION_INDEX" in environ:
+        return f"each pod of this indexed job begins a run of its own: give cluster.nodes and cluster.address; {ALONE}"
+    processes = _number(environ, "OMPI_COMM_WORLD_SIZE") or _number(environ, "PMI_SIZE") or 1
+    if processes > 1 and "SLURM_STEP_NUM_NODES" not in environ:
+        return (
+            f"mpirun started {processes} processes, each of which begins a run of its own: start one on each node, "
+            "with cluster.nodes, cluster.node_rank and cluster.address"
+        )
+    return None
+
+
 def check_ranks(topology: Topology, ranks: int) -> None:
     """Raise ConfigError unless each node gets the same number of `training.ranks`."""
     if ranks % topology.nodes:

@@ -1,0 +1,119 @@
+"""Says what this machine lacks for a run: weights, GPUs, cores, and the other nodes of a scheduler's job.
+
+It reads files and the environment, and starts nothing. All are warnings, since a dry run may be on another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spot_async.base.processes.cores import usable_cores
+from spot_async.base.processes.gpus import gpu_count, torch_has_gpus, visible_gpus
+from spot_async.base.text import counted
+from spot_async.config import Config, ModelConfig, TrainingConfig
+from spot_async.errors import DataError
+from spot_async.models.weight_files import weight_files
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has."""
+
+    gpus: int | None  # None: nobody knows
+    visible: int | None  # to the trainer
+    torch_has_gpus: bool
+    cores: int
+
+    @classmethod
+    def found(cls, environ: Mapping[str, str]) -> Machine:
+        """Look at the machine that this process runs on."""
+        gpus = gpu_count()
+        return cls(gpus, None if gpus is None else visible_gpus(environ, gpus), torch_has_gpus(), usable_cores())
+
+
+def training_warnings(
+    config: Config, served: Mapping[str, ModelConfig], machine: Machine, *, nodes: int = 1
+) -> list[str]:
+    """Return what is missing for a training run of these models, of which this is one of `nodes` machines."""
+    return [
+        *(line for role, model in served.items() for line in _without_devices(role, model, machine)),
+        *_of_ranks(config.training, machine, nodes),
+    ]
+
+
+def evaluation_warnings(student: ModelConfig, machine: Machine) -> list[str]:
+    """Return what is missing for an evaluation."""
+    return list(_without_devices("student", student, machine))
+
+
+def without_weights(models: Mapping[str, ModelConfig], *, trained: str | None = None) -> Iterator[str]:
+    """Yield which models have no weights here, of those that are served here or `trained`.
+
+    Models of the hub are downloaded first, and so are not looked at.
+    """
+    seen = set()
+    for role, model in models.items():
+        directory = Path(model.model)
+        is_loaded = role == trained or any(each.runs_here for each in model.backend.servers())
+        if not is_loaded or directory in seen or not directory.is_dir():
+            continue
+        seen.add(directory)
+        try:
+            missing = [path.name for path in weight_files(directory) if not path.is_file()]
+        except DataError as error:
+            yield f"{role}.model: {error}: put its weights there, as safetensors"
+            continue
+        if missing:
+            yield f"{role}.model: {directory} lacks {', '.join(missing)}, which its index names: copy the files there"
+
+
+def _without_devices(role: str, model: ModelConfig, machine: Machine) -> Iterator[str]:
+    """Yield which devices the model's servers on this machine name that it does not have."""
+    section, gpus = f"{role}.backend", machine.gpus
+    if gpus is None:
+        return
+    has = f"this machine has {counted(gpus, 'GPU')}" if gpus else "this machine has no GPU"
+    named = dict.fromkeys(
+        (key, number) for each in model.backend.servers() if each.runs_here for key, number in _devices_of(each)
+    )
+    for key, number in named:
+        if number >= gpus:
+            yield f"{section}.{key} names GPU {number}, but {has}" + (f", 0 to {gpus - 1}" if gpus else "")
+    weights = getattr(model.backend, "weights", None)
+    way = (role, getattr(weights, "transport", ""), getattr(weights, "backend", ""))
+    if not gpus and way == ("student", "distributed", "nccl"):
+        yield f"{section}.weights.backend=nccl sends between GPUs, but {has}: set it to gloo, or transport to disk"
+
+
+def _devices_of(settings: object) -> Iterator[tuple[str, int]]:
+    """Yield the key and the number of each GPU that a server's settings name by number."""
+    launch = getattr(settings, "launch", None)
+    if launch is not None and not launch.is_elsewhere:
+        devices = getattr(launch, "devices", None) or ""
+        yield from (("launch.devices", int(each)) for each in map(str.strip, devices.split(",")) if each.isdecimal())
+    kind, _, number = str(getattr(settings, "device", "")).partition(":")
+    if kind == "cuda":
+        yield "device", int(number) if number.isdecimal() else 0
+
+
+def _of_ranks(training: TrainingConfig, machine: Machine, nodes: int) -> Iterator[str]:
+    """Yield what the trainer's ranks on this machine have too little of."""
+    ranks, visible = training.ranks // nodes, machine.visible
+    here = f"training.ranks={training.ranks}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    if visible and not machine.torch_has_gpus:
+        yield (
+            f"this machine has {counted(visible, 'GPU')}, but the torch installed here was built without CUDA: the "
+            "trainer computes on the CPU"
+        )
+    if visible and machine.torch_has_gpus:
+        if ranks > visible:
+            yield f"{here} needs as many GPUs, but only {visible} of this machine are visible"
+    elif visible == 0 and (threads := ranks * training.threads) > machine.cores:
+        yield (
+            f"{here} with training.threads={training.threads}: the trainer's {counted(threads, 'thread')} share "
+            f"{counted(machine.cores, 'core')} of this machine, which is slower than fewer"
+        )
+    if training.sharding == "fsdp2" and training.ranks == 1 and training.offload != "all":
+        yield "training.sharding=fsdp2 shards nothing over one rank: raise training.ranks, or set it to none"

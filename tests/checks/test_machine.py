@@ -1,0 +1,139 @@
+"""What a machine lacks for a run is a line of its own before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from command import arguments, assert_refused, invoke
+
+from spot_async.base.processes.gpus import gpu_count, visible_gpus
+from spot_async.checks.machine import Machine, training_warnings
+from spot_async.config.loading import config_from
+from spot_async.trainer.nodes.topology import left_alone
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
+RUN = {
+    "student": {"model": "none"},
+    "teacher": {"model": "none"},
+    "data": {"train": "d"},
+    "policy": "opd",
+    "training": {"iterations": 1},
+}
+NO_GPU = Machine(gpus=0, visible=0, torch_has_gpus=False, cores=2)
+TWO_GPUS = Machine(gpus=2, visible=2, torch_has_gpus=True, cores=16)
+
+
+def warned(machine, *overrides, nodes=1):
+    config = config_from(RUN, overrides)
+    served = {"student": config.student, "teacher": config.teacher}
+    return training_warnings(config, served, machine, nodes=nodes)
+
+
+LAUNCH = "teacher.backend={kind: vllm, launch: {python: p, devices: '%s'}}"
+NCCL = "student.backend={kind: vllm, launch: {python: p}, weights: {transport: distributed, backend: %s}}"
+
+
+@pytest.mark.parametrize(
+    ("machine", "override", "said"),
+    [
+        (NO_GPU, LAUNCH % "1", "teacher.backend.launch.devices names GPU 1, but this machine has no GPU"),
+        (TWO_GPUS, LAUNCH % "1,2", "teacher.backend.launch.devices names GPU 2, but this machine has 2 GPUs, 0 to 1"),
+        (NO_GPU, "student.backend={kind: local, device: 'cuda:0'}", "student.backend.device names GPU 0, but"),
+        (TWO_GPUS, "student.backend={kind: local, device: 'cuda:5'}", "student.backend.device names GPU 5, but"),
+        (NO_GPU, NCCL % "nccl", "student.backend.weights.backend=nccl sends between GPUs, but this machine has no GPU"),
+        (NO_GPU, "training.ranks=9", "training.ranks=9 with training.threads=1: the trainer's 9 threads share 2 cores"),
+        (NO_GPU, "training.threads=3", "training.ranks=1 with training.threads=3: the trainer's 3 threads share 2"),
+        (TWO_GPUS, "training.ranks=9", "training.ranks=9 needs as many GPUs, but only 2 of this machine are visible"),
+        (TWO_GPUS, "training.sharding=fsdp2", "training.sharding=fsdp2 shards nothing over one rank"),
+        (Machine(2, 2, False, 16), "run.seed=1", "this machine has 2 GPUs, but the torch installed here was built"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(machine, override, said):
+    (line,) = warned(machine, override)
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("machine", "override"),
+    [
+        (TWO_GPUS, LAUNCH % "0,1"),
+        (NO_GPU, LAUNCH % "GPU-8f3c"),  # a name, which CUDA alone can look up
+        (NO_GPU, "teacher.backend={kind: vllm, launch: {python: p, devices: '7', prefix: [ssh, h], host: h}}"),
+        (NO_GPU, "teacher.backend={kind: vllm, url: 'http://h:1'}"),
+        (NO_GPU, NCCL % "gloo"),
+        (NO_GPU, "training.ranks=2"),
+        (TWO_GPUS, "training.ranks=2"),
+        (Machine(None, None, True, 2), "training.ranks=8"),  # nobody knows
+        (NO_GPU, "training={iterations: 1, sharding: fsdp2, offload: all}"),
+    ],
+)
+def test_what_it_has_or_nobody_knows_is_no_line(machine, override):
+    assert warned(machine, override) == []
+
+
+def test_ranks_are_those_of_one_node():
+    assert warned(TWO_GPUS, "training.ranks=4", nodes=2) == []
+    (line,) = warned(TWO_GPUS, "training.ranks=6", nodes=2)
+    assert line.startswith("training.ranks=6 on 2 nodes needs")
+
+
+def test_gpus_are_counted_by_their_devices(tmp_path):
+    assert gpu_count(tmp_path) == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert gpu_count(tmp_path) == 2
+    assert visible_gpus({}, 2) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, 2) == 1
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, 2) == 0
+    (tmp_path / "kfd").touch()
+    assert gpu_count(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}, "Slurm gave this job 3 nodes, but without srun"),
+        ({"SLURM_NNODES": "2"}, "Slurm gave this job 2 nodes"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "each pod of this indexed job begins a run of its own"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun started 4 processes"),
+    ],
+)
+def test_a_scheduler_s_other_nodes_are_not_forgotten_in_silence(variables, said):
+    cluster = config_from(RUN).cluster
+    assert said in left_alone(variables, cluster)
+    assert left_alone(variables, cluster.model_copy(update={"nodes": 1})) is None
+
+
+def test_srun_and_jobs_of_one_node_are_taken_at_their_word():
+    cluster = config_from(RUN).cluster
+    assert left_alone({"SLURM_JOB_NUM_NODES": "3", "SLURM_STEP_NUM_NODES": "1"}, cluster) is None
+    assert left_alone({"SLURM_JOB_NUM_NODES": "1"}, cluster) is None
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_model_without_weights_is_told_by_a_dry_run_and_refused_by_a_run(role, tmp_path, monkeypatch):
+    model = shutil.copytree(EXAMPLE / role, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    run = arguments(tmp_path / "run", f"{role}.model={model}")
+    dry = invoke(monkeypatch, *run, "--dry-run", "--brief")
+    assert dry.exit_code == 0
+    assert f"warning: {role}.model: {model}: holds neither model.safetensors nor" in dry.output
+    assert_refused(invoke(monkeypatch, *run), f"{role}.model: {model}: holds neither", "put its weights there")
+    assert not (tmp_path / "run").exists()
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert_refused(invoke(monkeypatch, *run), f"{role}.model: {model} lacks one.safetensors, which its index names")
+
+
+def test_an_evaluation_says_it_too(tmp_path, monkeypatch):
+    model = shutil.copytree(EXAMPLE / "student", tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    command = ["eval", "configs/quickstart.yaml", f"student.model={model}", f"run.directory={tmp_path / 'run'}"]
+    assert "warning: student.model:" in invoke(monkeypatch, *command, "--dry-run").output
+    assert_refused(invoke(monkeypatch, *command), "student.model:", "holds neither")
+
+
+def test_a_device_that_is_named_twice_is_refused(tmp_path, monkeypatch):
+    override = "teacher.backend={kind: vllm, launch: {python: p, devices: '0,0'}}"
+    assert_refused(invoke(monkeypatch, *arguments(tmp_path / "run", override)), "devices=0,0 names 0 twice")
