@@ -85,8 +85,8 @@ class Exchange:
 class RequestError(SpotError):
     """A request to a backend failed. Subclasses say whether sending it again can help.
 
-    The attributes say where it failed. The HTTP client fills in the exchange, and the stage fills in its own name and
-    the number of attempts. None of this is part of the message.
+    The attributes say where it failed. The HTTP client fills in the exchange, and the stage fills in its own name, the
+    number of attempts, and whether it had answers meanwhile. None of this is part of the message.
     """
 
     failure_class: FailureClass = FailureClass.PERMANENT
@@ -94,6 +94,7 @@ class RequestError(SpotError):
     was_sent: bool = True  # False: it never left this process, so it says nothing about the server
     stage: str | None = None
     attempts: int = 1
+    others_answered: bool = False  # True: other requests of its stage were answered since it was sent first
 
     def reworded(self, message: str) -> Self:
         """Return the same failure with another message."""
@@ -145,7 +146,7 @@ class TransientError(RequestError):
 
 
 class DeadlineExceededError(TransientError):
-    """The request's absolute deadline passed before it was answered."""
+    """The request's absolute deadline, or that of one attempt, passed before it was answered."""
 
 
 class UnreachableError(TransientError):

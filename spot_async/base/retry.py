@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from spot_async.errors import DeadlineExceededError, FailureClass, RequestError, ThrottledError
+from spot_async.errors import FailureClass, RequestError, ThrottledError
 
 DEFAULT_ATTEMPTS = 8  # these take 12 to 24 s, longer than a dropped connection or a server's reload lasts
 POISONED_ATTEMPTS = 2  # a reply is damaged either once, by chance, or every time, because of the request
@@ -20,7 +20,8 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     * permanent: the request is sent once.
     * throttled: any number of times, each after the pause that the endpoint asks for. At most `attempts` times where it
       asks for a pause that is too long to wait for (see `ThrottledError`).
-    * transient: at most `attempts` times, after jittered delays that grow exponentially.
+    * transient: at most `attempts` times, after jittered delays that grow exponentially. Attempts that got no
+      answer in time are of this class.
     * poisoned: twice, the second time to another server where there is one.
 
     In every class the request's deadline, which the caller knows, ends the attempts.
@@ -33,8 +34,6 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
         `jitter` is uniform in [0, 1).
         """
-        if isinstance(error, DeadlineExceededError):
-            return None
         doublings = min(failures - 1, MAX_DOUBLINGS)
         backoff_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0**doublings) * (0.5 + jitter / 2)
         match error.failure_class:

@@ -50,7 +50,7 @@ FREE = (
     ),
     "verifier.workers",
 )
-FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempts")
+FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
 
 
 def digest_of_keys(config: Config) -> str:

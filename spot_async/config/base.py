@@ -30,6 +30,14 @@ def spelled(pattern: str, words: str) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(check)
 
 
+def check_attempt_timeout(attempt_timeout_s: float | None, timeout_s: float) -> None:
+    if attempt_timeout_s is not None and attempt_timeout_s > timeout_s:
+        raise ValueError(
+            f"attempt_timeout_s={attempt_timeout_s:g} is longer than timeout_s={timeout_s:g}, which is the time of all "
+            "attempts together: lower it, raise timeout_s, or leave it out"
+        )
+
+
 class Section(BaseModel):
     """Base of every configuration section: unknown keys and wrong types are errors."""
 

@@ -9,7 +9,15 @@ from typing import Annotated, Literal, Self
 import pydantic
 from pydantic import Field, TypeAdapter
 
-from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, Section, spelled
+from spot_async.config.base import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+    check_attempt_timeout,
+    spelled,
+)
 from spot_async.config.plugins import BenchmarkVerifier, EvaluationVerifier, PluginSettings
 from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
 
@@ -100,10 +108,15 @@ class EvaluationConfig(Section):
         default_factory=dict, validate_default=True, description="judges responses; a verifier's own settings"
     )
     concurrency: PositiveInt = Field(256, description="responses in flight")
-    timeout_s: PositiveFloat = Field(600.0, description="deadline of one response")
+    timeout_s: PositiveFloat = Field(600.0, description="deadline of one response, with all its attempts")
+    attempt_timeout_s: PositiveFloat | None = Field(
+        None,
+        description="as `stages.<name>.attempt_timeout_s`: longest time of one attempt. Default: all of `timeout_s`",
+    )
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
+        check_attempt_timeout(self.attempt_timeout_s, self.timeout_s)
         if self.problems is not None and self.benchmarks:
             raise ValueError("give exactly one of problems and benchmarks: set problems to null, or remove benchmarks")
         if self.problems is None and not self.benchmarks:

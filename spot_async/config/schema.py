@@ -20,6 +20,7 @@ from spot_async.config.base import (
     PositiveInt,
     Probability,
     Section,
+    check_attempt_timeout,
 )
 from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import EvaluationConfig, check_paper
@@ -150,10 +151,21 @@ class StageConfig(Section):
     timeout_s: PositiveFloat = Field(
         600.0, description="deadline of a request with all its attempts, from its first sending on"
     )
+    attempt_timeout_s: PositiveFloat | None = Field(
+        None,
+        description="longest time of one attempt, after which its reply counts as lost and is asked for again: longer "
+        "than any answer takes, with its wait at the server. Default: all of `timeout_s`, since a limit that only long "
+        "answers miss would leave these out of training",
+    )
     attempts: PositiveInt = Field(
         DEFAULT_ATTEMPTS,
         description="how often a request is sent that fails transiently; throttled ones are sent until the deadline",
     )
+
+    @pydantic.model_validator(mode="after")
+    def _check_timeouts(self) -> Self:
+        check_attempt_timeout(self.attempt_timeout_s, self.timeout_s)
+        return self
 
 
 class ScoreStageConfig(StageConfig):

@@ -109,6 +109,7 @@ class ResponseSampler:
             pool_of(service),
             concurrency=self._config.concurrency,
             timeout_s=self._config.timeout_s,
+            attempt_timeout_s=self._config.attempt_timeout_s,
             retry=RetryPolicy(DEFAULT_ATTEMPTS),
             mailbox_capacity=1,
             jitter=lambda: 0.5,

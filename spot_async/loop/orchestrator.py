@@ -41,7 +41,7 @@ from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
 from spot_async.types import Prompt, Supervision, WeightVersion
 
 LAST_WAKE_TIMEOUT_S = 30.0  # for waking servers that sleep when the run ends
-# So many prompts given up without an answer, with none finished in between, mean that the endpoint is down.
+# So many problems given up without an answer, with no prompt finished in between, mean that the endpoint is down.
 UNANSWERED_IN_A_ROW = 3
 
 
@@ -126,7 +126,7 @@ class Orchestrator:
             served=self._trained,
             changed=self._changed,
         )
-        self._unanswered_in_a_row = 0
+        self._unanswered_in_a_row: set[str] = set()  # the problems of these prompts
         self._last_death = ""
         self._waits = WaitClock(stages.all)
         self._events = stages.events
@@ -239,7 +239,8 @@ class Orchestrator:
             case None:
                 self.book.finish(prompt.ordinal, samples, held_bytes(samples))
                 self._ledger.finish(prompt.ordinal, samples)
-                outcome, self._unanswered_in_a_row = PromptState.QUEUED, 0
+                outcome = PromptState.QUEUED
+                self._unanswered_in_a_row.clear()
             case RequestError():  # another prompt takes its place in the batch
                 self.book.give_up(prompt.ordinal)
                 outcome = PromptState.DEAD
@@ -254,16 +255,19 @@ class Orchestrator:
         self._changed.set()
         self._events.publish(PromptEnded(prompt, outcome, started, loop.time(), error))
         if isinstance(error, RequestError):
-            self._check_deaths(error)
+            self._check_deaths(prompt, error)
 
-    def _check_deaths(self, last: RequestError) -> None:
-        """Raise SpotError if so many prompts were given up that it is not their fault."""
+    def _check_deaths(self, prompt: Prompt, last: RequestError) -> None:
+        """Raise SpotError if so many prompts were given up that it is not their fault.
+
+        Those whose server answered others meanwhile say nothing of it: in a batch they are the last to end.
+        """
         self._last_death = str(last)
-        if isinstance(last, TransientError | ThrottledError):
-            self._unanswered_in_a_row += 1
-            if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW:
+        if isinstance(last, TransientError | ThrottledError) and not last.others_answered:
+            self._unanswered_in_a_row.add(prompt.problem.id)
+            if len(self._unanswered_in_a_row) >= UNANSWERED_IN_A_ROW:
                 raise SpotError(
-                    f"{self._unanswered_in_a_row} prompts in a row went unanswered, the last one: {self._last_death}"
+                    f"{UNANSWERED_IN_A_ROW} prompts in a row went unanswered, the last one: {self._last_death}"
                 )
         self._check_dead_share()
 

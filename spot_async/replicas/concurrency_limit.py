@@ -3,7 +3,9 @@
 The limit starts at the maximum (`serving.max_in_flight`), where only the stages' own limits matter. It comes down when
 the server says or shows that it has too much:
 
-* The server refuses a request (429, 503), or does not answer one in time. This counts at once.
+* The server refuses a request (429, 503), or does not answer one in time. This counts at once. A
+  time-out says nothing of the load if the server had only that request, or if its reply was lost: the server answered
+  others of its kind meanwhile, at a pace at which its longest answer would have come in time.
 * Latency grows more than the load explains. Requests differ in length, so seconds per unit of work are compared (the
   unit is a token for requests that generate or score). They are compared for each `Errand.kind` separately: a window
   of many requests against a baseline that follows slowly. On a server that batches, latency may grow in proportion to
@@ -27,8 +29,8 @@ Two rules are TCP's:
 * The limit falls at most once per round trip, since requests sent before the last decrease say nothing of the load
   after it.
 * It falls from what was in flight, since a limit that nobody reached says nothing. For a refusal that is what was in
-  flight then. For latency it is the most in flight over the last windows: the number at the quiet end of a burst would
-  be too low for the next one.
+  flight then. For a time-out and for latency it is the most in flight over the last windows: the number at the quiet
+  end of a burst would be too low for the next one.
 """
 
 from __future__ import annotations
@@ -139,9 +141,22 @@ class ConcurrencyLimit:
         """Note that the server refused a request for now; return the decrease that this leads to, if any."""
         return None if sent_s < self._decreased_s else self._decrease(1, now_s, in_flight, reason)
 
-    def timed_out(self, reason: str, *, sent_s: float, now_s: float, in_flight: int) -> Decrease | None:
-        """Note that a request was not answered in time; return the decrease that this leads to, if any."""
-        return None if sent_s < self._decreased_s else self._decrease(self._known_slots, now_s, in_flight, reason)
+    def timed_out(
+        self, kind: str, reason: str, *, sent: Moment, now: Moment, work: int, in_flight: int
+    ) -> Decrease | None:
+        """Note that a request of `kind` was not answered in time; return the decrease that this leads to, if any.
+
+        `work` is the most that its answer may amount to, in tokens. `in_flight` includes the request itself.
+        """
+        elapsed_s, answered = now.s - sent.s, now.kind_work - sent.kind_work
+        most = max(in_flight, round((now.busy_s - sent.busy_s) / elapsed_s) if elapsed_s else 0)
+        others_s = now.kind_busy_s - sent.kind_busy_s - elapsed_s
+        is_lost = answered > 0 and max(1, work) * others_s <= answered * elapsed_s
+        if is_lost or most == 1 or sent.s < self._decreased_s:
+            return None
+        if kind in self._baselines:
+            most = max(most, round(self._baselines[kind].most_in_flight))
+        return self._decrease(self._known_slots, now.s, most, reason)
 
     @property
     def _known_slots(self) -> int:

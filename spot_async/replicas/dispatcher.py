@@ -141,6 +141,7 @@ class Dispatcher(Generic[B]):
         match error:
             case None:
                 replica.answered(now_s)
+                replica.occupancy.answered(errand.kind, errand.work)
                 now = replica.occupancy.at(errand.kind, now_s)
                 lowered = replica.limit.succeeded(
                     errand.kind, sent=lease.sent, now=now, work=errand.work, in_flight=in_flight
@@ -153,7 +154,11 @@ class Dispatcher(Generic[B]):
                 replica.answered(now_s)
                 lowered = replica.limit.refused(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
             case DeadlineExceededError():
-                lowered = replica.limit.timed_out(str(error), sent_s=lease.granted_s, now_s=now_s, in_flight=in_flight)
+                replica.late(lease)
+                now = replica.occupancy.at(errand.kind, now_s)
+                lowered = replica.limit.timed_out(
+                    errand.kind, str(error), sent=lease.sent, now=now, work=errand.work, in_flight=in_flight
+                )
             case ServerRestartedError():
                 replica.report(Trouble.RESTARTED, error)
             case TransientError() if not _is_refusal(error):

@@ -1,4 +1,4 @@
-"""Counts the requests that a replica has, in all and of each kind, and for how long it had them. Pure."""
+"""Counts a replica's requests, in all and of each kind: for how long it had them, and what was answered. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Moment(NamedTuple):
     s: float
     busy_s: float  # seconds in flight until then, summed over all requests
     kind_busy_s: float  # the same, summed over the requests of one `Errand.kind`
+    kind_work: int = 0  # tokens that the answers to these amounted to
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class _Count:
     requests: int = 0
     # The times at which requests ended, less the times at which all began: open ones need no list.
     offset_s: float = 0.0
+    work: int = 0
 
     def busy_s(self, now_s: float) -> float:
         return self.requests * now_s + self.offset_s
@@ -54,5 +56,9 @@ class Occupancy:
             count.requests -= 1
             count.offset_s += now_s
 
+    def answered(self, kind: str, work: int) -> None:
+        self._kinds[kind].work += max(1, work)
+
     def at(self, kind: str, now_s: float) -> Moment:
-        return Moment(now_s, self._all.busy_s(now_s), self._kinds[kind].busy_s(now_s))
+        of_kind = self._kinds[kind]
+        return Moment(now_s, self._all.busy_s(now_s), of_kind.busy_s(now_s), of_kind.work)

@@ -99,6 +99,8 @@ class Replica(Generic[B]):
         # has some, the time since the second.
         self._silence_s = 0.0
         self._silent_since_s = now_s
+        self._showed_life_s = now_s
+        self._is_late = False  # it did not answer a request in time, and nothing else since that was sent
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -205,6 +207,12 @@ class Replica(Generic[B]):
         if self.life.failed(lease.granted_s, now_s):
             self._changed.set()
 
+    def late(self, lease: HeldLease[B]) -> None:
+        """Note that a request was not answered in time. If nothing was since it was sent, the replica may be frozen."""
+        if self._showed_life_s < lease.granted_s:
+            self._is_late = True
+            self._changed.set()
+
     def take_back(self, reason: str, *, is_lost: bool) -> None:
         """Cancel everything in flight. `is_lost`: the server ended or froze by itself, perhaps over one of these."""
         if is_lost:
@@ -217,12 +225,12 @@ class Replica(Generic[B]):
     # What `recovery` waits for
 
     async def needs_ping(self, stall_s: float) -> None:
-        """Return once it is suspect, or has had requests for `stall_s` in all without an answer.
+        """Return once it is suspect or late, or has had requests for `stall_s` in all without an answer.
 
         Times add up over requests that are given up early, such as at a shorter deadline.
         """
         loop = asyncio.get_running_loop()
-        while self.life.state is not State.SUSPECT:
+        while self.life.state is not State.SUSPECT and not self._is_late:
             self._changed.clear()
             is_due = asyncio.timeout_at(self._silent_since_s + stall_s if self.leases else None)
             try:
@@ -235,7 +243,8 @@ class Replica(Generic[B]):
     def showed_life(self, now_s: float) -> None:
         """Note that it answered something, such as a ping."""
         self._silence_s = 0.0
-        self._silent_since_s = now_s
+        self._silent_since_s = self._showed_life_s = now_s
+        self._is_late = False
 
     async def until_idle(self) -> None:
         """Return once nothing is in flight."""

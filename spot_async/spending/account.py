@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from spot_async.errors import BudgetSpentError, DeadlineExceededError, PermanentError, ThrottledError
+from spot_async.errors import BudgetSpentError, DeadlineExceededError, FailureClass, PermanentError, ThrottledError
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
 from spot_async.spending.rate_limit import LEASED, Grant, RateLimiter
 
@@ -267,6 +267,7 @@ async def _leaves_by(deadline: float | None, otherwise: str) -> AsyncIterator[No
     except TimeoutError:
         late = DeadlineExceededError(otherwise)
         late.was_sent = False
+        late.failure_class = FailureClass.THROTTLED  # it may wait again, as long as its request has time
         raise late from None
 
 

@@ -63,15 +63,21 @@ class OpenRequest(Errand):
 
     asked_s: float = field(kw_only=True)
     started_s: float | None = None  # when its first lease was granted
-    deadline: float = 0.0
+    deadline: float = 0.0  # of all attempts
+    attempt_deadline: float = 0.0  # of the newest attempt, and no later than that
     longest_retry_after_s: float = 0.0  # the longest pause that an endpoint has asked for
     paused_s: float = 0.0  # the sum of the pauses that endpoints asked for
     attempts: int = 0  # so far
     # Attempts that failed: each class has its retries.
     failures: Mapping[FailureClass, int] = field(default_factory=lambda: NONE_YET)
     replica: str | None = None  # the one that has it; None while it waits for one, empty where the role has only one
-    timer: asyncio.Timeout | None = None  # ends the attempt that a server has now at the deadline
+    timer: asyncio.Timeout | None = None  # ends the attempt that a server has now at its deadline
     stopped_s: float | None = None  # since when its server stands still for new weights, and its clock with it
+
+    @property
+    def has_last_attempt(self) -> bool:
+        """Whether the newest attempt may take all the time that is left."""
+        return self.attempt_deadline >= self.deadline
 
     def clock_stopped(self, now_s: float) -> None:
         self.stopped_s = now_s
@@ -80,8 +86,9 @@ class OpenRequest(Errand):
     def clock_started(self, now_s: float) -> None:
         if self.stopped_s is not None:
             self.deadline += now_s - self.stopped_s
+            self.attempt_deadline += now_s - self.stopped_s
             self.stopped_s = None
-            self._set_timer(self.deadline)
+            self._set_timer(self.attempt_deadline)
 
     def _set_timer(self, when_s: float | None) -> None:
         if self.timer is not None and not self.timer.expired():
@@ -91,9 +98,11 @@ class OpenRequest(Errand):
 class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
-    `timeout_s` does not count the time that a request waits: for its turn, for a server, while its server stands still
-    for new weights, or because an endpoint asked for a pause (Retry-After). Waiting is back-pressure and has no limit,
-    except that the pauses together last a day at most.
+    An attempt that has no answer after `attempt_timeout_s` has failed, and is made again while there is time.
+
+    Neither counts the time that a request waits: for its turn, for a server, while its server stands still for new
+    weights, or because an endpoint asked for a pause (Retry-After). Waiting is back-pressure and has no limit, except
+    that the pauses together last a day at most.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class Stage(Generic[S]):
         *,
         concurrency: int,
         timeout_s: float,
+        attempt_timeout_s: float | None = None,
         retry: RetryPolicy,
         mailbox_capacity: int,
         jitter: Callable[[], float],
@@ -124,6 +134,8 @@ class Stage(Generic[S]):
         self._pool = pool
         self._askers: Counter[int] = Counter()  # how many requests each prompt has here
         self._timeout_s = timeout_s
+        self._attempt_timeout_s = timeout_s if attempt_timeout_s is None else attempt_timeout_s
+        self._answered_s = float("-inf")  # when it had its newest answer
         self._retry = retry
         self._jitter = jitter
         self._longest_standstill_s = longest_standstill_s
@@ -200,6 +212,7 @@ class Stage(Generic[S]):
         finally:
             self._close(pending)
         self.counters.completed += 1
+        self._answered_s = asyncio.get_running_loop().time()
         if work is not None:
             self.counters.work += pending.work
         return result
@@ -238,19 +251,20 @@ class Stage(Generic[S]):
     async def _attempt(
         self, pending: OpenRequest, request: Callable[[S, float], Awaitable[T]], work: Callable[[T], int] | None
     ) -> T:
-        """Send the request once, under a lease, until its deadline."""
+        """Send the request once, under a lease, until the attempt's deadline."""
         asked_s = asyncio.get_running_loop().time()
         pending.replica = None
         lease = await self._inside(pending)
         try:
             self._note_lease(pending, lease.replica, asked_s)
             async with lease as service:
-                due_s = pending.deadline if pending.stopped_s is None else None
+                due_s = pending.attempt_deadline if pending.stopped_s is None else None
                 try:
                     async with asyncio.timeout_at(due_s) as pending.timer:
-                        result = await request(service, pending.deadline + self._longest_standstill_s)
+                        result = await request(service, pending.attempt_deadline + self._longest_standstill_s)
                 except TimeoutError:
-                    raise DeadlineExceededError(f"{self.name}: no answer within {self._timeout_s:g} s") from None
+                    given_s = self._timeout_s if pending.has_last_attempt else self._attempt_timeout_s
+                    raise DeadlineExceededError(f"{self.name}: no answer within {given_s:g} s") from None
                 finally:
                     pending.timer = None
                 if work is not None:
@@ -270,6 +284,7 @@ class Stage(Generic[S]):
             self.counters.waited_s += granted_s - pending.asked_s
         else:
             pending.deadline += granted_s - asked_s
+        pending.attempt_deadline = min(pending.deadline, granted_s + self._attempt_timeout_s)
 
     def _note_failure(self, pending: OpenRequest, error: RequestError) -> float | None:
         """Return the seconds until the next attempt; None if there is none."""
@@ -279,6 +294,9 @@ class Stage(Generic[S]):
         attempts = sum(pending.failures.values())
         self.counters.count_failure(error)
         error.stage, error.attempts = self.name, attempts
+        error.others_answered = pending.started_s is not None and self._answered_s > pending.started_s
+        if isinstance(error, DeadlineExceededError) and pending.has_last_attempt:
+            return None
         delay_s = self._retry.delay_s(error, count, self._jitter())
         if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
             pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is

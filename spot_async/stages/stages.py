@@ -107,6 +107,7 @@ class Stages:
                 pool_of(service),
                 concurrency=stage_config.concurrency,
                 timeout_s=stage_config.timeout_s,
+                attempt_timeout_s=stage_config.attempt_timeout_s,
                 retry=retry(stage_config.attempts),
                 mailbox_capacity=max_running_prompts * requests[name],
                 jitter=jitter,

@@ -137,6 +137,12 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("prompt.template_arguments.date_string=null", "prompt.template_arguments.date_string: input should be true,"),
         ("data.train={path: x, fields: {answr: y}}", "data.train.fields.answr: unknown key; did you mean `answer`?"),
         ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
+        (
+            "stages.score.attempt_timeout_s=700",
+            "stages.score: attempt_timeout_s=700 is longer than timeout_s=600, which is the time of all attempts "
+            "together: lower it, raise timeout_s, or leave it out",
+        ),
+        ("evaluation.attempt_timeout_s=700", "evaluation: attempt_timeout_s=700 is longer than timeout_s=600"),
         ("policy.beta=[1", "override 'policy.beta=[1': line 1 not valid YAML"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -266,6 +267,32 @@ def test_a_server_that_hangs_ends_the_run_with_the_stage_named():
             await asyncio.Event().wait()
 
     assert "score: no answer within 60 s" in str(cause(made(teacher=Hanging())))
+
+
+def test_replies_that_are_lost_while_others_come_do_not_mean_that_the_endpoint_is_down():
+    """In a batch they are the last to end, and thus in a row: a run once ended so with 86 % good replies."""
+
+    asked = itertools.count()
+
+    class Losing(SimulatedTeacher):
+        async def score(self, prompt_ids, response_ids, **rest):
+            if next(asked) % 16 in (3, 4, 5):
+                await asyncio.Event().wait()
+            return await super().score(prompt_ids, response_ids, **rest)
+
+    run = made(make_policy(OpdPolicy), teacher=Losing(), max_dead_share=0.5).finish()
+    assert len(run.journal.results) == 4
+    assert len(run.journal.dead) > 3
+
+
+def test_one_problem_that_goes_unanswered_again_and_again_does_not_mean_that_the_endpoint_is_down():
+    class Silent(SimulatedTeacher):
+        async def score(self, *args, **rest):
+            await asyncio.Event().wait()
+
+    one = made(teacher=Silent(), prompts=simulated_prompts(problems=1), max_dead_share=0.5)
+    assert "16 of 16 prompts failed for good" in str(cause(one))
+    assert "3 prompts in a row went unanswered" in str(cause(made(teacher=Silent())))
 
 
 def test_an_endpoint_that_asks_for_a_year_ends_the_run_with_its_own_words():

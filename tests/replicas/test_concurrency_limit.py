@@ -37,6 +37,13 @@ def answer(limit, sent_s, now_s, *, in_flight):
     limit.succeeded("probe", sent=sent, now=now, work=10, in_flight=in_flight)
 
 
+def time_out(limit, sent_s, now_s, *, in_flight, work=10, answered=0, last_in_flight=None):
+    """A request is not answered in time, while `in_flight` shared the server and answers amounted to `answered`."""
+    busy_s = in_flight * (now_s - sent_s)
+    sent, now = Moment(sent_s, 0.0, 0.0), Moment(now_s, busy_s, busy_s, kind_work=answered)
+    limit.timed_out("probe", "late", sent=sent, now=now, work=work, in_flight=last_in_flight or in_flight)
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["answer", "refuse", "time out"]), st.floats(0, 5), st.integers(1, 60)), max_size=80
@@ -49,9 +56,10 @@ def test_a_limit_stays_between_one_and_the_most(events, slots):
         now_s += seconds
         if kind == "answer":
             answer(limit, now_s - 2.0, now_s, in_flight=in_flight)
+        elif kind == "refuse":
+            limit.refused(kind, sent_s=now_s - 2.0, now_s=now_s, in_flight=in_flight)
         else:
-            learn = limit.refused if kind == "refuse" else limit.timed_out
-            learn(kind, sent_s=now_s - 2.0, now_s=now_s, in_flight=in_flight)
+            time_out(limit, now_s - 2.0, now_s, in_flight=in_flight)
         assert 1 <= limit.value <= 32
 
 
@@ -165,8 +173,22 @@ def test_latency_leaves_a_server_the_slots_that_it_has_and_refusals_do_not():
     assert limit.value == 42
 
 
-@pytest.mark.parametrize(("error", "expected"), [(DeadlineExceededError("late"), 64), (ThrottledError("503"), 1)])
-def test_a_straggler_that_times_out_alone_leaves_a_server_the_slots_that_it_has(error, expected):
+def test_a_time_out_lowers_the_limit_unless_only_that_reply_was_lost():
+    def after(**more):
+        limit = ConcurrencyLimit(64)
+        time_out(limit, 0.0, 2.0, **more)
+        return limit.value
+
+    assert after(in_flight=16) == 11  # nothing was answered meanwhile
+    assert after(in_flight=16, answered=10) == 11  # one in 32 seconds: too slow for all 16
+    assert after(in_flight=16, answered=160) == 64  # 16 in 32 seconds, so this one had its time
+    assert after(in_flight=16, answered=160, work=20) == 11  # but not if its answer may be twice as long
+    assert after(in_flight=16, last_in_flight=1) == 11  # the last of a burst: the number at its end says nothing
+    assert after(in_flight=1) == 64  # fewer than one cannot be
+
+
+@pytest.mark.parametrize(("error", "expected"), [(DeadlineExceededError("late"), 512), (ThrottledError("503"), 1)])
+def test_a_straggler_that_times_out_alone_leaves_the_limit_as_it_is(error, expected):
     async def scenario():
         pool = ReplicaPool("student", {"student": lambda: Backend(None, 64)})
         async with pool:

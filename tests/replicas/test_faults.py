@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from pathlib import Path
 
 import msgspec
 import pytest
-from simulated_replicas import BATCH, ITERATIONS, at_random, pool_of_servers, servers, train
+from simulated_replicas import BATCH, ITERATIONS, SLOW, at_random, pool_of_servers, servers, train
 
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.tasks import gather, leaves, watched
+from spot_async.config import ServingConfig
 from spot_async.errors import FarSideError, ProcessDiedError, SpotError, TransientError
 from spot_async.models.weight_files import delete_weights
+from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.life_cycle import State
+from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage
-from spot_async.testing.servers import SimulatedReplica, SimulatedServer
+from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from spot_async.testing.services import SimulatedTrainer
+from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import WeightSnapshot, WeightVersion
 
@@ -45,6 +50,94 @@ def test_every_prompt_is_trained_once_whatever_befalls_the_servers(seed, are_our
         ready_order=seed,
     )
     assert_trained_once_with_the_right_weights(outcome)
+
+
+class UnreliableTeacher(SimulatedTeacherReplica):
+    """It fails 14 % of the requests, and never answers 2.4 %."""
+
+    async def _work(self, tokens, rng):
+        draw = self.server.luck.random()
+        if draw < 0.164:
+            self.server.reply_faults.append(
+                "never" if draw < 0.024 else ("server error", "reset")[int(1000 * draw) % 2]
+            )
+        await super()._work(tokens, rng)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replies_that_fail_or_never_come_cost_no_prompt_and_leave_the_limit_as_it_is(seed):
+    """With one deadline for all attempts, those that never came had one attempt, and the next ones the only place."""
+
+    async def scenario():
+        names = [f"teacher-{seed}-{i}" for i in range(2)]
+        servers = {name: SimulatedServer(name, Rates(start_s=0.5)) for name in names}
+        factories = {name: (lambda server=server: UnreliableTeacher(server)) for name, server in servers.items()}
+        pool = ReplicaPool("teacher", factories, ServingConfig(stall_s=30.0, restarts=1000))
+        run = make_run(
+            make_policy(OpdPolicy),
+            teacher=pool,
+            config=same_limits(timeout_s=60.0, attempt_timeout_s=2.0),
+            iterations=100,
+            batch_size=16,
+        )
+        limits = []
+
+        async def kill_each_minute():
+            for name in itertools.cycle(names):
+                await asyncio.sleep(60.0)
+                servers[name].kill()
+
+        async def train():
+            async with asyncio.TaskGroup() as group:
+                beside = group.create_task(kill_each_minute())
+                await run.orchestrator.run()
+                beside.cancel()
+
+        class Watching:
+            def on(self, event):
+                limits.extend(each.limit for each in pool.replicas)
+
+        run.stages.events.subscribe(Watching())
+        async with pool:
+            await watched(train(), [pool.watch])
+        return run, min(limits)
+
+    run, lowest = run_on_virtual_time(scenario(), ready_order=seed)
+    assert run.journal.dead == {}
+    assert len(run.batches) == 100
+    assert lowest > 16
+
+
+def test_a_frozen_server_is_noticed_before_its_requests_have_used_up_their_attempts():
+    async def scenario():
+        server = SimulatedServer("student-1", SLOW)
+        stage = Stage(
+            "probe",
+            pool_of_servers([server], stall_s=60.0),
+            concurrency=8,
+            timeout_s=60.0,
+            attempt_timeout_s=2.0,
+            retry=RetryPolicy(attempts=3),
+            mailbox_capacity=8,
+            jitter=lambda: 0.5,
+        )
+
+        async def thaw_later():
+            await asyncio.sleep(45.0)
+            server.thaw()
+
+        async def work():
+            server.freeze()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(thaw_later())
+                asked = [stage.ask((i,), lambda each, deadline: each._work(1, None)) for i in range(3)]
+                await gather(asked)
+
+        async with stage._pool as pool:
+            await watched(work(), [pool.watch])
+        return server.starts
+
+    assert run_on_virtual_time(scenario()) == 1  # it answers again, and was not started anew
 
 
 async def nothing(servers):

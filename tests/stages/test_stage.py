@@ -19,7 +19,7 @@ from spot_async.stages.stage import Stage
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
 
 
-def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000):
+def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000, **more):
     return Stage(
         "probe",
         OneService(None),
@@ -28,6 +28,7 @@ def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000):
         retry=RetryPolicy(attempts),
         mailbox_capacity=capacity,
         jitter=lambda: 0.0,
+        **more,
     )
 
 
@@ -104,6 +105,60 @@ def test_the_deadline_covers_all_attempts_and_backoff_but_not_the_turn():
     run_on_virtual_time(scenario())
 
 
+def asked(probe, answers):
+    """Ask once, by attempts that take so many seconds each. Return when each was sent, its deadline, and the end."""
+
+    async def scenario():
+        sent_s, left = [], iter(answers)
+
+        async def request(_, deadline):
+            sent_s.append((loop.time(), deadline))
+            await asyncio.sleep(next(left))
+
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(DeadlineExceededError):
+            await probe.ask((0,), request)
+        return sent_s, loop.time()
+
+    return run_on_virtual_time(scenario())
+
+
+HANGS = 1e6
+
+
+@pytest.mark.parametrize(
+    ("more", "answers", "sent_s", "ended_s"),
+    [
+        ({}, [HANGS, 1.0], [(0.0, 10.0)], 10.0),  # no limit of its own: one attempt, as long as all together
+        ({"attempt_timeout_s": 2.0}, [HANGS, HANGS, 1.0], [(0.0, 2.0), (2.125, 4.125), (4.375, 6.375)], 5.375),
+        ({"attempt_timeout_s": 6.0}, [HANGS, HANGS], [(0.0, 6.0), (6.125, 10.0)], 10.0),  # the second gets what is left
+        ({"attempt_timeout_s": 2.0, "attempts": 1}, [HANGS], [(0.0, 2.0)], 2.0),
+        ({"attempt_timeout_s": 2.0, "attempts": 2}, [HANGS, HANGS], [(0.0, 2.0), (2.125, 4.125)], 4.125),
+    ],
+)
+def test_a_reply_that_is_lost_is_asked_for_again_while_there_is_time(more, answers, sent_s, ended_s):
+    assert asked(stage(**more), answers) == (sent_s, ended_s)
+
+
+def test_the_deadline_of_an_attempt_is_put_off_while_its_server_stands_still_for_new_weights():
+    async def scenario():
+        probe, loop = stage(attempt_timeout_s=2.0), asyncio.get_running_loop()
+
+        async def request(_, deadline):
+            await asyncio.sleep(5.9)
+
+        asking = asyncio.create_task(probe.ask((0,), request))
+        await asyncio.sleep(1.0)
+        (pending,) = probe.open
+        pending.clock_stopped(loop.time())
+        await asyncio.sleep(4.0)
+        pending.clock_started(loop.time())
+        await asking
+        return loop.time(), pending.attempts
+
+    assert run_on_virtual_time(scenario()) == (5.9, 1)
+
+
 def test_only_what_can_succeed_later_is_sent_again():
     policy = RetryPolicy(attempts=3)
     assert policy.delay_s(PermanentError("400"), 1, 0.0) is None
@@ -111,7 +166,7 @@ def test_only_what_can_succeed_later_is_sent_again():
     assert 0 < policy.delay_s(TransientError("reset"), 1, 0.0) < policy.delay_s(TransientError("reset"), 2, 0.0)
     assert policy.delay_s(ThrottledError("429", retry_after_s=30.0), 1, 0.0) == 30.0
     assert policy.delay_s(ThrottledError("429"), 5000, 0.0) == 4.0  # however often: the deadline ends it
-    assert policy.delay_s(DeadlineExceededError("late"), 1, 0.0) is None
+    assert policy.delay_s(DeadlineExceededError("late"), 3, 0.0) is None
 
 
 def test_throttling_ends_at_the_deadline_and_uses_up_no_attempts():
