@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from spot_async.base.tasks import root_cause
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
 from spot_async.cli.downloads import downloaded, ending_at_once, remark
-from spot_async.cli.ending import fail, screen
+from spot_async.cli.ending import exit_code, fail, screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 
@@ -48,8 +49,9 @@ def check_data(
             chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
             check = command.check_of_file(target, chosen, against or (), verifier, model)
         is_verifiable = command.run(screen, check)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    except (SpotError, ExceptionGroup) as error:
+        cause = root_cause(error)
+        fail(cause, code=exit_code(cause))
     if not is_verifiable:
         raise typer.Exit(1)
 

@@ -24,11 +24,10 @@ from typing import Self
 from pydantic import Field
 
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
-from spot_async.errors import ProcessDiedError
 from spot_async.types import Problem, Verdict
 from spot_async.verification.extraction import extract_boxed, is_oversized, strip_answer
 from spot_async.verification.normalization import parse_number
-from spot_async.verification.worker_pool import WorkerPool
+from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _BASE_SUFFIX = re.compile(r"[+-]?[0-9A-F]+_(?:([0-9])|\{\s*([0-9]+)\s*\})")
@@ -75,7 +74,7 @@ class MathVerify:
 
         UNJUDGED if that is empty, NO_ANSWER if there is no box or it is empty, TIMEOUT if the comparison was killed for
         taking too long, ERROR if its worker died. Raises `DeadlineExceededError` if no worker was free before the
-        deadline.
+        deadline, and `ProcessDiedError` if workers do nothing but die.
         """
         if not problem.answer:
             return Verdict.UNJUDGED
@@ -96,7 +95,7 @@ class MathVerify:
             reply = await self._pool.ask(request, timeout_s=self.settings.timeout_s, deadline=deadline)
         except TimeoutError:
             return Verdict.TIMEOUT
-        except ProcessDiedError:
+        except WorkerDiedError:
             return Verdict.ERROR
         outcome = Verdict.CORRECT if reply["equal"] else Verdict.WRONG
         self._remember(gold, answer, outcome)

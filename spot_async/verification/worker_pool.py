@@ -15,17 +15,26 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Self
 
+import structlog
+
 from spot_async.errors import DeadlineExceededError, ProcessDiedError
 
 STARTUP_TIMEOUT_S = 60.0
+FAILED_STARTS_IN_A_ROW = 3  # for each place in the pool
+DEATHS_IN_A_ROW = 20  # at requests, without a reply between them; one answer is asked for twice at most
 # Workers parse text that a model wrote, so they get none of the parent's other variables: those may hold keys.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
+
+
+class WorkerDiedError(ProcessDiedError):
+    """One worker died by itself, at its request or while it started. The next one may live."""
 
 
 class WorkerPool:
     """Up to `size` processes running `command`. They are started when needed and kept for later requests.
 
-    Entering starts one, so that a command that cannot run is found at once. Leaving kills all.
+    Entering starts one, so that a command that cannot run is found at once. Leaving kills all. A worker that dies is
+    replaced, also while it starts. Too many deaths in a row are not the fault of what is asked, and end the pool.
     """
 
     def __init__(self, command: Sequence[str], *, size: int) -> None:
@@ -33,15 +42,17 @@ class WorkerPool:
         self._slots = asyncio.Semaphore(size)
         self._idle: list[_Worker] = []  # last in, first out, so that the warmest is used
         self._workers: set[_Worker] = set()  # all that are not known to be gone
+        self._size = size
+        self._failed_starts = 0  # in a row
+        self._deaths = 0  # at requests, in a row
         self._open = False
 
     async def __aenter__(self) -> Self:
         self._open = True
         try:
-            async with asyncio.timeout(STARTUP_TIMEOUT_S):
-                self._idle.append(await self._start())
-        except TimeoutError:
-            raise ProcessDiedError(f"worker was not ready within {STARTUP_TIMEOUT_S:.0f} s: {self._command}") from None
+            self._idle.append(await self._start(asyncio.get_running_loop().time() + STARTUP_TIMEOUT_S))
+        except DeadlineExceededError:
+            raise ProcessDiedError(f"no verification worker was ready within {STARTUP_TIMEOUT_S:.0f} s") from None
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -57,14 +68,21 @@ class WorkerPool:
 
         `deadline` (loop time) limits both the wait for a worker and its work; `timeout_s` limits the work alone. Raises
         `DeadlineExceededError` when no worker was free in time, `TimeoutError` when one was killed for taking too long,
-        `ProcessDiedError` when one died by itself.
+        `WorkerDiedError` when one died by itself, and another `ProcessDiedError` when workers do nothing but die.
         """
         loop = asyncio.get_running_loop()
         if loop.time() >= deadline:
             raise DeadlineExceededError("the deadline had passed when verification was asked for")
         async with self._lease(deadline) as worker:
-            async with asyncio.timeout_at(min(loop.time() + timeout_s, deadline)):
-                return await worker.ask(request)
+            try:
+                async with asyncio.timeout_at(min(loop.time() + timeout_s, deadline)):
+                    reply = await worker.ask(request)
+            except WorkerDiedError as died:
+                self._deaths += 1
+                _note(died, self._deaths, DEATHS_IN_A_ROW, "die at the answers they judge")
+                raise
+            self._deaths = 0
+            return reply
 
     @asynccontextmanager
     async def _lease(self, deadline: float) -> AsyncIterator[_Worker]:
@@ -98,18 +116,32 @@ class WorkerPool:
             await self._kill(worker)
         if not self._open:
             raise RuntimeError("the worker pool is closed")
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await self._start()
-        except TimeoutError:
-            raise DeadlineExceededError("no verification worker started before the deadline") from None
+        return await self._start(deadline)
 
-    async def _start(self) -> _Worker:
+    async def _start(self, deadline: float) -> _Worker:
+        """Return a new worker that is ready. One that dies first is replaced."""
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    worker = await self._spawn()
+            except (WorkerDiedError, TimeoutError) as error:
+                self._failed_starts += 1
+                is_late = isinstance(error, TimeoutError)
+                died = WorkerDiedError("verification worker was not ready in time") if is_late else error
+                _note(died, self._failed_starts, FAILED_STARTS_IN_A_ROW * self._size, "do not start")
+                if is_late:
+                    raise DeadlineExceededError("no verification worker started before the deadline") from None
+            else:
+                self._failed_starts = 0
+                return worker
+
+    async def _spawn(self) -> _Worker:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,  # why it does not start
             env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
             start_new_session=True,  # so that Ctrl-C reaches only the parent
         )
@@ -134,9 +166,11 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         self._process = process
         self._stdin = process.stdin
         self._stdout = process.stdout
+        self._stderr = process.stderr
 
     @property
     def alive(self) -> bool:
@@ -147,13 +181,13 @@ class _Worker:
             self._stdin.write(json.dumps(request).encode() + b"\n")
             await self._stdin.drain()
         except ConnectionError:
-            raise ProcessDiedError(self._describe_end()) from None
+            raise await self._end() from None
         return await self.read()
 
     async def read(self) -> dict[str, Any]:
         line = await self._stdout.readline()
         if not line.endswith(b"\n"):
-            raise ProcessDiedError(self._describe_end())
+            raise await self._end()
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -171,5 +205,20 @@ class _Worker:
         with suppress(ConnectionError):
             await self._stdin.wait_closed()
 
-    def _describe_end(self) -> str:
-        return f"verification worker (pid {self._process.pid}) died"
+    async def _end(self) -> WorkerDiedError:
+        """Wait for the process to end, and return how it did."""
+        written, _ = await asyncio.gather(self._stderr.read(), self._process.wait())
+        code = self._process.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        last_words = written.decode(errors="replace").strip().splitlines()[-1:]
+        return WorkerDiedError(": ".join([f"verification worker (pid {self._process.pid}) {how}", *last_words]))
+
+
+def _note(died: Exception, in_a_row: int, most: int, what: str) -> None:
+    """Log how a worker ended. Raises `ProcessDiedError` if it was one too many."""
+    structlog.get_logger().warning("verification worker lost", reason=str(died))
+    if in_a_row >= most:
+        raise ProcessDiedError(
+            f"verification workers {what} ({in_a_row} in a row), the last one: {died}; see whether the machine has "
+            "memory and time for them, or lower the verifier's `workers`"
+        ) from None

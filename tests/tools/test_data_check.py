@@ -10,7 +10,7 @@ from spot_async.cli import app
 from spot_async.data.overlap import count_identical, find_overlaps
 from spot_async.tools.data_check.check import answer_type, check_golds, find_repeated
 from spot_async.types import Problem, Verdict
-from spot_async.verification import BoxedMatch
+from spot_async.verification import BoxedMatch, math_verify
 
 
 def numbered(words, answer="1", name="e"):
@@ -164,6 +164,15 @@ def test_the_check_command_reads_a_runs_configuration(tmp_path):
     assert "filtered by a run" in output
     assert "<|user|>" in output
     assert "evaluation.problems" in output
+
+
+def test_a_verifier_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(math_verify, "_WORKER", tmp_path / "none.py")
+    file = write(tmp_path, [{"problem": "p", "answer": "7"}], "p.jsonl")
+    code, output = check(file, "--verifier", "math_verify")
+    (line,) = [line for line in output.splitlines() if line.startswith("error")]
+    assert (code, "verification workers do not start" in line, "No such file" in line) == (1, True, True), output
+    assert "Traceback" not in output
 
 
 def canonical(name, layout="auto"):

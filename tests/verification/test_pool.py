@@ -20,9 +20,9 @@ import pytest
 
 from spot_async.errors import DeadlineExceededError, ProcessDiedError
 from spot_async.types import Problem
-from spot_async.verification import MathVerify, Verdict
+from spot_async.verification import MathVerify, Verdict, worker_pool
 from spot_async.verification.normalization import parse_number
-from spot_async.verification.worker_pool import WorkerPool
+from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="real problem files are not here")
@@ -145,13 +145,13 @@ async def test_leaving_by_an_exception_leaves_no_process(command: list[str]) -> 
 async def test_a_worker_that_dies_fails_its_own_request_only(command: list[str]) -> None:
     before = children()
     async with WorkerPool(command, size=1) as pool:
-        with pytest.raises(ProcessDiedError, match="died"):
+        with pytest.raises(WorkerDiedError, match="exited with code 3"):
             await ask(pool, "die")
         (pid,) = {(await ask(pool, "pid"))["pid"]}
         killed = asyncio.create_task(ask(pool, "hold"))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ProcessDiedError, match=str(pid)):
+        with pytest.raises(WorkerDiedError, match=f"{pid}.* was killed by SIGKILL"):
             await killed
         idle = (await ask(pool, "pid"))["pid"]
         os.kill(idle, signal.SIGKILL)
@@ -174,10 +174,76 @@ async def test_waiting_for_a_worker_ends_at_the_deadline(command: list[str], tmp
             await ask(pool, "pid", deadline=loop.time() - 1)
 
 
-async def test_a_command_that_cannot_run_is_found_on_entering() -> None:
-    with pytest.raises(ProcessDiedError):
-        async with WorkerPool([sys.executable, "-c", "raise SystemExit(1)"], size=1):
+def dying_at_start(tmp_path: Path, deaths: int, how: str) -> list[str]:
+    """A worker's command whose first processes, as many as `deaths`, end by `how` before they are ready."""
+    script = tmp_path / "dying.py"
+    count = "starts = open(sys.argv[1], 'ab'); starts.write(b'.'); starts.flush()"
+    script.write_text(f"import os, signal, sys\n{count}\nif starts.tell() <= {deaths}:\n    {how}\n{WORKER}")
+    return [sys.executable, "-I", str(script), str(tmp_path / "starts")]
+
+
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+async def test_a_worker_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    async with WorkerPool(dying_at_start(tmp_path, 2, KILLED), size=1) as pool:
+        assert "pid" in await ask(pool, "pid")
+        (tmp_path / "starts").write_bytes(b"")  # the next two die too, in the middle of a run
+        with pytest.raises(WorkerDiedError):
+            await ask(pool, "die")
+        assert "pid" in await ask(pool, "pid")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (KILLED, r"3 in a row\), the last one: verification worker \(pid \d+\) was killed by SIGKILL; .*memory"),
+        ("import no_such_package", "exited with code 1: ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+async def test_workers_that_cannot_start_are_one_clear_line(tmp_path: Path, how: str, said: str) -> None:
+    with pytest.raises(ProcessDiedError, match=said) as error:
+        async with WorkerPool(dying_at_start(tmp_path, 3, how), size=1):
             pass
+    assert "\n" not in str(error.value)
+    (tmp_path / "starts").unlink()
+    working = dying_at_start(tmp_path, 0, how)
+    async with WorkerPool(working, size=1) as pool:
+        with pytest.raises(WorkerDiedError):
+            await ask(pool, "die")
+        dying_at_start(tmp_path, 99, how)
+        with pytest.raises(ProcessDiedError, match=said):  # not taken for a death at an answer
+            await ask(pool, "pid")
+
+
+async def test_a_start_slower_than_its_deadline_speaks_at_last(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    slow = dying_at_start(tmp_path, 0, KILLED)
+    async with WorkerPool(slow, size=1) as pool:
+        with pytest.raises(WorkerDiedError):
+            await ask(pool, "die")
+        dying_at_start(tmp_path, 99, "import time; time.sleep(600)")
+        for _ in range(2):
+            with pytest.raises(DeadlineExceededError):
+                await ask(pool, "pid", deadline=loop.time() + 0.1)
+        with pytest.raises(ProcessDiedError, match=r"do not start .* not ready in time"):
+            await ask(pool, "pid", deadline=loop.time() + 0.1)
+
+
+async def test_workers_that_only_die_at_their_answers_end_the_pool(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 3)
+
+    async def death(pool: WorkerPool) -> type[BaseException]:
+        with pytest.raises(ProcessDiedError) as died:
+            await ask(pool, "die")
+        return died.type
+
+    async with WorkerPool(command, size=1) as pool:
+        assert [await death(pool) for _ in range(2)] == [WorkerDiedError] * 2
+        assert "pid" in await ask(pool, "pid")  # a reply begins a new row
+        assert [await death(pool) for _ in range(3)] == [WorkerDiedError, WorkerDiedError, ProcessDiedError]
 
 
 async def test_workers_do_not_see_keys(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spot_async.base import registry
-from spot_async.errors import ProcessDiedError
 from spot_async.types import Problem
 from spot_async.verification import BoxedMatch, MathVerify, Verdict, boxed_match, extract_boxed, normalize_answer
 from spot_async.verification.extraction import MAX_ANSWER_CHARS, MAX_NESTING
 from spot_async.verification.math_verify import compare_strings, numbers_equal
 from spot_async.verification.normalization import parse_number
+from spot_async.verification.worker_pool import WorkerDiedError
 
 FAR = float("inf")
 
@@ -325,7 +325,7 @@ class ScriptedPool:
 async def test_outcomes_are_remembered_but_missing_evidence_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     verifier = MathVerify(MathVerify.Settings(cache_entries=2))
     right, wrong = {"equal": True}, {"equal": False}
-    pool = ScriptedPool(TimeoutError(), ProcessDiedError("gone"), right, wrong, wrong, wrong)
+    pool = ScriptedPool(TimeoutError(), WorkerDiedError("gone"), right, wrong, wrong, wrong)
     monkeypatch.setattr(verifier, "_pool", pool)
 
     async def verify(answer: str) -> Verdict:
