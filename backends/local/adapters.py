@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 
 from spot_async.errors import ConfigError, PermanentError
@@ -11,17 +9,16 @@ from spot_async.serving import api
 from spot_async.types import WeightSnapshot
 
 from .bodies import time_left
+from .client import LocalClient
 
 NOT_FOUND = 404
 
-Post = Callable[[str, msgspec.Struct, float], Awaitable[object]]  # a path, a request and its deadline
-
 
 class LocalAdapters:
-    """An `AdapterServer`. `post` sends a request once."""
+    """An `AdapterServer`."""
 
-    def __init__(self, post: Post, section: str) -> None:
-        self._post = post
+    def __init__(self, client: LocalClient, section: str) -> None:
+        self._client = client
         self._section = section
 
     async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
@@ -37,3 +34,7 @@ class LocalAdapters:
 
     async def unload(self, name: str, *, deadline: float) -> None:
         await self._post(api.UNLOAD_ADAPTER, api.UnloadRequest(name=name, timeout_s=time_left(deadline)), deadline)
+
+    async def _post(self, path: str, request: msgspec.Struct, deadline: float) -> None:
+        """Send a request, but never twice."""
+        await self._client.post(path, request, api.VersionReply, lambda reply: reply, deadline, resend=False)

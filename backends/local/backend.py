@@ -22,12 +22,11 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
 
-from spot_async import errors
 from spot_async.base import wire
 from spot_async.config import backend_section
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, TransientError
@@ -45,15 +44,13 @@ from spot_async.types import (
 )
 
 from ..shared.adapters import Adapters
-from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes
-from ..shared.connection import proxy_for
-from ..shared.failures import UNREADABLE, FailedReply, classify
+from ..shared.bodies import largest_reply_bytes
 from ..shared.held_weights import INITIAL, HeldWeights
 from ..shared.http import HttpEndpoint
 from ..shared.replies import check_candidates, check_generation, check_scores
-from ..shared.stepwise import read_aside
 from .adapters import NOT_FOUND, LocalAdapters
 from .bodies import largest_generation, take_frames, time_left
+from .client import LocalClient, error_of
 from .coalescing import Coalescer, Outcome
 from .server import LocalServer, LocalSettings
 
@@ -74,15 +71,17 @@ class LocalBackend:
         log_path = run_directory / "logs" / f"{self._name}.log"
         reads = run_directory if self._is_student else None
         self._server = LocalServer(settings, role=role, name=self._name, model=model, log_path=log_path, reads=reads)
-        self._endpoint: HttpEndpoint
         self._held: HeldWeights
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
-        self._coalescer = Coalescer(self._generate_many)
+        self._coalescer = Coalescer()
+        self._client = LocalClient(self._name)
         self._adapters: Adapters | None = None
         if (lora := settings.adapters(role)) is not None:
-            loads, directory = LocalAdapters(self._post_once, self._section), run_directory / "weights"
-            self._adapters = Adapters(loads, lora, name=self._name, base=Path(model), directory=directory)
+            loads, directory = LocalAdapters(self._client, self._section), run_directory / "weights"
+            self._adapters = Adapters(
+                loads, lora, name=self._name, base=Path(model), directory=directory, unloads=settings.url is not None
+            )
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -93,19 +92,19 @@ class LocalBackend:
                 found = await self._first_health(stranger, deadline)
             self._held = HeldWeights(self._name, found.version)
             # Requests name this process, so that another one at its address, with other weights, refuses them.
-            self._endpoint = await stack.enter_async_context(self._connection({api.INSTANCE_HEADER: found.instance}))
+            known = self._connection({api.INSTANCE_HEADER: found.instance})
+            self._client.endpoint = await stack.enter_async_context(known)
             self._capabilities = await self.capabilities(deadline=deadline)
             if self._adapters is not None:
+                stack.push_async_callback(self._adapters.close)
                 await self._load_first(self._adapters, deadline)
-                if self._settings.url is not None:
-                    stack.push_async_callback(self._adapters.close)
             self._exit_stack = stack.pop_all()
         return self
 
     async def _first_health(self, stranger: HttpEndpoint, deadline: float) -> api.HealthReply:
         """Ask the server for its health and version. Raises `ConfigError` if it is of another kind."""
         try:
-            return self._decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
+            return self._client.decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
         except (PermanentError, PoisonedReplyError) as error:
             if isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status != NOT_FOUND:
                 raise
@@ -131,10 +130,10 @@ class LocalBackend:
 
     @property
     def traffic(self) -> Traffic:
-        return self._endpoint.traffic
+        return self._client.endpoint.traffic
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        found = self._decode(await self._endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)
+        found = self._client.decode(await self._client.endpoint.get(api.CAPABILITIES, deadline=deadline), Capabilities)
         if self._is_student and self._settings.takes_adapters:
             takes = self._adapters is not None
             return msgspec.structs.replace(
@@ -147,12 +146,12 @@ class LocalBackend:
     async def ping(self, *, deadline: float) -> None:
         """Ask for the server's health. Its event loop answers, and that is enough: if its engine fails, it ends."""
         since = self._held.now()
-        health = self._decode(await self._endpoint.get(api.HEALTH, deadline=deadline), api.HealthReply)
+        health = self._client.decode(await self._client.endpoint.get(api.HEALTH, deadline=deadline), api.HealthReply)
         self._held.check(health.version, since)
 
     async def stats(self, *, deadline: float) -> api.Stats:
         """Return the server's counters and the CPU seconds it has used."""
-        return self._decode(await self._endpoint.get(api.STATS, deadline=deadline), api.Stats)
+        return self._client.decode(await self._client.endpoint.get(api.STATS, deadline=deadline), api.Stats)
 
     async def generate(
         self,
@@ -168,12 +167,12 @@ class LocalBackend:
                 prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, adapter=adapter, timeout_s=time_left(deadline)
             )
             if session is not None:
-                return await self._coalescer.ask(session, request, deadline)
+                return await self._coalescer.ask(self._generate_many, session, request, deadline)
             return await self._generate(request, deadline)
 
     async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
         check = functools.partial(self._check_generation, request, self._held.now())
-        return await self._post(api.GENERATE, request, Generation, check, deadline, largest_generation(request))
+        return await self._client.post(api.GENERATE, request, Generation, check, deadline, largest_generation(request))
 
     async def _generate_many(
         self, requests: Sequence[api.GenerateRequest], on_reply: Callable[[int, Outcome], None], deadline: float
@@ -187,7 +186,7 @@ class LocalBackend:
         body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
 
         def failed(error: RequestError, received: bytes) -> RequestError:
-            error.exchange = self._endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
+            error.exchange = self._client.endpoint.exchange("POST", api.GENERATE_MANY, body, received=received)
             return error
 
         # This runs on the event loop, however large the reply. Requests that leave together are probes or samples of a
@@ -196,7 +195,7 @@ class LocalBackend:
             received.extend(part)
             try:
                 for frame in take_frames(received):
-                    reply = self._decode(frame, api.GenerateReply)
+                    reply = self._client.decode(frame, api.GenerateReply)
                     if not 0 <= reply.index < len(requests):
                         raise PoisonedReplyError(f"replied to request {reply.index} of {len(requests)}")
                     answered.add(reply.index)
@@ -206,7 +205,7 @@ class LocalBackend:
                 raise failed(error.reworded(f"{self._name}{api.GENERATE_MANY}: {error}"), bytes(received)) from None
 
         largest = sum(map(largest_generation, requests))
-        await self._endpoint.stream(
+        await self._client.endpoint.stream(
             api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest
         )
         if len(answered) < len(requests):
@@ -216,8 +215,8 @@ class LocalBackend:
     def _outcome(self, request: api.GenerateRequest, reply: api.GenerateReply, since: int) -> Outcome:
         try:
             if reply.generation is None:
-                return self._error(reply.error) or TransientError(f"{self._name}: {reply.error}")
-            with self._naming(api.GENERATE):
+                return error_of(self._name, reply.error) or TransientError(f"{self._name}: {reply.error}")
+            with self._client.naming(api.GENERATE):
                 return self._check_generation(request, since, reply.generation)
         except RequestError as error:
             return error
@@ -260,7 +259,7 @@ class LocalBackend:
                 return check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
 
             largest = largest_reply_bytes(len(response_ids), len(response_ids) * (1 + top_k))
-            return await self._post(api.SCORE, request, TokenScores, check, deadline, largest)
+            return await self._client.post(api.SCORE, request, TokenScores, check, deadline, largest)
 
     async def candidate_logprobs(
         self,
@@ -297,7 +296,9 @@ class LocalBackend:
                 return reply
 
             largest = largest_reply_bytes(logprobs=candidate_ids.size)
-            reply = await self._post(api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline, largest)
+            reply = await self._client.post(
+                api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline, largest
+            )
             return reply.logprobs
 
     @contextlib.contextmanager
@@ -328,85 +329,7 @@ class LocalBackend:
             return reply
 
         with self._held.updating(snapshot.version):
-            await self._post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
-
-    async def _post(
-        self,
-        path: str,
-        request: msgspec.Struct,
-        kind: type[T],
-        check: Callable[[T], T],
-        deadline: float,
-        largest: int = ANSWER_BYTES,
-        *,
-        resend: bool = True,
-    ) -> T:
-        """Send a request and return what `check` makes of its reply. A large reply is read and checked in a thread."""
-        sent = wire.encode(request)
-
-        def read(body: bytes) -> T:
-            message = self._decode(body, kind)
-            with self._naming(path):
-                return check(message)
-
-        with self._endpoint.turn() as turn:
-            reply = await self._endpoint.post(
-                path,
-                sent,
-                content_type=api.CONTENT_TYPE,
-                deadline=deadline,
-                resend=resend,
-                largest=largest,
-                turn=turn,
-            )
-            try:
-                return await read_aside(reply, read)
-            except RequestError as error:
-                error.exchange = self._endpoint.exchange("POST", path, sent, received=reply)
-                raise
-
-    async def _post_once(self, path: str, request: msgspec.Struct, deadline: float) -> object:
-        return await self._post(path, request, api.VersionReply, lambda reply: reply, deadline, resend=False)
+            await self._client.post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
     def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
-        address = self._server.address
-        token = address.credentials.update_token
-        return HttpEndpoint(
-            self._name,
-            address.url,
-            uds=address.uds,
-            api_key=address.credentials.api_key,
-            headers=headers,
-            secret_headers={api.UPDATE_TOKEN_HEADER: token} if token is not None else None,
-            read_error=self._read_error,
-            proxy=proxy_for(self._name, address.url, None) if self._settings.url is not None else None,
-        )
-
-    def _decode(self, body: bytes, kind: type[T]) -> T:
-        try:
-            return wire.decode(body, kind)
-        except UNREADABLE as error:
-            raise classify(self._name, error) from error
-
-    def _read_error(self, status: int, body: bytes) -> RequestError | None:
-        """Return the error that the server named. None if the body is not the server's own, but a proxy's."""
-        try:
-            reply = wire.decode(body, api.ErrorReply)
-        except UNREADABLE:
-            return None
-        said = FailedReply(status, reply.message.encode())
-        return self._error(reply) or classify(self._name, said).reworded(f"{self._name}: {reply.message}")
-
-    def _error(self, reply: api.ErrorReply | None) -> RequestError | None:
-        """Return the error that the server named; None if it is not a `RequestError`."""
-        kind: Any = getattr(errors, reply.error, None) if reply is not None else None
-        if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
-            return None
-        return kind(f"{self._name}: {reply.message}")
-
-    @contextlib.contextmanager
-    def _naming(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except PoisonedReplyError as error:
-            raise PoisonedReplyError(f"{self._name}{path}: {error}") from None
+        return self._client.connection(self._server.address, headers, by_proxy=self._settings.url is not None)

@@ -42,22 +42,22 @@ class _Member:
 
 
 class Coalescer:
-    """Joins requests and sends them by `send`.
+    """Joins requests. It keeps nothing but those that have not left yet."""
 
-    `send(requests, on_reply, deadline)` must call `on_reply(index, outcome)` for every request, or raise.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self) -> None:
         self._forming: dict[str, list[_Member]] = {}
 
-    async def ask(self, session: str, request: GenerateRequest, deadline: float) -> Generation:
-        """Return the reply to one request. Raises the `RequestError` that it got."""
+    async def ask(self, send: Send, session: str, request: GenerateRequest, deadline: float) -> Generation:
+        """Return the reply to one request. Raises the `RequestError` that it got.
+
+        `send(requests, on_reply, deadline)` sends all of a session's requests, whoever asked first. It must call
+        `on_reply(index, outcome)` for every request, or raise.
+        """
         while True:
-            member = _Member(request, asyncio.get_running_loop().create_future())
             forming = self._forming.get(session)
             if forming is None or len(forming) == MAX_TOGETHER:
-                return await self._carry(session, member, deadline)
+                return await self._carry(send, session, request, deadline)
+            member = _Member(request, asyncio.get_running_loop().create_future())
             forming.append(member)
             try:
                 return await member.reply
@@ -66,8 +66,11 @@ class Coalescer:
             except DeadlineExceededError:  # the deadline may be the carrier's, which is sooner than ours
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
+            finally:  # an error refers by its trace to here; with the way back it would stay in memory
+                del member, forming
 
-    async def _carry(self, session: str, carrier: _Member, deadline: float) -> Generation:
+    async def _carry(self, send: Send, session: str, request: GenerateRequest, deadline: float) -> Generation:
+        carrier = _Member(request, asyncio.get_running_loop().create_future())
         members = self._forming[session] = [carrier]
         try:
             try:
@@ -76,16 +79,22 @@ class Coalescer:
                 if self._forming.get(session) is members:
                     del self._forming[session]
             members[:] = [member for member in members if not member.reply.done()]
-            await self._send(
-                [member.request for member in members],
-                lambda index, outcome: members[index].settle(outcome),
-                deadline,
-            )
-        except RequestError as error:
-            for member in members:
-                member.settle(copy.copy(error))
+            try:
+                await send(
+                    [member.request for member in members],
+                    lambda index, outcome: members[index].settle(outcome),
+                    deadline,
+                )
+            except RequestError as error:
+                _settle(members, error)
+            return carrier.reply.result()
         finally:
-            for member in members:
-                if member is not carrier:
-                    member.settle(_CarrierGone())
-        return carrier.reply.result()
+            _settle(members[1:], _CarrierGone())
+            members.clear()
+            del carrier  # as in `ask`
+
+
+def _settle(members: Sequence[_Member], error: Exception) -> None:
+    """Give an error to all members that have no reply yet, to each one of its own."""
+    for member in members:
+        member.settle(copy.copy(error))

@@ -102,8 +102,14 @@ class SglangBackend(RemoteBackend):
         self._adapters: Adapters | None = None
         if (lora := settings.adapters(role)) is not None:
             loads = SglangAdapters(self._server)
-            base = self._server.files.directory
-            self._adapters = Adapters(loads, lora, name=self._name, base=base, directory=run_directory / "weights")
+            self._adapters = Adapters(
+                loads,
+                lora,
+                name=self._name,
+                base=self._server.files.directory,
+                directory=run_directory / "weights",
+                unloads=settings.is_attached,
+            )
         self._vocab_size = self._server.files.vocab_size
         self._standstill = Standstill()
         self._names = WeightNames(self._name, is_student=role == "student")
@@ -128,9 +134,8 @@ class SglangBackend(RemoteBackend):
                     sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)
                 self._capabilities = await self._server.alongside(self._discover(info, deadline))
                 if self._adapters is not None:
+                    stack.push_async_callback(self._adapters.close)
                     await self._adapters.start(deadline=deadline)
-                    if self._settings.is_attached:
-                        stack.push_async_callback(self._adapters.close)
             except (
                 PermanentError
             ) as error:  # the first requests show wrong flags, a wrong key or another kind of server

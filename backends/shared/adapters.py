@@ -61,8 +61,19 @@ class Adapter:
 class Adapters:
     """The adapters of one server, one update at a time. Start it first: it loads the base's own."""
 
-    def __init__(self, server: AdapterServer, lora: LoraConfig, *, name: str, base: Path, directory: Path) -> None:
+    def __init__(
+        self,
+        server: AdapterServer,
+        lora: LoraConfig,
+        *,
+        name: str,
+        base: Path,
+        directory: Path,
+        unloads: bool = True,
+    ) -> None:
+        """`unloads`: the server lives on when the run leaves it, and must not keep what the run loaded."""
         self._server = server
+        self._unloads = unloads
         self.lora = lora
         self._name = name
         self._base = base
@@ -82,13 +93,15 @@ class Adapters:
         await self.update(WeightSnapshot(directory=str(self._base.absolute()), version=INITIAL), deadline=deadline)
 
     async def close(self) -> None:
-        """Unload everything, as far as the server answers."""
-        deadline = asyncio.get_running_loop().time() + UNLOAD_TIMEOUT_S
+        """Let go of all directories. Before that, unload everything from a server that lives on, if it answers."""
         self._leaving += self._loaded
         self._loaded = []
-        await self._unload_leaving(deadline)
-        for adapter in self._leaving:
-            adapter.hold.close()
+        try:
+            if self._unloads:
+                await self._unload_leaving(asyncio.get_running_loop().time() + UNLOAD_TIMEOUT_S)
+        finally:
+            for adapter in self._leaving:
+                adapter.hold.close()
 
     @property
     def has_any(self) -> bool:

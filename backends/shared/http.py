@@ -88,15 +88,10 @@ class HttpEndpoint:
         secrets = [api_key, *sent, *(proxy.raw_auth or () if proxy else ())]
         self._secrets = [each.encode() if isinstance(each, str) else each for each in secrets if each]
 
-        def session() -> aiohttp.ClientSession:
-            context = self._transport.ssl_context
-            connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0, ssl=context)
-            make: type[ResponseHandler] = _Connection
-            connector._factory = functools.partial(make, asyncio.get_running_loop())
-            no_cookies = aiohttp.DummyCookieJar()
-            return aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, read_bufsize=UNREAD_BYTES)
-
-        self._transport = AiohttpTransport(client=session, verify=verify, proxy=proxy)
+        context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
+        # One that knew this object would keep it in memory, with its certificates, long after it was left.
+        session = functools.partial(_session, uds, context)
+        self._transport = AiohttpTransport(client=session, verify=context, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
         self._is_left = False
         self._has_answered = False
@@ -265,6 +260,14 @@ class HttpEndpoint:
                 raise
             response = await self._transport.handle_async_request(request)
         return response
+
+
+def _session(uds: str | None, context: ssl.SSLContext) -> aiohttp.ClientSession:
+    connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0, ssl=context)
+    make: type[ResponseHandler] = _Connection
+    connector._factory = functools.partial(make, asyncio.get_running_loop())
+    no_cookies = aiohttp.DummyCookieJar()
+    return aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, read_bufsize=UNREAD_BYTES)
 
 
 def with_exchange(error: RequestError, exchange: Exchange) -> RequestError:

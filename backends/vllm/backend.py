@@ -97,8 +97,14 @@ class VllmBackend(RemoteBackend):
         self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
         self._adapters: Adapters | None = None
         if (lora := settings.adapters(role)) is not None:
-            base, loads = self._server.files.directory, VllmAdapters(self._client)
-            self._adapters = Adapters(loads, lora, name=self._name, base=base, directory=run_directory / "weights")
+            self._adapters = Adapters(
+                VllmAdapters(self._client),
+                lora,
+                name=self._name,
+                base=self._server.files.directory,
+                directory=run_directory / "weights",
+                unloads=settings.is_attached,
+            )
         self._singles = Singles()
         self._found: ServerFacts
         self._names = WeightNames(self._name, is_student=self._is_student)
@@ -125,7 +131,7 @@ class VllmBackend(RemoteBackend):
                 await self._updater.name(str(INITIAL), deadline=deadline)
                 self._names.start(str(INITIAL))
         except BaseException as error:
-            await self._server.__aexit__(None, None, None)
+            await self.__aexit__(None, None, None)
             if isinstance(error, PermanentError):  # the first requests show wrong flags, a wrong key or another model
                 raise ConfigError(str(error)) from None
             raise
@@ -136,7 +142,7 @@ class VllmBackend(RemoteBackend):
     ) -> None:
         try:
             await self._updater.close()
-            if self._adapters is not None and self._settings.is_attached:
+            if self._adapters is not None:
                 await self._adapters.close()
         finally:
             await self._server.__aexit__(kind, error, trace)

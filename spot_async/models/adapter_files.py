@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -60,7 +61,7 @@ def write_config(directory: Path, layers: Layers, lora: LoraConfig, base: str) -
         "use_rslora": False,
         "inference_mode": True,
     }
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    (directory / CONFIG_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
 
 
 def write_zero_adapter(directory: Path, base: Path, lora: LoraConfig) -> None:

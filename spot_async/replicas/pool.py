@@ -75,8 +75,8 @@ class ReplicaPool(Generic[B]):
 
     async def __aenter__(self) -> Self:
         """Start all servers, or attach to them. If one cannot be started, the others are ended."""
-        most = self._serving.max_in_flight
-        for name, (make, backend) in self._made.items():
+        most, made, self._made = self._serving.max_in_flight, self._made, {}
+        for name, (make, backend) in made.items():
             self._replicas.append(Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved))
         try:
             found = await gather(self._enter(replica) for replica in self._replicas)

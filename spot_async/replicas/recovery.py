@@ -73,16 +73,17 @@ class Recovery(Generic[B]):
         Raises `ProcessDiedError` when it has no restart left, and no other replica of the role has either.
         """
         while True:
-            report = await self._next_trouble()
-            self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
-            await self._take_out(report)
-            explained = await self._explained(report)
-            if explained is not report:
-                self._log.warning("replica ended", error=str(explained.error))
-            report = explained
-            if not await self._serves_as_it_is(report):
-                await self._enter_again(report.error)
-            self._log.info("replica is back", state=self._replica.life.state.value, restarts=self._replica.restarts)
+            await self._bring_back(await self._next_trouble())
+
+    async def _bring_back(self, report: Report) -> None:
+        self._log.warning("replica in trouble", trouble=report.trouble.value, error=str(report.error))
+        await self._take_out(report)
+        explained = await self._explained(report)
+        if explained is not report:
+            self._log.warning("replica ended", error=str(explained.error))
+        if not await self._serves_as_it_is(explained):
+            await self._enter_again(explained.error)
+        self._log.info("replica is back", state=self._replica.life.state.value, restarts=self._replica.restarts)
 
     async def _next_trouble(self) -> Report:
         async with asyncio.TaskGroup() as group:

@@ -253,7 +253,7 @@ class Replica(Generic[B]):
     def report(self, trouble: Trouble, error: SpotError) -> None:
         """Report trouble. The first report counts, and none counts while the replica is being brought back."""
         if self.life.state in IN_ROTATION and not self._report.done():
-            self.last_error = error
+            self.last_error = error.with_traceback(None)  # it would keep the backend object until the next trouble
             self._report.set_result(Report(trouble, error))
 
     async def trouble(self) -> Report:
@@ -363,9 +363,8 @@ class HeldLease(Generic[B]):
 
     async def __aenter__(self) -> B:
         if self._reason is not None:  # revoked between granting and entering, so its service may have been left
-            error = self._given_up()
-            self._end(error)
-            raise error
+            self._end(self._given_up())
+            raise self._given_up()
         await self._timeout.__aenter__()
         self._is_entered = True
         if self.grant is not None:
@@ -385,6 +384,7 @@ class HeldLease(Generic[B]):
             if self.grant is not None:
                 LEASED.reset(self._was_leased)
             self._end(error)
+            del error  # its trace refers to here, so with the way back it would keep the request and the backend
 
     def _given_up(self) -> TransientError:
         return TransientError(f"{self.replica}: given up: {self._reason}")

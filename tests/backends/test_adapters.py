@@ -181,6 +181,17 @@ async def test_the_server_is_left_with_nothing(base, tmp_path):
     assert server.held == {}
 
 
+async def test_a_server_that_ends_with_the_run_is_asked_nothing_and_its_weights_may_be_deleted(base, tmp_path):
+    server, weights = Server(), snapshot(tmp_path, base, 1)
+    adapters = Adapters(server, LORA, name="student", base=base, directory=tmp_path / "weights", unloads=False)
+    await adapters.start(deadline=soon())
+    await adapters.update(weights, deadline=soon())
+    await adapters.close()
+    assert server.unloaded == []
+    delete_weights(Path(weights.directory))
+    assert not [*tmp_path.glob("step-*")]
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "local"])
 def test_adapters_as_weights_need_adapters(kind):
     settings = registry.load("backends", kind).Settings.model_validate(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from spot_async.backends.local.coalescing import Coalescer, Outcome
-from spot_async.errors import DeadlineExceededError, PermanentError, TransientError
+from spot_async.backends.local.coalescing import Coalescer, Outcome, Send
+from spot_async.errors import DeadlineExceededError, PermanentError, RequestError, TransientError
 from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, SamplingSettings
@@ -43,8 +44,8 @@ class Server:
             on_reply(index, PermanentError(f"seed {seed}") if seed < 0 else reply(seed))
 
 
-async def asked(coalescer: Coalescer, *seeds: int, session: str = "s") -> list[asyncio.Task[Generation]]:
-    tasks = [asyncio.create_task(coalescer.ask(session, request(seed), 1e9)) for seed in seeds]
+async def asked(coalescer: Coalescer, send: Send, *seeds: int, session: str = "s") -> list[asyncio.Task[Generation]]:
+    tasks = [asyncio.create_task(coalescer.ask(send, session, request(seed), 1e9)) for seed in seeds]
     for _ in range(3):
         await asyncio.sleep(0)
     return tasks
@@ -52,10 +53,10 @@ async def asked(coalescer: Coalescer, *seeds: int, session: str = "s") -> list[a
 
 async def test_one_turn_of_one_session_is_one_batch() -> None:
     server = Server()
-    coalescer = Coalescer(server.send)
-    first = await asked(coalescer, 1, 2, 3)
-    second = await asked(coalescer, 4)
-    other = await asked(coalescer, 5, session="t")
+    coalescer = Coalescer()
+    first = await asked(coalescer, server.send, 1, 2, 3)
+    second = await asked(coalescer, server.send, 4)
+    other = await asked(coalescer, server.send, 5, session="t")
     server.open.set()
     assert [int((await task).token_ids[0]) for task in first + second + other] == [1, 2, 3, 4, 5]
     assert server.batches == [[1, 2, 3], [4], [5]]
@@ -64,7 +65,7 @@ async def test_one_turn_of_one_session_is_one_batch() -> None:
 async def test_more_than_a_server_takes_at_once_leave_as_several() -> None:
     server = Server()
     seeds = range(2 * MAX_TOGETHER + 1)
-    tasks = await asked(Coalescer(server.send), *seeds)
+    tasks = await asked(Coalescer(), server.send, *seeds)
     server.open.set()
     assert [int((await task).token_ids[0]) for task in tasks] == [*seeds]
     assert [len(batch) for batch in server.batches] == [MAX_TOGETHER, MAX_TOGETHER, 1]
@@ -72,7 +73,7 @@ async def test_more_than_a_server_takes_at_once_leave_as_several() -> None:
 
 async def test_an_error_is_its_own_request_s() -> None:
     server = Server()
-    tasks = await asked(Coalescer(server.send), 1, -2, 3)
+    tasks = await asked(Coalescer(), server.send, 1, -2, 3)
     server.open.set()
     assert int((await tasks[0]).token_ids[0]) == 1
     with pytest.raises(PermanentError, match="seed -2"):
@@ -85,7 +86,7 @@ async def test_when_sending_fails_every_request_fails_with_an_error_of_its_own()
         on_reply(0, reply(1))
         raise TransientError("connection reset")
 
-    results = await asyncio.gather(*(await asked(Coalescer(send), 1, 2, 3)), return_exceptions=True)
+    results = await asyncio.gather(*(await asked(Coalescer(), send, 1, 2, 3)), return_exceptions=True)
     assert isinstance(results[0], Generation)
     assert [str(error) for error in results[1:]] == ["connection reset"] * 2
     assert results[1] is not results[2]
@@ -94,8 +95,8 @@ async def test_when_sending_fails_every_request_fails_with_an_error_of_its_own()
 @pytest.mark.parametrize("turns", [0, 3])
 async def test_when_the_carrier_is_cancelled_the_others_ask_again(turns: int) -> None:
     server = Server()
-    coalescer = Coalescer(server.send)
-    tasks = [asyncio.create_task(coalescer.ask("s", request(seed), 1e9)) for seed in (1, 2, 3)]
+    coalescer = Coalescer()
+    tasks = [asyncio.create_task(coalescer.ask(server.send, "s", request(seed), 1e9)) for seed in (1, 2, 3)]
     await asyncio.sleep(0)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -117,9 +118,9 @@ def test_a_request_is_not_given_up_for_the_carrier_s_deadline() -> None:
             on_reply(index, reply(each.sampling.seed))
 
     async def scenario() -> None:
-        coalescer = Coalescer(send)
+        coalescer = Coalescer()
         carrier, patient, short = (
-            asyncio.create_task(coalescer.ask("s", request(seed), deadline))
+            asyncio.create_task(coalescer.ask(send, "s", request(seed), deadline))
             for seed, deadline in ((1, 5.0), (2, 100.0), (3, 5.0))
         )
         for late in (carrier, short):
@@ -132,9 +133,28 @@ def test_a_request_is_not_given_up_for_the_carrier_s_deadline() -> None:
 
 async def test_a_cancelled_request_leaves_the_batch_alone() -> None:
     server = Server()
-    coalescer = Coalescer(server.send)
-    tasks = await asked(coalescer, 1, 2, 3)
+    coalescer = Coalescer()
+    tasks = await asked(coalescer, server.send, 1, 2, 3)
     tasks[1].cancel()
     server.open.set()
     assert [int((await tasks[i]).token_ids[0]) for i in (0, 2)] == [1, 3]
     assert len(server.batches) == 1
+
+
+async def test_requests_that_fail_together_leave_nothing_behind_them() -> None:
+    async def send(requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
+        on_reply(1, PermanentError("seed 2"))
+        raise TransientError("connection reset")
+
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for task in await asked(Coalescer(), send, 1, 2, 3):
+            with pytest.raises(RequestError):
+                await task
+        del task
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, GenerateRequest)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

@@ -136,7 +136,7 @@ async def test_a_server_that_a_run_leaves_has_none_of_its_adapters_and_one_with_
         for name in names:
             request = api.ScoreRequest(prompt_ids=PROMPT, response_ids=RESPONSE, top_k=0, adapter=name, timeout_s=60.0)
             with pytest.raises(ServerRestartedError, match=f"has no adapter {name}"):
-                await owner._post(api.SCORE, request, object, lambda reply: reply, soon())
+                await owner._client.post(api.SCORE, request, object, lambda reply: reply, soon())
         await owner.update_weights(snapshot(base, 7), deadline=soon())
         with pytest.raises(ConfigError, match=r"student\.backend: .*was given other weights after its start"):
             async with student(base, tmp_path / "late", url=url):

@@ -1,0 +1,119 @@
+"""Sends requests to one of our own servers, and turns its replies and refusals into values and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from spot_async import errors
+from spot_async.base import wire
+from spot_async.errors import PoisonedReplyError, RequestError
+from spot_async.serving import api
+
+from ..shared.bodies import ANSWER_BYTES
+from ..shared.connection import proxy_for
+from ..shared.failures import UNREADABLE, FailedReply, classify
+from ..shared.http import HttpEndpoint
+from ..shared.stepwise import read_aside
+from .server import Address
+
+T = TypeVar("T")
+
+
+class LocalClient:
+    """The client of one server. It asks over `endpoint`, which is there once the server is.
+
+    It knows no backend: what refers to each other stays in memory long after its server was lost.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.endpoint: HttpEndpoint
+
+    def connection(self, address: Address, headers: Mapping[str, str], *, by_proxy: bool) -> HttpEndpoint:
+        """Return a connection pool to the server, to be entered. `by_proxy`: the environment's proxy may be used."""
+        token = address.credentials.update_token
+        return HttpEndpoint(
+            self.name,
+            address.url,
+            uds=address.uds,
+            api_key=address.credentials.api_key,
+            headers=headers,
+            secret_headers={api.UPDATE_TOKEN_HEADER: token} if token is not None else None,
+            read_error=functools.partial(read_error, self.name),
+            proxy=proxy_for(self.name, address.url, None) if by_proxy else None,
+        )
+
+    async def post(
+        self,
+        path: str,
+        request: msgspec.Struct,
+        kind: type[T],
+        check: Callable[[T], T],
+        deadline: float,
+        largest: int = ANSWER_BYTES,
+        *,
+        resend: bool = True,
+    ) -> T:
+        """Send a request and return what `check` makes of its reply. A large reply is read and checked in a thread."""
+        sent = wire.encode(request)
+
+        def read(body: bytes) -> T:
+            message = self.decode(body, kind)
+            with self.naming(path):
+                return check(message)
+
+        with self.endpoint.turn() as turn:
+            reply = await self.endpoint.post(
+                path,
+                sent,
+                content_type=api.CONTENT_TYPE,
+                deadline=deadline,
+                resend=resend,
+                largest=largest,
+                turn=turn,
+            )
+            try:
+                return await read_aside(reply, read)
+            except RequestError as error:
+                error.exchange = self.endpoint.exchange("POST", path, sent, received=reply)
+                raise
+
+    def decode(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return wire.decode(body, kind)
+        except UNREADABLE as error:
+            raise classify(self.name, error) from error
+
+    @contextlib.contextmanager
+    def naming(self, path: str) -> Iterator[None]:
+        """Name the server and the path in what is wrong with a reply."""
+        try:
+            yield
+        except PoisonedReplyError as error:
+            raise PoisonedReplyError(f"{self.name}{path}: {error}") from None
+
+
+def read_error(name: str, status: int, body: bytes) -> RequestError | None:
+    """Return the error that the server named. None if the body is not the server's own, but a proxy's.
+
+    With the name given, this is a `http.ReadError`.
+    """
+    try:
+        reply = wire.decode(body, api.ErrorReply)
+    except UNREADABLE:
+        return None
+    said = FailedReply(status, reply.message.encode())
+    return error_of(name, reply) or classify(name, said).reworded(f"{name}: {reply.message}")
+
+
+def error_of(name: str, reply: api.ErrorReply | None) -> RequestError | None:
+    """Return the error that the server named; None if it is not a `RequestError`."""
+    kind: Any = getattr(errors, reply.error, None) if reply is not None else None
+    if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
+        return None
+    return kind(f"{name}: {reply.message}")
