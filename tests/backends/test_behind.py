@@ -55,7 +55,7 @@ async def balancer(servers: list[StandIn], *, keeps_sessions: bool) -> AsyncIter
             await chosen.serve(again, writer)
             writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+    with contextlib.closing(await asyncio.start_server(serve, "127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
 

@@ -71,7 +71,7 @@ async def http_server(answer: Answer, certificate: Path | None = None) -> AsyncI
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, certificate.with_name("key.pem"))
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    async with server:
+    with contextlib.closing(server):
         scheme = "http" if certificate is None else "https"
         yield f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -104,7 +104,7 @@ async def proxy_server(seen: list[str]) -> AsyncIterator[str]:
             group.create_task(pump(there_reader, writer))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
+    with contextlib.closing(server):
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
@@ -139,7 +139,7 @@ async def mute_server(first_bytes: bytes) -> AsyncIterator[str]:
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
+    with contextlib.closing(server):
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 

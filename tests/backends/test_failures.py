@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,11 +293,15 @@ async def test_an_error_carries_what_was_sent_and_what_came_back_without_the_key
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     sent = json.dumps({"input_ids": list(range(1000)), "sampling_params": {"temperature": 0.5}, "k": "sk-secret"})
-    async with server, HttpEndpoint("teacher", url, api_key="sk-secret") as endpoint:
-        with pytest.raises(errors.PermanentError) as caught:
-            await endpoint.post(
-                "/x", sent.encode(), content_type="application/json", deadline=asyncio.get_running_loop().time() + 60
-            )
+    with closing(server):
+        async with HttpEndpoint("teacher", url, api_key="sk-secret") as endpoint:
+            with pytest.raises(errors.PermanentError) as caught:
+                await endpoint.post(
+                    "/x",
+                    sent.encode(),
+                    content_type="application/json",
+                    deadline=asyncio.get_running_loop().time() + 60,
+                )
     exchange = caught.value.exchange
     assert exchange is not None
     assert (exchange.endpoint, exchange.method, exchange.path, exchange.status) == (url, "POST", "/x", 400)

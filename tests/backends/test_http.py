@@ -58,9 +58,10 @@ async def reply_once(status: int, headers: str, body: bytes) -> asyncio.Server:
 async def test_a_status_decides_what_may_be_done_about_it(status: int, headers: str, kind: type[Exception]) -> None:
     server = await reply_once(status, headers, b"some\nreason")
     port = server.sockets[0].getsockname()[1]
-    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
-        with pytest.raises(kind, match=rf"^teacher/x: HTTP {status}: some reason$") as caught:
-            await endpoint.get("/x", deadline=soon())
+    with contextlib.closing(server):
+        async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+            with pytest.raises(kind, match=rf"^teacher/x: HTTP {status}: some reason$") as caught:
+                await endpoint.get("/x", deadline=soon())
     if isinstance(caught.value, ThrottledError):
         assert caught.value.retry_after_s == (7.0 if status == 429 else 0.0)
 
@@ -73,9 +74,9 @@ async def test_an_endpoint_that_is_not_there_is_transient_and_a_silent_one_ends_
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
-        async with server:
-            with pytest.raises(DeadlineExceededError, match="teacher/x: no reply before the deadline"):
-                await endpoint.get("/x", deadline=soon(0.05))
+        ended = pytest.raises(DeadlineExceededError, match="teacher/x: no reply before the deadline")
+        with contextlib.closing(server), ended:
+            await endpoint.get("/x", deadline=soon(0.05))
         with pytest.raises(TransientError, match="teacher/x"):
             await endpoint.get("/x", deadline=soon())
 
@@ -190,10 +191,11 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once
 
     server = await asyncio.start_server(answer_one, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
-        for _ in range(2):
-            reply = await endpoint.post("/x", b"{}", content_type="application/json", deadline=soon())
-            assert reply == b"ok"
+    with contextlib.closing(server):
+        async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+            for _ in range(2):
+                reply = await endpoint.post("/x", b"{}", content_type="application/json", deadline=soon())
+                assert reply == b"ok"
     assert connections == 2
 
 
@@ -213,14 +215,15 @@ async def test_many_long_replies_at_once_all_come_whole_and_wait_no_longer_than_
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
-        replies = await asyncio.gather(*(endpoint.get("/x", deadline=soon()) for _ in range(9)))
-        assert all(reply == body for reply in replies)
-        late = [endpoint.get(path, deadline=soon(0.2)) for path in ("/stuck", "/stuck", "/x")]
-        outcomes = await asyncio.gather(*late, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes[:2]] == [DeadlineExceededError] * 2
-        assert await endpoint.get("/x", deadline=soon()) == body  # given up requests hold no place
-        stuck.set()
+    with contextlib.closing(server):
+        async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+            replies = await asyncio.gather(*(endpoint.get("/x", deadline=soon()) for _ in range(9)))
+            assert all(reply == body for reply in replies)
+            late = [endpoint.get(path, deadline=soon(0.2)) for path in ("/stuck", "/stuck", "/x")]
+            outcomes = await asyncio.gather(*late, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes[:2]] == [DeadlineExceededError] * 2
+            assert await endpoint.get("/x", deadline=soon()) == body  # given up requests hold no place
+            stuck.set()
 
 
 async def test_requests_and_their_bytes_are_counted_failed_ones_too() -> None:
@@ -235,13 +238,14 @@ async def test_requests_and_their_bytes_are_counted_failed_ones_too() -> None:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
-        await endpoint.get("/health", deadline=soon())
-        await endpoint.post("/score", b"12345", content_type="text/plain", deadline=soon())
-        with pytest.raises(ThrottledError):
-            await endpoint.post("/full", b"123", content_type="text/plain", deadline=soon())
-        traffic = endpoint.traffic
-        assert (traffic.requests, traffic.sent_bytes, traffic.received_bytes) == (3, 8, 2 * 1234 + 4)
+    with contextlib.closing(server):
+        async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+            await endpoint.get("/health", deadline=soon())
+            await endpoint.post("/score", b"12345", content_type="text/plain", deadline=soon())
+            with pytest.raises(ThrottledError):
+                await endpoint.post("/full", b"123", content_type="text/plain", deadline=soon())
+            traffic = endpoint.traffic
+            assert (traffic.requests, traffic.sent_bytes, traffic.received_bytes) == (3, 8, 2 * 1234 + 4)
 
 
 @pytest.mark.parametrize("was_used", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class Closing:
 def test_what_costs_money_is_not_sent_again_unseen(tmp_path, settings, seen, lost):
     async def run():
         closing = Closing()
-        async with await asyncio.start_server(closing.serve, "127.0.0.1", 0) as listening:
+        with contextlib.closing(await asyncio.start_server(closing.serve, "127.0.0.1", 0)) as listening:
             port = listening.sockets[0].getsockname()[1]
             account, raised = await ask(port, tmp_path, times=2, **settings)
             return closing.seen, account.total, raised

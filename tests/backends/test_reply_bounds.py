@@ -37,8 +37,9 @@ async def endpoint_to(answer: Answer) -> AsyncIterator[HttpEndpoint]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
-        yield endpoint
+    with contextlib.closing(server):
+        async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+            yield endpoint
 
 
 @functools.cache
@@ -229,9 +230,10 @@ async def test_cookies_are_neither_kept_nor_sent() -> None:
 
     server = await asyncio.start_server(serve, "localhost", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, HttpEndpoint("teacher", f"http://localhost:{port}") as endpoint:
-        for _ in range(2):
-            await endpoint.get("/x", deadline=soon())
+    with contextlib.closing(server):
+        async with HttpEndpoint("teacher", f"http://localhost:{port}") as endpoint:
+            for _ in range(2):
+                await endpoint.get("/x", deadline=soon())
     assert len(heads) == 2
     assert not any(b"cookie" in head.lower() for head in heads)
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import tracemalloc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,7 @@ async def test_a_key_that_sglang_refuses_is_no_other_kind_of_server(model: Path,
 @pytest.mark.parametrize("answers", [[(404, b"{}")], [(200, b"")]])
 async def test_a_server_of_another_kind_is_told_from_ours(answers: Any, model: Path, tmp_path: Path) -> None:
     stand_in = StandIn({"/health": answers})
-    async with await asyncio.start_server(stand_in.serve, "127.0.0.1", 0) as server:
+    with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as server:
         settings = LocalBackend.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         backend = LocalBackend(settings, role="teacher", model=str(model), run_directory=tmp_path)
         with pytest.raises(ConfigError, match=r"teacher.backend: teacher does not answer as `spot-async serve` does"):

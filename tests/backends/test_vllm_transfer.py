@@ -10,7 +10,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def connect(random_model: Any, tmp_path: Path) -> Connect:
     async def enter(backend: str = "nccl") -> AsyncIterator[Any]:
         stand_in, weights = StandIn(), WeightSettings(transport="distributed", backend=backend)
         sender = Sender(weights, tmp_path)
-        async with await asyncio.start_server(stand_in.serve, "127.0.0.1", 0) as listener:
+        with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as listener:
             settings = VllmBackend.Settings(url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
             read = partial(read_error, "student")
             async with RemoteServer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,9 @@ async def connected(
         generation_temperature=generation_temperature,
     )  # fmt: skip
     backend._limits = RequestLimits("student", VOCAB, 100, VOCAB, "--context-length")
-    async with server, backend._server:
-        yield backend, stand_in
+    with closing(server):
+        async with backend._server:
+            yield backend, stand_in
 
 
 class Sender:

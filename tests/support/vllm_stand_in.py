@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def connecting(model: Path, run_directory: Path) -> Connect:
     @asynccontextmanager
     async def enter(role: str = "student", **changes: Any) -> AsyncIterator[tuple[VllmBackend, StandIn]]:
         stand_in = StandIn(model, tokenizer, **changes)
-        async with await asyncio.start_server(stand_in.serve, "127.0.0.1", 0) as server:
+        with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as server:
             settings = VllmBackend.Settings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
             async with VllmBackend(settings, role=role, model=str(model), run_directory=run_directory) as backend:
                 stand_in.calls.clear()
