@@ -34,12 +34,17 @@ def load(group: Group, kind: str) -> Any:
             break
         else:
             known = names(group)
-            close = difflib.get_close_matches(kind, known, n=1)
+            close = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.75)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            raise ValueError(f"no {group[:-1] if group != 'policies' else 'policy'} called {kind!r}; {hint}")
+            raise ValueError(f"{unknown(group, kind)}; {hint}")
     if not hasattr(found, "Settings"):
         raise ValueError(f"{kind!r} has no Settings class, so it is no plug-in of spot-async")
     return found
+
+
+def unknown(group: Group, kind: str) -> str:
+    """Say that there is no such plug-in."""
+    return f"no {group[:-1] if group != 'policies' else 'policy'} called {kind!r}"
 
 
 def _where_to_look(error: Exception, module_name: str) -> str:

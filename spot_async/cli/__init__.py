@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from spot_async.cli import files, runs, servers
+from spot_async.cli.arguments import ConfiguredCommand
 from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
 from spot_async.cli.ending import exit_code as exit_code
 from spot_async.cli.ending import hung as hung
@@ -49,18 +50,18 @@ def flowing(command: Callable[..., None]) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
 
 
-app.command(help=flowing(runs.train))(runs.train)
-app.command("eval", help=flowing(runs.evaluate))(runs.evaluate)
+app.command(cls=ConfiguredCommand, help=flowing(runs.train))(runs.train)
+app.command("eval", cls=ConfiguredCommand, help=flowing(runs.evaluate))(runs.evaluate)
 app.command(
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     options_metavar="MODEL_DIR [--uds PATH | --port N] [OPTIONS]",
 )(servers.serve)
-app.command(help=flowing(servers.doctor))(servers.doctor)
-app.command(help=flowing(servers.tune))(servers.tune)
-app.command(help=flowing(servers.forecast))(servers.forecast)
-app.command(help=flowing(files.plan))(files.plan)
-app.command(help=flowing(files.simulate))(files.simulate)
+app.command(cls=ConfiguredCommand, help=flowing(servers.doctor))(servers.doctor)
+app.command(cls=ConfiguredCommand, help=flowing(servers.tune))(servers.tune)
+app.command(cls=ConfiguredCommand, help=flowing(servers.forecast))(servers.forecast)
+app.command(cls=ConfiguredCommand, help=flowing(files.plan))(files.plan)
+app.command(cls=ConfiguredCommand, help=flowing(files.simulate))(files.simulate)
 app.command(help=flowing(servers.conformance))(servers.conformance)
 data_app.command("check", help=flowing(files.check_data))(files.check_data)
 app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from spot_async.cli.ending import fail
+from spot_async.config import Config
+from spot_async.config.suggestions import unknown_option
+from spot_async.errors import ConfigError
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/quickstart.yaml")]
 TrainingConfigPath = Annotated[
@@ -25,3 +32,18 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="show configuration, a prompt and what would start; start nothing")
 ]
 Brief = Annotated[bool, typer.Option("--brief", help="with --dry-run: leave the configuration out")]
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command with overrides. Of an option that it does not have, it says which key is meant."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = [option for each in self.params for option in (*each.opts, *each.secondary_opts)] + ["--help"]
+        options = [each for each in options if each.startswith("-")]  # arguments have names there, too
+        for at, given in enumerate(args):
+            option, _, value = given.partition("=")
+            is_known = option in options or difflib.get_close_matches(option, options, n=1, cutoff=0.8)
+            if len(option) > 2 and option.startswith("-") and option.lstrip("-")[:1].isalpha() and not is_known:
+                value = value or next((each for each in args[at + 1 : at + 2] if not each.startswith("-")), "")
+                fail(ConfigError(unknown_option(option, value, Config)), code=2)
+        return super().parse_args(ctx, args)

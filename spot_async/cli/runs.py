@@ -72,6 +72,8 @@ def train(
 
     try:
         check_brief(brief, dry_run)
+        if resume not in (None, "auto"):
+            config, overrides = None, _all_overrides(resume, config, overrides or ())
         node = _node_of(resume, config, overrides or ())
         if node is not None and node[0].node_rank > 0 and not dry_run:
             _join(*node)
@@ -160,7 +162,7 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
     else:
         if RunDirectory.open(Path(resume)).purpose == "eval":
             return None
-        settings = load_config(Path(resume) / "config.yaml", [*([] if config is None else [str(config)]), *overrides])
+        settings = load_config(Path(resume) / "config.yaml", overrides)
     found = topology(os.environ, settings.cluster)
     if found is None:
         return None
@@ -193,15 +195,11 @@ def _join(topology: Topology, config: Config) -> NoReturn:
 def _run_to_resume(
     resume: str, config: Path | None, overrides: Sequence[str], *, weights: Collection[str]
 ) -> ResumedRun | None:
-    """Return the run that `--resume` names; None where `auto` finds none, which is then begun.
-
-    Without CONFIG the first override stands in its place.
-    """
+    """Return the run that `--resume` names; None where `auto` finds none, which is then begun."""
     from spot_async.run_directory.manifest import committed
     from spot_async.running.resuming import open_run
 
     if resume != "auto":
-        overrides = [*([] if config is None else [str(config)]), *overrides]
         return open_run(Path(resume), overrides, remark, weights=weights)
     if config is None:
         raise ConfigError("--resume auto: give CONFIG, whose run.directory is looked at")
@@ -209,6 +207,18 @@ def _run_to_resume(
     if path is None:
         raise ConfigError("--resume auto: run.directory must be set, or nobody could find the run")
     return open_run(Path(path), overrides, remark, weights=weights) if committed(Path(path)) else None
+
+
+def _all_overrides(resume: str | None, config: Path | None, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of `--resume RUN`, the first of which stands in CONFIG's place. Raise for a CONFIG."""
+    if config is None:
+        return list(overrides)
+    if "=" not in str(config):
+        raise ConfigError(
+            f"{config}: --resume goes on with {resume}/config.yaml: take CONFIG away (what may change is given as "
+            "section.key=value), or give --resume auto, which goes on with the run in CONFIG's run.directory"
+        )
+    return [str(config), *overrides]
 
 
 def show_outcome(outcome: TrainOutcome, path: Path) -> None:

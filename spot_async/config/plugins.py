@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
+from spot_async.config.suggestions import OTHER_KINDS
 
 if TYPE_CHECKING:
     from spot_async.config.lora import LoraConfig
@@ -157,7 +158,10 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
             value = {"kind": default} | value
         if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
             raise ValueError(f"needs a `kind`, one of: {', '.join(registry.names(group))}")
-        schema = registry.load(group, value["kind"]).Settings
+        known, kind = OTHER_KINDS[group], value["kind"]
+        if kind.lower() in known and kind not in registry.names(group):
+            raise ValueError(f"{registry.unknown(group, kind)}; {known[kind.lower()]}")
+        schema = registry.load(group, kind).Settings
         try:
             return schema.model_validate_json(plain_json(value))
         except ValidationError as errors:

@@ -58,6 +58,34 @@ def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
     assert_refused(invoke(monkeypatch, "verify-run", str(run.path)), "holds no ledger.sqlite")
     with run.locked():
         assert_refused(resume(str(run.path)), "is in use")
+    for given in ([str(run.path), "configs/quickstart.yaml"], [str(run.path), "my.yaml", "training.iterations=3"]):
+        assert_refused(resume(*given), f"{given[1]}: --resume goes on with {run.path}/config.yaml: take CONFIG away")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--lr", "1e-4"], "--lr: no such option; keys are given without dashes: training.learning_rate=1e-4"),
+        (["-lr", "1e-4"], "-lr: no such option; keys are given without dashes: training.learning_rate=1e-4"),
+        (["--training.learning_rate=1e-4"], "given without dashes: training.learning_rate=1e-4"),
+        (["--batch-size", "8"], "--batch-size: no such option; keys are given without dashes: training.batch_size=8"),
+        (["--seed=3", "--dry-run"], "--seed: no such option; keys are given without dashes: run.seed=3 or evaluation"),
+        (["--num_train_epochs", "--dry-run"], "keys are given without dashes: training.epochs=..."),
+        (["--use-peft"], "--use-peft: no such option; LoRA is `training.lora"),
+        (["--gamma", "2"], "--gamma: no such option; keys are given without dashes: section.key=value"),
+        (["--config", "my.yaml"], "--config: no such option; the file is given without one: my.yaml"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval", "doctor"])
+def test_an_option_that_is_a_key_names_the_key(monkeypatch, command, given, said):
+    assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", *given), said)
+
+
+def test_a_misspelt_option_names_the_option_and_values_are_left_alone(monkeypatch):
+    said = invoke(monkeypatch, "train", "configs/quickstart.yaml", "--dry_run")
+    assert said.exit_code == 2
+    assert "--dry-run" in said.stderr
+    assert_refused(invoke(monkeypatch, "train", "--resume", "--lr"), "--lr")
 
 
 def test_half_a_cluster_is_one_line_and_a_dry_run_says_which_node_this_is(monkeypatch, tmp_path, refused):

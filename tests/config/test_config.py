@@ -104,6 +104,22 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("sampling.top_p=1.5", "sampling.top_p: input should be less than or equal to 1, but got 1.5"),
         ("training.learning_rate=.inf", "training.learning_rate: input should be a"),
         ("policy=spt", "policy: no policy called 'spt'; did you mean 'spot'?"),
+        ("policy=GRPO", "policy: no policy called 'GRPO'; did you mean 'grpo'?"),
+        ("policy=gkd", "policy: no policy called 'gkd'; on-policy distillation by the reverse KL is 'opd'"),
+        ("policy=orpo", "of methods that learn from rewards alone there is 'grpo'"),
+        ("policy=jsd", "policy: no policy called 'jsd'; known: eopd, grpo, kd, opd, spot"),
+        ("teacher.backend=ollama", "teacher.backend: no backend called 'ollama'; 'openai' speaks to servers with"),
+        ("teacher.backend=tgi", "teacher.backend: no backend called 'tgi'; 'openai' speaks to servers with"),
+        ("teacher.backend=trtllm", "teacher.backend: no backend called 'trtllm'; 'openai' speaks to servers with"),
+        ("student.backend=hf", "student.backend: no backend called 'hf'; 'local' computes a Hugging Face directory"),
+        ("student.backend=deepspeed", "called 'deepspeed'; known: local, openai, sglang, vllm"),
+        ("verifier=llm_judge", "no verifier called 'llm_judge'; no model judges training"),
+        ("training.optimizer=adam", "training.optimizer: unknown key; the optimiser is AdamW"),
+        ("training.num_iterations=2", "unknown key; here it is `training.mini_batch_size` (by which an iteration"),
+        ("training.flash_attention=true", "training.flash_attention: unknown key; known keys: epochs,"),
+        ("inference.x=1", "inference: unknown key; servers are `student.backend` and `teacher.backend`"),
+        ("actor.x=1", "actor: unknown key; known keys: version,"),
+        ("trainer.x=1", "trainer: unknown key; did you mean `training`?"),
         ("student.backend=locl", "student.backend: no backend called 'locl'; did you mean 'local'?"),
         ("policy={}", "policy: needs a `kind`, one of: eopd, grpo, kd, opd, spot"),
         ("policy=no.such.module:Policy", "policy: cannot load 'no.such.module:Policy'"),
@@ -161,7 +177,11 @@ def test_the_queue_holds_the_batches_that_staleness_lets_be_under_way(config_pat
 
 
 def test_names_of_other_trainers_lead_to_keys_that_exist():
+    launch = (
+        registry.load("backends", "vllm").Settings.model_validate({"kind": "vllm", "launch": {"python": "p"}}).launch
+    )
     known = {*paths(Config), *(f"policy.{name}" for name in registry.load("policies", "grpo").Settings.model_fields)}
+    known |= {f"student.backend.launch.{name}" for name in type(launch).model_fields}
     assert {meant.partition(", ")[0] for meant in OTHER_TRAINERS.values()} <= known
 
 
