@@ -90,8 +90,14 @@ def test_a_429_stops_the_ramp_and_is_named():
     assert found.ended == "throttled"
     assert found.failure == "teacher: 429 slow down"
     assert [level.concurrency for level in found.levels] == [1, 2, 4, 8, 16]
-    assert found.knee == 16
+    assert found.knee is None, "16 is only the best that was measured: its throughput still rose"
     assert server.most_in_flight <= 32
+
+
+def test_a_knee_that_was_met_before_the_server_refused_stands():
+    refused = ThrottledError("teacher: 429 slow down")
+    found, _ = ramped(lambda: Server(4, refuse_above=70, refusal=refused))
+    assert (found.ended, found.knee) in {("flat", 4), ("throttled", 4)}
 
 
 def test_a_server_that_fails_ends_its_own_ramp_only():
@@ -102,7 +108,8 @@ def test_a_server_that_fails_ends_its_own_ramp_only():
 
 def test_a_spent_budget_ends_the_ramp_with_what_was_measured():
     found, _ = ramped(lambda: Server(1000, refuse_above=4, refusal=BudgetSpentError("teacher: 10 of 10 spent")))
-    assert (found.ended, found.failure, found.knee) == ("budget", "teacher: 10 of 10 spent", 4)
+    assert (found.ended, found.failure, found.knee) == ("budget", "teacher: 10 of 10 spent", None)
+    assert found.levels[-1].concurrency == 4
 
 
 def test_no_more_requests_are_sent_than_allowed():
@@ -110,6 +117,7 @@ def test_no_more_requests_are_sent_than_allowed():
     assert found.ended == "requests"
     assert server.sent == found.sent == 500
     assert found.levels
+    assert found.knee is None
 
 
 def test_a_slow_server_is_left_when_its_time_is_over():

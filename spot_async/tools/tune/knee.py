@@ -46,6 +46,16 @@ def is_flat(throughputs: Sequence[float]) -> bool:
     return len(throughputs) > 2 and max(running_medians(throughputs)[:-2]) >= ENOUGH * max(throughputs[-2:])
 
 
+def is_passed(levels: Sequence[tuple[int, float]], most: int) -> bool:
+    """Whether the levels reach beyond the knee: throughput was flat, or the run has no more than `most` in flight.
+
+    `levels` are (concurrency, throughput) by rising concurrency. Before that, the knee of the levels is only the best
+    of those that were measured.
+    """
+    way_up = [throughput for concurrency, throughput in levels if concurrency == most or _is_power_of_two(concurrency)]
+    return bool(levels) and (levels[-1][0] >= most or is_flat(way_up))
+
+
 def next_concurrency(levels: Sequence[tuple[int, float]], most: int) -> int | None:
     """Return the concurrency to measure next, `most` at most; None when the knee is found.
 
@@ -57,8 +67,7 @@ def next_concurrency(levels: Sequence[tuple[int, float]], most: int) -> int | No
         return 1
     concurrencies = [concurrency for concurrency, _ in levels]
     throughputs = [throughput for _, throughput in levels]
-    way_up = [throughput for concurrency, throughput in levels if concurrency == most or _is_power_of_two(concurrency)]
-    if concurrencies[-1] < most and not is_flat(way_up):
+    if not is_passed(levels, most):
         return min(2 * concurrencies[-1], most)
     gaps = [knee(throughputs) - 1]  # by the index of the level below
     best = max(range(len(levels)), key=lambda i: throughputs[i])

@@ -55,7 +55,7 @@ class Ramp(msgspec.Struct, frozen=True, kw_only=True):
 
     server: str  # a role, or "verifier"
     levels: list[Level]  # by rising concurrency
-    knee: int | None  # its concurrency; None if nothing could be measured
+    knee: int | None  # its concurrency; None if throughput still rose at the end, or nothing could be measured
     ended: Ending
     failure: str | None = None  # the error of the request that ended it
     sent: int = 0  # all requests, warm-up included

@@ -18,7 +18,7 @@ from spot_async.base.retry import RetryPolicy
 from spot_async.config import StagesConfig
 from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError
 from spot_async.stages.services import STAGE_SERVERS
-from spot_async.tools.tune.knee import knee, next_concurrency
+from spot_async.tools.tune.knee import is_passed, knee, next_concurrency
 from spot_async.tools.tune.measurement import Ending, Level, Ramp, StageLoad
 from spot_async.tools.tune.mix import Request
 
@@ -182,7 +182,7 @@ async def ramp(
                     ended = "instant"
                     break
             else:
-                ended = "demand" if knee_of(levels) == limits.most else "flat"
+                ended = "demand" if knee_of(levels, limits.most) == limits.most else "flat"
         except StoppedError as stopped:
             ended, failure = stopped.ended, stopped.failure
         finally:
@@ -190,21 +190,25 @@ async def ramp(
     return Ramp(
         server=server,
         levels=[levels[concurrency] for concurrency in sorted(levels)],
-        knee=knee_of(levels),
+        knee=1 if ended == "instant" else knee_of(levels, limits.most),
         ended=ended,
         failure=failure,
         sent=closed.sent,
     )
 
 
-def knee_of(levels: dict[int, Level]) -> int | None:
-    """Return the concurrency at the knee of the measured levels; None without levels."""
-    concurrencies = sorted(levels)
-    return concurrencies[knee([levels[each].throughput for each in concurrencies])] if levels else None
+def knee_of(levels: dict[int, Level], most: int) -> int | None:
+    """Return the concurrency at the knee; None while throughput still rises, or nothing is measured."""
+    rates = _rates(levels)
+    return rates[knee([throughput for _, throughput in rates])][0] if is_passed(rates, most) else None
 
 
 def _next(levels: dict[int, Level], most: int) -> int | None:
-    return next_concurrency([(each, levels[each].throughput) for each in sorted(levels)], most)
+    return next_concurrency(_rates(levels), most)
+
+
+def _rates(levels: dict[int, Level]) -> list[tuple[int, float]]:
+    return [(each, levels[each].throughput) for each in sorted(levels)]
 
 
 async def _measure(closed: ClosedLoop, limits: RampLimits, box_ends_s: float) -> Level | None:

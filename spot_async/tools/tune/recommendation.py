@@ -60,15 +60,15 @@ def conclude(
     warnings: list[str] = []
     for ramp in ramps:
         level = ramp.at_knee
+        warnings += _cut_short(ramp)
         if level is None:
-            warnings.append(f"{ramp.server}: {_nothing_measured(ramp)}")
             continue
         if ramp.ended == "instant":
             advice.append(f"the {ramp.server} answers in {duration(level.p50_s)}: no limit of its stages matters")
             continue
         servers = _servers(config, ramp.server)
         recommendations += _limits(config, ramp, level, asked, servers)
-        warnings += _cut_short(ramp, level) + _too_small_batch(config, ramp, level, asked, servers)
+        warnings += _too_small_batch(config, ramp, level, asked, servers)
     return Conclusions(
         recommendations=recommendations,
         advice=[*_bottleneck(config, ramps, asked, requests_per_prompt), *advice],
@@ -131,16 +131,20 @@ def _too_small_batch(config: Config, ramp: Ramp, level: Level, asked: Mapping[st
     ]
 
 
-def _cut_short(ramp: Ramp, level: Level) -> list[str]:
+def _cut_short(ramp: Ramp) -> list[str]:
+    """Say why a ramp ended before its time, and that no limits are written if its knee was not met."""
+    if not ramp.levels:
+        return [f"{ramp.server}: {_nothing_measured(ramp)}"]
     highest = ramp.levels[-1].concurrency
+    none = "" if ramp.knee is not None else "; its throughput still rose, so its limits stay as configured"
     match ramp.ended:
         case "throttled":
-            return [f"{ramp.server}: asked to be left alone above {highest} in flight: {ramp.failure}"]
+            return [f"{ramp.server}: asked to be left alone above {highest} in flight: {ramp.failure}{none}"]
         case "failed" | "budget":
-            return [f"{ramp.server}: requests failed above {highest} in flight: {ramp.failure}"]
-        case "time" | "requests" if level.concurrency == highest:
+            return [f"{ramp.server}: requests failed above {highest} in flight: {ramp.failure}{none}"]
+        case "time" | "requests" if none:
             given = "--seconds" if ramp.ended == "time" else "--limit-requests"
-            return [f"{ramp.server}: still faster with {highest} in flight when {given} ran out: give more"]
+            return [f"{ramp.server}: {given} ran out with {highest} in flight: give more{none}"]
         case _:
             return []
 
@@ -158,13 +162,16 @@ def _nothing_measured(ramp: Ramp) -> str:
 def _bottleneck(
     config: Config, ramps: Sequence[Ramp], asked: Mapping[str, int], requests_per_prompt: Mapping[str, float]
 ) -> list[str]:
-    """Return which server bounds an iteration when all are at their knees, and what would raise that bound."""
+    """Return which server bounds an iteration when all are at their knees, and what would raise that bound.
+
+    Nothing, if a server's knee was not met: it may be faster than was measured.
+    """
     seconds = {
         ramp.server: requests_per_prompt[ramp.server] / ramp.best / _servers(config, ramp.server)
         for ramp in ramps
         if ramp.best > 0
     }
-    if not seconds:
+    if not seconds or any(ramp.knee is None for ramp in ramps):
         return []
     slowest = max(ramps, key=lambda ramp: seconds.get(ramp.server, 0.0))
     name, level, batch = slowest.server, slowest.at_knee, config.training.batch_size
