@@ -319,6 +319,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     score_temperature: LogprobTemperature = "request"
     generation_temperature: LogprobTemperature = "request"
     seeds: bool = True  # equal requests with equal seeds give equal tokens, whatever runs beside them
+    dtype: str | None = None  # of weights and activations, such as float32; None where the server does not say
     slots: int | None = None  # requests that it has memory for at once; None where the server does not say
     prefix_caching: bool | None = None  # None where the server does not say
     weight_transport: str | None = None  # how new weights reach it, for people; None if they do not or it does not say

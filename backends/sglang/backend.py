@@ -317,6 +317,7 @@ class SglangBackend(RemoteBackend):
             logprob_noise_nats=noise,
             score_temperature="one",
             generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),
+            dtype=None if info.dtype == "auto" else info.dtype,
             seeds=info.enable_deterministic_inference,
             prefix_caching=not info.disable_radix_cache,
             weight_transport=self._settings.weights.transport,

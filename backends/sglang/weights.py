@@ -40,6 +40,7 @@ class ServerInfo(msgspec.Struct):
 
     version: str = "unknown"
     max_req_input_len: int | None = None
+    dtype: str = "auto"
     tp_size: int = 1
     dp_size: int = 1
     pp_size: int = 1

@@ -173,6 +173,7 @@ class VllmBackend(RemoteBackend):
             weights_need=found.weights_need if self._is_student and not takes_weights else "",
             in_flight_updates=takes_weights,  # no server that names its weights does without
             weight_transport=self._settings.weights.transport if takes_weights else None,
+            dtype=found.dtype,
             logprob_noise_nats=found.noise_nats,
             logprob_convention="truncated" if found.processed else "untruncated",
             score_temperature="one",

@@ -32,6 +32,7 @@ COMPARED_TOP_K = 8
 LARGEST_NOISE_NATS = 0.5  # more is not noise: the numbers are log-probabilities of different things
 SURE = -1e-4
 ON_A_CPU = "device_config=cpu"
+DTYPE = re.compile(r"\bdtype=torch\.(\w+)")
 # What only one server says. A vLLM of several API servers leaves its start out.
 SAYINGS = {
     PROCESS: Saying("/metrics", re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)),
@@ -53,6 +54,7 @@ class ServerFacts:
     takes_weights: bool
     keeps_output_head: bool  # new weights do not reach its output layer
     weights: str | None  # the server's name for its weights; None if it does not say
+    dtype: str | None  # of weights and activations; None if it does not say
     noise_nats: float
 
     @property
@@ -92,7 +94,8 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     await _compare_vocabulary_sizes(client, deadline)
     max_logprobs = await _max_logprobs(client, deadline)
     settings = client.server.settings
-    keeps_output_head = weights is not None and await _keeps_output_head(client, deadline)
+    config = await _config(client, deadline)
+    keeps_output_head = weights is not None and ON_A_CPU in config and await _ties_embeddings(client)
     named = weights is not None and await _has_route(client, "/weight_info", deadline)
     return ServerFacts(
         version=version,
@@ -103,6 +106,7 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
         takes_weights=named and not keeps_output_head,
         keeps_output_head=keeps_output_head,
         weights=weights,
+        dtype=named_type[1] if (named_type := DTYPE.search(config)) else None,
         noise_nats=await _noise(client, max_logprobs, deadline)
         if settings.logprob_noise_nats is None
         else settings.logprob_noise_nats,
@@ -226,21 +230,24 @@ async def _has_route(client: VllmClient, path: str, deadline: float) -> bool:
     return True
 
 
-async def _keeps_output_head(client: VllmClient, deadline: float) -> bool:
-    """Return whether the server runs a student with tied embeddings on a CPU.
-
-    There vLLM 0.32 packs the output layer once, and packs it again only if the weights name that layer, which those of
-    such a model do not. A server that does not tell where it runs is taken to be on a GPU.
-    """
-    if client.server.role != "student":
-        return False
+async def _config(client: VllmClient, deadline: float) -> str:
+    """Return how the server is configured, in its own words; empty if it does not tell (without developer mode)."""
     try:
-        if not await ties_embeddings(client.server.files.directory):
-            return False
-        about = await client.server.get("/server_info", dict[str, Any], deadline=deadline)
-    except (DataError, RequestError):  # the first update names files that cannot be read
+        return str((await client.server.get("/server_info", dict[str, Any], deadline=deadline)).get("vllm_config"))
+    except RequestError:
+        return ""
+
+
+async def _ties_embeddings(client: VllmClient) -> bool:
+    """Return whether the server's model is a student with tied embeddings.
+
+    On a CPU vLLM 0.32 packs the output layer once, and packs it again only if the weights name that layer, which those
+    of such a model do not. A server that does not tell where it runs is taken to be on a GPU.
+    """
+    try:
+        return client.server.role == "student" and await ties_embeddings(client.server.files.directory)
+    except DataError:  # the first update names files that cannot be read
         return False
-    return ON_A_CPU in str(about.get("vllm_config"))
 
 
 async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> float:

@@ -18,15 +18,16 @@ import msgspec
 from spot_async.base.tasks import gather
 from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.checks import discovery
-from spot_async.checks.agreement import NOISY_NATS, OTHER_ROWS_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
+from spot_async.checks.agreement import NOISY_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends
-from spot_async.checks.discovery import Asked, Noise
+from spot_async.checks.discovery import NOISE_MARGIN, Asked, Noise
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.prompt_warnings import plan_warnings
 from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles
 from spot_async.models.hub import local_path
+from spot_async.models.precision import precision
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Scorer, SharedAddress
 from spot_async.spending.teacher_cache import ReplayedTeacher
@@ -139,6 +140,7 @@ class _ServerDiagnosis:
     facts: dict[str, Fact] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    noise_nats: float = 0.0  # between readings of the same row
 
     async def run(self) -> None:
         self._state_what_is_said()
@@ -277,6 +279,7 @@ class _ServerDiagnosis:
         self.facts["noise_together_nats"] = None if noise is None else noise.together
         if noise is None:
             return
+        self.noise_nats = noise.largest
         if noise.largest > NOISY_NATS:
             self.warnings.append(
                 f"{self.section}: the same row differs by up to {noise.largest:.2g} nats between requests: serve "
@@ -290,11 +293,20 @@ class _ServerDiagnosis:
             )
 
     def _note_disagreement(self, nats: float | None) -> None:
-        self.facts["disagreement_nats"] = nats
-        if nats is not None and nats > OTHER_ROWS_NATS:
+        """Refuse a server whose samples are not of the distribution that it scores.
+
+        What differs as much between readings of one row, or is stated to be noise, counts as noise.
+        """
+        served = precision(self.said.dtype)
+        stated = getattr(self._model.backend, "logprob_noise_nats", None)
+        limit = max(served.largest_nats, NOISE_MARGIN * self.noise_nats, stated or 0.0)
+        self.facts["disagreement_nats"], self.facts["disagreement_limit_nats"] = nats, limit
+        if nats is not None and nats > limit:
             self.refusals.append(
                 f"{self.section}: log-probabilities of tokens as they were sampled and as they are scored differ "
-                f"by {nats:.2g} nats: these are not the same rows; use another {self.role}.backend.kind, or version"
+                f"by {nats:.2g} nats, where rounding in {served.words} makes {limit:.2g} at most: these are not the "
+                "same rows, or the server bends what it samples (penalties, biases, processors of logits); start it "
+                f"without, or use another {self.role}.backend.kind, or version"
             )
 
     def _judge_temperatures(self) -> None:

@@ -82,6 +82,7 @@ def combined(all_of: Sequence[Capabilities]) -> Capabilities:
         sampled_token_ids=every("sampled_token_ids"),
         abort=every("abort"),
         seeds=every("seeds"),
+        dtype=first.dtype if all(each.dtype == first.dtype for each in all_of) else None,
         logprob_noise_nats=max(each.logprob_noise_nats for each in all_of),
         version=first.version if all(each.version == first.version for each in all_of) else None,
     )

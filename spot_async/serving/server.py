@@ -90,6 +90,7 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
         weight_update=(takes_weights := engine.parameters.match(directory)),
         in_flight_updates=takes_weights,
         weight_transport="disk",
+        dtype=settings.dtype,
         slots=settings.slots,
         prefix_caching=False,  # a prefix is read once for requests that wait together, but is not kept
     )

@@ -122,6 +122,12 @@ def _repeatability(facts: Facts) -> str:
     return f"{_nats(facts['noise_alone_nats'])} alone, {_nats(facts['noise_together_nats'])} together"
 
 
+def _disagreement(facts: Facts) -> str:
+    if facts.get("disagreement_nats") is None:
+        return "unknown"
+    return f"{_nats(facts['disagreement_nats'])}, {facts['disagreement_limit_nats']:.2g} at most"
+
+
 def _seeds(facts: Facts) -> str:
     if facts["seeds"] is None:
         return "samples nothing"
@@ -186,7 +192,7 @@ ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("temperature of samples", _temperature("generation_temperature", "samples nothing")),
     ("repeatability", _repeatability),
     ("servers apart", lambda facts: _nats(facts["servers_differ_nats"]) if "servers_differ_nats" in facts else ""),
-    ("samples against scores", lambda facts: _nats(facts.get("disagreement_nats"))),
+    ("samples against scores", _disagreement),
     ("seeds honoured", _seeds),
     ("prefix caching", lambda facts: _yes(facts["prefix_caching"])),
     ("frees abandoned requests", lambda facts: _yes(facts["abort"])),

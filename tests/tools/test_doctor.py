@@ -78,6 +78,14 @@ class OneRowOff(Other):
         return msgspec.structs.replace(scores, logprobs=np.roll(scores.logprobs, 1))
 
 
+class Bent(Other):
+    """Samples with a penalty, as a server may by default, and scores without."""
+
+    async def generate(self, *arguments: Any, **more: Any) -> Generation:
+        reply = await self.backend.generate(*arguments, **more)
+        return msgspec.structs.replace(reply, logprobs=reply.logprobs - np.float32(0.25))
+
+
 class Noisy(Other):
     reading = 0
 
@@ -182,6 +190,7 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Ser
         assert facts["seeds_probed"] is True
         assert facts["noise_together_nats"] == 0.0  # bits do not depend on company
         assert facts["disagreement_nats"] < 1e-4
+        assert facts["disagreement_limit_nats"] == 0.05
         assert facts["round_trip_s"] > 0
 
 
@@ -197,6 +206,17 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Ser
             ["student.backend takes no new weights", "log-probabilities must be those of the untruncated"],
         ),
         ("teacher", OneRowOff, {}, ["teacher.backend: log-probabilities of tokens as they were sampled"]),
+        (
+            "student",
+            Bent,
+            {},
+            [
+                "student.backend: log-probabilities of tokens as they were sampled and as they are scored differ by "
+                "0.25 nats, where rounding in float32 makes 0.05 at most"
+            ],
+        ),
+        ("student", Bent, {"dtype": "bfloat16"}, []),
+        ("student", Bent, {"dtype": None}, []),  # perhaps 16 bits
     ],
 )
 @with_backends
@@ -233,7 +253,7 @@ async def test_what_makes_a_run_worse_is_a_warning(
     role: str, kind: type[Other], expected: str, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis, "SLOW_ROUND_TRIP_S", SLOW_ROUND_TRIP_S)
-    found = await diagnosis_of(services, **{role: kind(services[role])})
+    found = await diagnosis_of(services, **{role: kind(services[role], dtype="bfloat16")})
     assert found.refusals == []
     assert [line for line in found.warnings if re.match(expected, line)], found.warnings
 
