@@ -17,7 +17,7 @@ import yaml
 from spot_async.errors import DataError
 from spot_async.models.hub import local_path
 from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
-from spot_async.run_directory.layout import ENDS_EARLY, RESTARTED, RESUMED, STALLED, RunDirectory
+from spot_async.run_directory.layout import ENDS_EARLY, MISMATCHED, RESTARTED, RESUMED, STALLED, RunDirectory
 
 T = TypeVar("T")
 
@@ -175,6 +175,10 @@ class RunFiles:
             for each in self._events()
             if each.event in said
         ]
+
+    def mismatches(self) -> list[str]:
+        """Return a line for each part of the run that warned of a mismatch (`telemetry/mismatch.py`)."""
+        return [f"After iteration {each.step}, {each.reason}" for each in self._events() if each.event == MISMATCHED]
 
     def _events(self) -> Iterator[_Event]:
         """Return the events of the run's log. Lines that cannot be read are left out: pages need not fail for them."""

@@ -30,6 +30,7 @@ from spot_async.loop.orchestrator import Orchestrator
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Resumption
 from spot_async.loop.stopping import StopRequest
+from spot_async.models.precision import precision
 from spot_async.protocols import Backend, Verifier
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory import manifest
@@ -58,6 +59,7 @@ from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.mismatch import MismatchWarning
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import MetricSink, open_sinks
 from spot_async.telemetry.spending_log import SpendingLog
@@ -206,6 +208,8 @@ class TrainingRun:
     async def _work(self, services: OpenServices, sinks: Sequence[MetricSink]) -> None:
         """Evaluate, train, and evaluate again, while the servers live."""
         self._results.before = await self._evaluations.before(services.student)
+        compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
+        self._events.subscribe(MismatchWarning(compared, self._screen.warn))
         with trace_to(self._directory.path / "trace.json") if self._config.run.trace else nullcontext() as trace:
             while (loss := await self._train(services, sinks, trace)) is not None:
                 await self._begin_again(services, loss)

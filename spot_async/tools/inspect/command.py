@@ -51,7 +51,7 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
         screen.print(words, style="dim", highlight=False, soft_wrap=True)
     screen.print("one of them: spot-async inspect RUN SAMPLE", style="dim", highlight=False)
     dead = files.dead_letters()
-    for line in (*files.interruptions(), files.early_end(), described(dead) if dead else None):
+    for line in (*files.interruptions(), *files.mismatches(), files.early_end(), described(dead) if dead else None):
         if line:
             screen.print(Text(visible(line), style="yellow"), soft_wrap=True)
 

@@ -333,7 +333,7 @@ def notes(
                      "The run was not evaluated: there is no table of results.")  # fmt: skip
     elif not was_evaluated:
         found.append("The responses of its evaluations were not judged: there is no table of results.")
-    found += map(visible, files.interruptions())
+    found += map(visible, (*files.interruptions(), *files.mismatches()))
     if rows and not any("spot/selected" in row for row in rows):
         found.append(f"The policy ({visible(str(config.get('policy', {}).get('kind')))}) probes no positions.")
     if rows and not statistics.iterations:

@@ -1,0 +1,56 @@
+"""A mismatch that no rounding explains is said once: on the console, in the log, and from there in the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spot_async.loop.events import IterationFinished, PhaseTimes
+from spot_async.models.precision import precision
+from spot_async.run_directory.reading import RunFiles
+from spot_async.telemetry.mismatch import MismatchWarning, mismatch_words
+from spot_async.telemetry.run_log import log_events_to
+from spot_async.types import TrainReport, WeightSnapshot, WeightVersion
+
+
+def finished(iteration: int, **metrics: float) -> IterationFinished:
+    snapshot = WeightSnapshot(directory="d", version=WeightVersion(0, iteration))
+    return IterationFinished(iteration, [], TrainReport(snapshot=snapshot, metrics=metrics), PhaseTimes())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "served", "usual", "wrong"),
+    [
+        ("float32", "float32", 1e-3, 0.02),
+        ("float32", "bfloat16", 0.03, 0.2),
+        ("bfloat16", "float32", 0.03, 0.2),
+        ("float32", None, 0.03, 0.2),  # perhaps 16 bits
+    ],
+)
+def test_a_mismatch_is_judged_by_the_less_precise_of_trainer_and_server(
+    trainer: str, served: str | None, usual: float, wrong: float
+) -> None:
+    compared = precision(trainer, served)
+    assert mismatch_words({"mismatch_mean": usual, "mismatch_max": 9.0}, compared) == ""
+    assert "0.2 nats apart" in mismatch_words({"mismatch_mean": 0.2, "mismatch_max": 9.0}, compared)
+    assert mismatch_words({"mismatch_mean": wrong, "mismatch_max": 9.0}, compared)
+    assert mismatch_words({}, compared) == ""  # no token was compared, as in KD
+
+
+def test_it_is_said_once_and_the_report_says_it_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
+    with log_events_to(tmp_path / "logs" / "run.jsonl"):
+        listener = MismatchWarning(precision("float32", "float32"), said.append)
+        listener.on(finished(1))
+        for iteration in (2, 3):
+            listener.on(finished(iteration, mismatch_mean=0.58, mismatch_max=2.0))
+    (line,) = said
+    assert line.startswith("iteration 2: trainer and student's server give the same tokens log-probabilities that are")
+    assert "0.58 nats apart on average (2 at most), where float32 makes less than 0.01" in line
+    for cause in ("weights are not the served ones", "bends what it samples", "quantised", "temperature"):
+        assert cause in line
+    (reported,) = RunFiles(tmp_path).mismatches()
+    assert reported.startswith("After iteration 2, trainer and student's server")
