@@ -63,7 +63,9 @@ def main() -> None:
         student = new_student(str(options.model))
         read_parameters(student, str(options.model), torch.device("cpu"))
         rows.append(measured(options.model.name, student, Path(directory) / "a", options.repeats, options.iteration_s))
-        shape = AutoModelForCausalLM.from_config(qwen3_config(options.shape), dtype=torch.float32)
+        shape = AutoModelForCausalLM.from_config(
+            qwen3_config(options.shape), dtype=torch.float32, trust_remote_code=False
+        )
         rows.append(measured(options.shape, shape, Path(directory) / "b", options.repeats, None))
     columns = ["student", "parameters", "on disk", "save, s", "load, s", "share of an iteration"]
     notes = [f"{os.getloadavg()[0]:.1f} processes wanted the cores in the last minute"]

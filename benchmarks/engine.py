@@ -113,11 +113,11 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet_transformers()
     logging.disable(logging.ERROR)
-    module = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
+    module = AutoModelForCausalLM.from_pretrained(arguments.model, trust_remote_code=False).eval()
     config = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, max_new_tokens=MAX_TOKENS, eos_token_id=1, pad_token_id=0
     )
-    prompts = load_prompts(AutoTokenizer.from_pretrained(arguments.model), 256)
+    prompts = load_prompts(AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=False), 256)
     settings = EngineSettings()
     general = Engine(load_model(arguments.model, settings), settings)
     fast = Engine(fused(load_model(arguments.model, settings)), settings)

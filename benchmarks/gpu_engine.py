@@ -107,7 +107,9 @@ def mismatch(directory: Path, replies: list[Generation], prompts: list[np.ndarra
 
 def by_generate(size: str, directory: Path, prompts: list[np.ndarray], bound_s: float) -> list[str]:
     """Measure transformers' own `generate`, and return its row."""
-    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).cuda().eval()
+    module = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, trust_remote_code=False).cuda().eval()
+    )
     config = GenerationConfig(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=RESPONSE_TOKENS, pad_token_id=0)
     config.min_new_tokens = RESPONSE_TOKENS
     ids = torch.tensor(np.array(prompts), device="cuda").long()

@@ -74,7 +74,7 @@ def main() -> None:
         work(given.worker[0], Path(given.worker[1]))
         return
     with tempfile.TemporaryDirectory() as directory:
-        model = AutoModelForCausalLM.from_config(SHAPE)
+        model = AutoModelForCausalLM.from_config(SHAPE, trust_remote_code=False)
         size = sum(each.numel() for each in model.parameters()) / 1e6
         model.save_pretrained(Path(directory) / "model")
         del model

@@ -62,7 +62,7 @@ def main() -> None:
             num_attention_heads=12, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
         )  # fmt: skip
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+        AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(directory / "model")
         for seed in range(given.rounds):
             for is_beside in (False, True) if seed % 2 else (True, False):
                 run = directory / f"run-{seed}-{is_beside}"

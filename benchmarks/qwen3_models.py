@@ -44,6 +44,6 @@ def save_qwen3(size: str, directory: Path, device: str) -> Path:
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(qwen3_config(size), dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(qwen3_config(size), dtype=torch.bfloat16, trust_remote_code=False)
         model.save_pretrained(directory)
     return directory

@@ -167,7 +167,7 @@ def knowledge_of(model: Path) -> Knowledge:
     starts, asked = relay.problems(random, count, operations)
     even = np.full_like(relay.prior, 1 / len(task.METHODS))
     written = task.write_solutions(relay, starts, asked, even, random, is_known=np.ones_like(relay.is_known))
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     prompts = [f"<|user|>{task.problem_text(*each)}<|assistant|>" for each in zip(starts, asked, strict=True)]
     texts = [
         prompt + "".join(
@@ -180,7 +180,7 @@ def knowledge_of(model: Path) -> Knowledge:
     ]  # fmt: skip
     ids = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
     begin = len(tokenizer(prompts[0], add_special_tokens=False)["input_ids"])
-    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.inference_mode():
         chances = student(ids).logits[:, :-1].double().softmax(-1)  # row t predicts token t + 1
     right = chances.gather(-1, ids[:, 1:, None])[..., 0].numpy()

@@ -24,7 +24,7 @@ def decision_value(model: Path, prompts: Sequence[MeasuredPrompt]) -> float:
     """
     if any(prompt.positions and not prompt.prompt_ids for prompt in prompts):
         raise ValueError("the forecast has no tokens: an earlier version made it; make it anew")
-    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     worth = []
     with torch.inference_mode():
         for prompt in prompts:

@@ -84,7 +84,9 @@ def updated(settings: TrainerSettings, way: str, batch: list[Supervision], chann
     device = torch.device("cpu")
     with process_group(channel, device, "none"):
         if way == "transformers":
-            model = AutoModelForCausalLM.from_pretrained(settings.model_directory, dtype=torch.float32).train()
+            model = AutoModelForCausalLM.from_pretrained(
+                settings.model_directory, dtype=torch.float32, trust_remote_code=False
+            ).train()
             if settings.training.recompute_layers:
                 model.gradient_checkpointing_enable()
             started = time.process_time()
@@ -286,7 +288,7 @@ def main() -> None:
             tie_word_embeddings=True,
         )
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.save_pretrained(given.directory / "model")
         rows = list(measure(given))
     columns = ["way", "tokens per CPU-second", "padded / its CPU time", "padded / real tokens", "peak GiB of a rank"]

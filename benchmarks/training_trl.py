@@ -54,7 +54,7 @@ def update(job: dict[str, Any], directory: str) -> dict[str, float]:
         disable_tqdm=True,
     )
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, trust_remote_code=False),
         args=config,
         train_dataset=Dataset.from_list(job["rows"]),
         processing_class=tokenizer(),

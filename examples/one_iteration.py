@@ -118,7 +118,7 @@ def main(run_directory: Path) -> None:
             tried = ", ".join(f"{c['token']} {c['value']} -> {c['target']}" for c in branch["candidates"])
             print(f"{sample.record['problem_id']} at {branch['position']}: {tried}")
 
-    student = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student", dtype=torch.float32)
+    student = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student", dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(student.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     trained = [sample.supervision for sample in samples if sample.supervision is not None]
     terms = [trajectory_loss(student, each) for each in trained]

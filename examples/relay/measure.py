@@ -72,7 +72,10 @@ def main() -> None:
     for name in arguments.models:
         directory = Path(__file__).parent / name
         relay = task.RELAY
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False),
+            AutoTokenizer.from_pretrained(directory, trust_remote_code=False),
+        )
         print(name, json.dumps(measure(model, tokenizer, relay, relay.heldout), indent=2))
 
 

@@ -133,8 +133,8 @@ def main() -> None:
     measurements = {}
     for path in arguments.models:
         directory = path if path.is_dir() else here / path
-        model = AutoModelForCausalLM.from_pretrained(directory)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         plan = SamplingPlan(samples=arguments.samples)
         measurements[path.name] = measure(model, tokenizer, task.heldout_problems(), plan)
     Console().print(table(measurements))
