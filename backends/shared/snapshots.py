@@ -19,11 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from spot_async.errors import DataError
 from spot_async.models.files import files_signature
-from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
+from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, names_in_model, weight_files
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers convert between these while loading
-# Older checkpoints have these, but they are not parameters: servers compute them, and transformers publishes none.
-COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 TIED_SUFFIX = "lm_head.weight"  # a model with tied embeddings may leave this out
 
 
@@ -62,13 +60,14 @@ def _check(directory: Path, like: Path) -> Layout:
 def compare(directory: Path, found: Layout, expected: Layout, *, tied: bool) -> None:
     """Raise `DataError` for the first tensor, by name, in which `found` differs from `expected`.
 
-    With `tied` embeddings either may lack the output layer.
+    With `tied` embeddings either may lack the output layer. What a server computes does not count, and `expected` may
+    lack a base model's prefix, since transformers publishes neither.
     """
+    expected = {name: expected[other] for name, other in names_in_model(expected, found).items()}
+    found = {name: found[other] for name, other in names_in_model(found, expected).items()}
 
     def needed(names: Iterable[str]) -> list[str]:
-        return sorted(
-            name for name in names if not name.endswith(COMPUTED_SUFFIXES) and not (tied and name.endswith(TIED_SUFFIX))
-        )
+        return sorted(name for name in names if not (tied and name.endswith(TIED_SUFFIX)))
 
     if missing := needed(expected.keys() - found.keys()):
         raise DataError(f"{directory}: tensor {missing[0]!r} is missing ({len(missing)} of {len(expected)} in all)")

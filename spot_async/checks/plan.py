@@ -20,14 +20,15 @@ from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.overlap import count_identical
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
 from spot_async.models.adapted import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
-from spot_async.models.hub import local_path
+from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.vocabulary import stop_token_ids
+from spot_async.models.weight_files import has_weights, weight_files
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
 from spot_async.spending.teacher_cache import teacher_model
 from spot_async.stages.plugin_contract import check_policy
@@ -89,6 +90,7 @@ def plan_training(config: Config) -> TrainPlan:
     common = CommonVocabulary({role: model.vocab_size for role, model in {"student": student, **others}.items()})
     _check_ends(common, {"student": student, **others})
     _check_context(config, {"student": student, **others})
+    check_weights("student", config.student, student.directory, is_trained=True)
     if config.training.lora is not None:
         check_lora(student.directory, config.training.lora)
     policy = make_policy(config, teacher or student, common)
@@ -128,6 +130,8 @@ def plan_training(config: Config) -> TrainPlan:
     served = served_models(config, policy.needs)
     for role, each in served.items():
         each.backend.check_installed(f"{role}.backend")
+        if role in others:
+            check_weights(role, each, others[role].directory)
     return TrainPlan(
         student=student,
         teacher=teacher,
@@ -143,6 +147,29 @@ def plan_training(config: Config) -> TrainPlan:
         silence=silence,
         common=common,
     )
+
+
+def check_weights(role: str, model: ModelConfig, directory: Path, *, is_trained: bool = False) -> None:
+    """Raise DataError unless the files of a model that is trained or served here are a whole model.
+
+    A directory without weights is left alone, and so is an architecture that only the model's server may have.
+    """
+    if (is_elsewhere(model) and not is_trained) or not has_weights(directory):
+        return
+    from spot_async.models.causal_model import check_files, empty_model  # imports torch
+
+    try:
+        if not any(map(Path.is_file, weight_files(directory))):
+            return
+        try:
+            empty = empty_model(directory)
+        except DataError:
+            if is_trained:
+                raise
+            return
+        check_files(directory, empty)
+    except DataError as error:
+        raise DataError(f"{role}.model: {error}") from None
 
 
 def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:

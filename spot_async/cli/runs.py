@@ -265,7 +265,7 @@ def evaluate(
     Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
     """
     from spot_async.checks.machine import without_weights
-    from spot_async.checks.plan import plan_evaluation
+    from spot_async.checks.plan import check_weights, plan_evaluation
     from spot_async.evaluation.figures import read_figures
     from spot_async.evaluation.response_log import count_kept
     from spot_async.models.files import read_model
@@ -287,6 +287,7 @@ def evaluate(
                 )
             settings = downloaded(settings, weights=() if dry_run else ("student",))
             student = read_model("student", settings.student.model)
+            check_weights("student", settings.student, student.directory)
             benchmarks = plan_evaluation(settings, student)
             unloadable = list(without_weights({"student": settings.student}))
             if dry_run:

@@ -18,6 +18,7 @@ from typing import IO, Any, AnyStr, BinaryIO, Generic, NamedTuple, Self, TypeAli
 
 import msgspec
 
+from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import ProblemSetConfig
 from spot_async.data.hub import read_hub
@@ -58,6 +59,7 @@ def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
         return
     if stray := [name for name in ("subset", "split", "revision") if getattr(settings, name) is not None]:
         raise DataError(f"{setting(key, stray[0])}: {path} is a file; only data sets on the hub have one")
+    refuse_pointer(file)
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
             yield from read(path, cast("BinaryIO", stream))

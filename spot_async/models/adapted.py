@@ -7,9 +7,8 @@ from pathlib import Path
 from spot_async.config import LoraConfig
 from spot_async.config.lora import TARGETS
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.weight_files import weight_shapes
+from spot_async.models.weight_files import Shapes, weight_shapes
 
-Shapes = dict[str, tuple[int, ...]]
 EXPERTS = "experts"
 
 

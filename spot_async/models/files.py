@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
@@ -29,6 +30,7 @@ ATTENTION_PACKAGES = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
 }
+WIDTH_KEYS = ("vocab_size",)
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
@@ -62,13 +64,10 @@ def read_model(role: str, name: str) -> ModelFiles:
             f"{role}.model: {directory} holds an adapter beside a whole model, which transformers would lay over it: "
             f"merge the two, or take {ADAPTER_CONFIG} out"
         )
-    context = next((text_config[key] for key in CONTEXT_KEYS if key in text_config), None)
-    if context is None or "vocab_size" not in text_config:
-        raise DataError(f"{role}.model: {directory}/config.json names no vocab_size or no context length")
     return ModelFiles(
         directory=directory,
-        vocab_size=int(text_config["vocab_size"]),
-        max_context_tokens=int(context),
+        vocab_size=_size(role, directory, text_config, WIDTH_KEYS),
+        max_context_tokens=_size(role, directory, text_config, CONTEXT_KEYS),
         vocabulary=_vocabulary(directory, files_signature(filter(Path.is_file, directory.resolve().iterdir()))),
     )
 
@@ -88,13 +87,28 @@ def check_attention(role: str, directory: Path) -> None:
 
 def softmax_width(role: str, directory: Path) -> int:
     """Return the number of rows of a model's softmax. Reads only config.json."""
-    width = _text_config(role, directory).get("vocab_size")
-    if width is None:
-        raise DataError(f"{role}.model: {directory}/config.json names no vocab_size")
-    return int(width)
+    return _size(role, directory, _text_config(role, directory), WIDTH_KEYS)
+
+
+def _size(role: str, directory: Path, text_config: Mapping[str, Any], keys: Sequence[str]) -> int:
+    """Return a size by the first of its keys that config.json has, or by transformers' default for the architecture."""
+    if (named := next((text_config[key] for key in keys if key in text_config), None)) is not None:
+        return int(named)
+    from spot_async.models.causal_model import read_config  # slow to import
+
+    try:
+        config = read_config(directory).get_text_config(decoder=True)
+    except DataError:
+        config = None
+    if (default := next((getattr(config, key) for key in keys if hasattr(config, key)), None)) is not None:
+        return int(default)
+    raise DataError(
+        f"{role}.model: {directory}/config.json names no {keys[0]}, and transformers has no default for its model_type"
+    )
 
 
 def _text_config(role: str, directory: Path) -> dict[str, Any]:
+    refuse_pointer(directory / "config.json")
     try:
         raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -108,8 +122,8 @@ def _text_config(role: str, directory: Path) -> dict[str, Any]:
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{role}.model: cannot read {directory}/config.json: {first_line(error)}") from None
     # Multimodal models keep the language model's part separately.
-    text_config: dict[str, Any] = raw.get("text_config", raw)
-    return text_config
+    text_config = raw.get("text_config", raw)
+    return text_config if isinstance(text_config, dict) else raw
 
 
 def no_directory(name: str) -> str:

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from spot_async.base.text import first_line
 from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
+from spot_async.models.small_files import CONFIG_FILE, is_small
 from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 
 if TYPE_CHECKING:  # slow to import, and most runs have no model of the hub
@@ -30,8 +30,6 @@ NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 COMMIT = re.compile("[0-9a-f]{40}")
 ROLES = ("student", "teacher", "reference")
 FOLDERS = ("models", "runs")  # where our documents keep directories: no name in them is ever asked for
-CONFIG_FILE = "config.json"
-SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer
 PATH = "give the path of a Hugging Face model directory"
 
 Say = Callable[[str], None]
@@ -102,12 +100,12 @@ def with_downloads(config: Config, say: Say | None = None, *, weights: Collectio
         model: ModelConfig | None = getattr(config, role)
         name = None if model is None else hub_name(model.model)
         if model is not None and name is not None:
-            needed = role in weights and (role == "student" or not _is_elsewhere(model))
+            needed = role in weights and (role == "student" or not is_elsewhere(model))
             changes[role] = model.model_copy(update={"model": str(_downloaded(role, name, needed, say))})
     return config.model_copy(update=changes) if changes else config
 
 
-def _is_elsewhere(model: ModelConfig) -> bool:
+def is_elsewhere(model: ModelConfig) -> bool:
     """Whether only servers that run already serve the model. They have its weights."""
     return all(each.place is not None and each.place.is_attached for each in model.backend.servers())
 
@@ -234,11 +232,12 @@ def _wanted(role: str, name: HubName, files: Iterable[str], weights: bool) -> se
             f"{role}.model: {name} on the hub has no safetensors, and other weights are not loaded, as they may hold "
             "code: give a model that has them"
         )
-    top -= {ADAPTER_CONFIG}  # transformers would lay that adapter over the model
-    small = {each for each in top if any(fnmatch(each, pattern) for pattern in SMALL_FILES)}
+    small = {each for each in files if is_small(each)} - {ADAPTER_CONFIG}  # transformers would lay it over the model
     if not weights:
         return small
-    return small | ({SINGLE_FILE} if SINGLE_FILE in top else {each for each in top if each.endswith(".safetensors")})
+    if SINGLE_FILE in top:
+        return small | {SINGLE_FILE}
+    return small | {INDEX_FILE} | {each for each in top if each.endswith(".safetensors")}
 
 
 def _note_revision(name: HubName, pinned: HubName) -> None:

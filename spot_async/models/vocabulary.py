@@ -7,9 +7,11 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.processes.memory import without_gc
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
+from spot_async.models.small_files import GENERATION_CONFIG, read_json, small_files
 from spot_async.types import IntArray
 
 if TYPE_CHECKING:  # slow to import
@@ -56,24 +58,27 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory. Raises DataError when there is none that loads."""
     from transformers import AutoTokenizer  # slow to import
 
+    for file in small_files(directory) if directory.is_dir() else ():
+        refuse_pointer(file)
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{directory}: has no tokenizer that can be loaded: {first_line(error)}") from None
+        raise DataError(f"{directory}: has no tokenizer that can be loaded: {without_code(error)}") from None
+
+
+def without_code(error: Exception) -> str:
+    """Return why transformers cannot load a directory, in one line. Its advice to trust code is left out."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own (auto_map), which is never run: give a model that transformers itself has"
+    return first_line(error)
 
 
 def end_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a response by tokenizer and generation config; empty when neither names one."""
-    from transformers import GenerationConfig  # slow to import
-
     ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    if (directory / "generation_config.json").exists():
-        try:
-            configured = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
-        except (OSError, ValueError) as error:
-            raise DataError(f"{directory}: cannot read generation_config.json: {first_line(error)}") from None
-        if configured is not None:
-            ends += configured if isinstance(configured, list) else [configured]
+    configured = read_json(directory / GENERATION_CONFIG).get("eos_token_id")
+    if configured is not None:
+        ends += configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(ends))
 
 

@@ -9,22 +9,41 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
+from spot_async.base.git_lfs import refuse_pointer
 from spot_async.errors import DataError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
+# Older checkpoints have these buffers, which models compute: of rotary positions, causal masks and counted positions.
+COMPUTED = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|(cos|sin)_cached)|(attn|attention)\.(masked_)?bias|causal_mask|position_ids)$"
+)
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Header(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    dtype: str  # as safetensors spells it, such as BF16
+    shape: tuple[int, ...]
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Return the directory's safetensors files. Raises `DataError` when there are none or the index is unusable."""
     index = directory / INDEX_FILE
     if (directory / SINGLE_FILE).is_file():
+        refuse_pointer(directory / SINGLE_FILE)
         return [directory / SINGLE_FILE]
     if not index.is_file():
         raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -34,7 +53,10 @@ def weight_files(directory: Path) -> list[Path]:
         raise DataError(f"{index}: is no index of safetensors files: {error}") from error
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise DataError(f"{index}: names files outside its directory")
-    return [directory / name for name in names]
+    files = [directory / name for name in names]
+    for file in filter(Path.is_file, files):
+        refuse_pointer(file)
+    return files
 
 
 def has_weights(directory: Path) -> bool:
@@ -42,17 +64,45 @@ def has_weights(directory: Path) -> bool:
     return (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
 
 
-def weight_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the directory's weights by name, from the headers of its files. Raises `DataError`."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def weight_headers(directory: Path) -> dict[str, Header]:
+    """Return what the headers of a directory's files say of its weights, by name. Raises `DataError`."""
+    headers: dict[str, Header] = {}
     for path in weight_files(directory):
         try:
             with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            shapes |= {name: tuple(each["shape"]) for name, each in header.items() if name != "__metadata__"}
+                length = int.from_bytes(file.read(8), "little")
+                found = json.loads(file.read(length))
+            found.pop("__metadata__", None)
+            end = max((each["data_offsets"][1] for each in found.values()), default=0)
+            headers |= {name: Header(each["dtype"], tuple(each["shape"])) for name, each in found.items()}
+        except FileNotFoundError:
+            raise DataError(f"{directory}: {INDEX_FILE} names {path.name}, which is not there") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
             raise DataError(f"{path}: is no safetensors file: {error}") from error
-    return shapes
+        if path.stat().st_size < 8 + length + end:
+            raise DataError(f"{path}: is cut off: it has {path.stat().st_size} of {8 + length + end} bytes")
+    return headers
+
+
+def weight_shapes(directory: Path) -> Shapes:
+    """Return the shapes of the directory's weights by name, from the headers of its files. Raises `DataError`."""
+    return {name: each.shape for name, each in weight_headers(directory).items()}
+
+
+def names_in_model(found: Iterable[str], own: Collection[str]) -> dict[str, str]:
+    """Return the files' names of tensors by their names in a model, without buffers that it computes.
+
+    The files of a base model lack its prefix. Names that are not the model's stay as they are.
+    """
+    prefixes = sorted({name.partition(".")[0] for name in own})
+    names = {}
+    for name in found:
+        inside = next((f"{prefix}.{name}" for prefix in prefixes if f"{prefix}.{name}" in own), None)
+        if name not in own and inside is not None:
+            names[inside] = name
+        elif name in own or not COMPUTED.search(name):
+            names[name] = name
+    return names
 
 
 @contextlib.contextmanager

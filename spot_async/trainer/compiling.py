@@ -54,7 +54,7 @@ def try_compiled(
     The plain gradients are kept on the CPU meanwhile. Nothing of the trial stays but compiled code. Raises `DataError`
     if a layer cannot be compiled, or if its numbers are further off than `TOLERANCE`.
     """
-    batch = _made_up(student.student.config.vocab_size, is_packed=is_packed).to(device)
+    batch = _made_up(student.student.config.get_text_config().vocab_size, is_packed=is_packed).to(device)
     with torch.compiler.set_stance("force_eager"):
         plain = _numbers(forward, student, batch)
     started = time.perf_counter()

@@ -10,21 +10,27 @@ are loaded whole, as transformers does it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from spot_async.base.processes.memory import without_gc
-from spot_async.base.text import first_line
 from spot_async.errors import DataError
-from spot_async.models.weight_files import weight_files, weight_shapes
+from spot_async.models.causal_model import (
+    LOADING_ERRORS,
+    check_files,
+    load_whole,
+    read_config,
+)
+from spot_async.models.vocabulary import without_code
+from spot_async.models.weight_files import names_in_model, weight_files, weight_shapes
 from spot_async.trainer.lora import own_weights
 from spot_async.trainer.parallel import local, offsets
 
@@ -35,11 +41,13 @@ def new_student(directory: str) -> PreTrainedModel:
 
     Its parameters are on the meta device until `read_parameters`, or else it is whole, on the CPU.
 
-    Raises `DataError` if it cannot be loaded, or if the architecture does something between hidden states and logits
-    that `ResponseLogprobs` would leave out (soft caps, scales).
+    Raises `DataError` if it cannot be loaded, if its files are not a whole model, or if the architecture does something
+    between hidden states and logits that `ResponseLogprobs` would leave out (soft caps, scales).
     """
     try:
-        model = _without_memory(directory) or _whole(directory)
+        model = _without_memory(Path(directory)) or load_whole(Path(directory), dtype=torch.float32)
+        # Of transformers' own, since a student's may be one that transformers reads and refuses to write.
+        model.generation_config = GenerationConfig()
         model.train()
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -48,8 +56,10 @@ def new_student(directory: str) -> PreTrainedModel:
                 module.attention_dropout = 0.0
         with read_in_passing(model, directory):
             _check_output_layer(model, directory)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise DataError(f"student {directory} cannot be loaded: {first_line(error)}") from error
+    except DataError as error:
+        raise DataError(f"student {error}") from error
+    except LOADING_ERRORS as error:
+        raise DataError(f"student {directory} cannot be loaded: {without_code(error)}") from error
     return model
 
 
@@ -89,15 +99,22 @@ def read_in_passing(model: nn.Module, directory: str) -> Iterator[None]:
 
 
 def has_just(directory: Path, model: nn.Module) -> bool:
-    """Return whether the tensors of a directory's files are a model's weights as they are."""
+    """Return whether the tensors of a directory's files are a model's weights as they are.
+
+    The files may have tied ones twice, buffers that the model computes, and a base model's names.
+    """
     try:
         found = weight_shapes(directory)
     except DataError:
         return False
-    return found == {name: tuple(each.shape) for name, each in own_weights(model).items()}
+    live = model.state_dict(keep_vars=True)
+    names = names_in_model(found, live)
+    shapes = {name: found[file_name] for name, file_name in names.items()}
+    own = {name: tuple(each.shape) for name, each in own_weights(model).items()}
+    return own.items() <= shapes.items() and shapes.keys() <= live.keys()
 
 
-def _without_memory(directory: str) -> PreTrainedModel | None:
+def _without_memory(directory: Path) -> PreTrainedModel | None:
     """Return the model with its parameters on the meta device, or None if the files do not hold just these.
 
     Buffers are computed, as always: files do not have those of rotary positions.
@@ -108,26 +125,16 @@ def _without_memory(directory: str) -> PreTrainedModel | None:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = read_config(directory)
     if getattr(config, "quantization_config", None) is not None:
         return None
     hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return one
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     finally:
         hook.remove()
-    if not has_just(Path(directory), model):
-        return None
-    with suppress(OSError):  # without the file it follows from the model's configuration
-        model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return model
-
-
-def _whole(directory: str) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    )
-    return model
+    check_files(directory, model)
+    return model if has_just(directory, model) else None
 
 
 def _without_values(
@@ -142,10 +149,12 @@ def _without_values(
     for path in weight_files(Path(directory)) if names else ():
         file = stack.enter_context(safe_open(path, framework="pt"))
         files |= dict.fromkeys(file.keys(), file)
+    file_names = names_in_model(files, set(names.values()))
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter in names:
-                yield module, key, parameter, files[names[parameter]].get_slice(names[parameter])
+                name = file_names[names[parameter]]
+                yield module, key, parameter, files[name].get_slice(name)
 
 
 def _held(parameter: nn.Parameter) -> Any:
@@ -172,7 +181,7 @@ def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
-    ids = torch.arange(min(4, model.config.vocab_size))[None]
+    ids = torch.arange(min(4, model.config.get_text_config().vocab_size))[None]
     logits = model(input_ids=ids, use_cache=False).logits
     ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):

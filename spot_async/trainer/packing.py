@@ -133,7 +133,8 @@ def attend_per_document(model: PreTrainedModel) -> None:
 def _hidden_of(lengths: Sequence[int], model: PreTrainedModel) -> Tensor:
     """Return hidden states (1, L, hidden) of made-up documents."""
     packed = {"position_ids": positions(lengths), "documents": Documents(lengths)} if len(lengths) > 1 else {}
-    ids = torch.cat([torch.arange(length) + length for length in lengths])[None] % model.config.vocab_size
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.cat([torch.arange(length) + length for length in lengths])[None] % vocab_size
     hidden: Tensor = model.base_model(input_ids=ids, use_cache=False, **packed).last_hidden_state
     return hidden
 

@@ -9,7 +9,6 @@ Which weights belong to a resumable state is not decided here.
 from __future__ import annotations
 
 import contextlib
-import copy
 import shutil
 import threading
 import time
@@ -25,14 +24,12 @@ from spot_async.base.text import first_line
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
+from spot_async.models.small_files import publish_small_files
 from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, flush_to_disk, has_weights
 from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.parallel import idle_group, wait_for_all
 from spot_async.trainer.saving import Done
 from spot_async.trainer.streaming import WeightStream
-
-# Files to copy from the initial student: tokenizer, chat template and generation settings.
-COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken"})
 
 
 class WeightPublisher:
@@ -164,22 +161,17 @@ class WeightPublisher:
 
     def _write(self, model: PreTrainedModel, adapters: dict[str, Tensor], directory: Path) -> None:
         """Write what is beside whole weights."""
-        for file in sorted(self._student_directory.iterdir()):
-            if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json") and file.is_file():
-                shutil.copyfile(file, directory / file.name)
         if self._lora is not None:
             # In a directory of its own: transformers would load one that lies beside model.safetensors on top of it.
             write_adapter(directory / ADAPTER, model, adapters, self._lora, str(self._student_directory.absolute()))
             check_adapter(directory / ADAPTER, layer_shapes(model), self._lora, name=f"of {directory.name[1:]}")
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        config.dtype = self._dtype  # the type of the files, which may differ from that in training
-        config.save_pretrained(directory)
-        if model.can_generate():
-            generation = copy.deepcopy(model.generation_config)
-            if self._end_token_ids:
-                generation.eos_token_id = list(self._end_token_ids)
-            generation.save_pretrained(directory)
+        publish_small_files(
+            self._student_directory,
+            directory,
+            architecture=type(model).__name__,
+            dtype=str(self._dtype).removeprefix("torch."),  # of the files, which may differ from that in training
+            end_token_ids=self._end_token_ids,
+        )
         for file in (each for each in directory.rglob("*") if each.is_file()):
             _make_readable(file, like=directory)
 

@@ -151,7 +151,7 @@ class StudentTrainer:
         for sample in batch.samples:
             check_sample(
                 sample,
-                vocab_size=self.model.config.vocab_size,
+                vocab_size=self.model.config.get_text_config().vocab_size,
                 needs_reference=self._training.reference_kl > 0,
             )
         seed = derive_seed(self._settings.seed, "mini-batches", batch.iteration)

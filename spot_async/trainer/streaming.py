@@ -16,15 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.models.adapter_files import DOWN, UP
-from spot_async.models.weight_files import INDEX_FILE
+from spot_async.models.weight_files import INDEX_FILE, Shapes
 from spot_async.trainer.loading import has_just
 from spot_async.trainer.lora import adapted_layers, own_weights
 from spot_async.trainer.parallel import whole
 
 MAX_FILE_SIZE = "50GB"  # as transformers' `save_pretrained`
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors calls them
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class WeightStream:

@@ -270,7 +270,7 @@ def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains():
         ("config.json", "[]", "cannot read .*config.json"),
         ("config.json", "{", "cannot read .*config.json"),
         ("config.json", '{"a": "\udcff"}', "cannot read .*config.json"),  # no UTF-8
-        ("config.json", "{}", "names no vocab_size or no context length"),
+        ("config.json", "{}", "names no vocab_size, and transformers has no default"),
         ("generation_config.json", "{", "cannot read generation_config.json"),
         ("tokenizer.json", "{", "has no tokenizer that can be loaded"),
     ],

@@ -131,7 +131,6 @@ def test_other_architectures_load_as_transformers_loads_them(
     found = values(model)
     assert all(torch.equal(found.pop(name), each) for name, each in values(expected).items())
     assert not found
-    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
     assert model.config.to_dict() == expected.config.to_dict()
 
 
@@ -153,6 +152,6 @@ def test_a_cut_off_file_is_one_clear_line(random_model: Callable[..., Path]) -> 
     directory = random_model()
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(DataError, match=rf"^student {directory} cannot be loaded: ") as caught:
+    with pytest.raises(DataError, match=rf"^student {file}: is cut off: ") as caught:
         new_student(str(directory))
     assert "\n" not in str(caught.value)

@@ -20,6 +20,7 @@ import transformers
 from spot_async.base.text import first_line
 from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError
+from spot_async.models.causal_model import load_whole, read_config
 from spot_async.serving.engine.adapters import AdaptedRows, Adapter, Products
 from spot_async.serving.engine.cache import PrefillDone, SlotCache, bucketed, decode_width
 from spot_async.serving.settings import EngineSettings
@@ -171,24 +172,13 @@ class CausalModel:
 
 def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
     """Load a model directory. Raises `DataError` if it cannot be read or would be served wrong."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            dtype=getattr(torch, settings.dtype),
-            attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:  # ImportError: a kind of attention
-        raise DataError(f"{directory}: cannot be loaded as a causal language model: {first_line(error)}") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        if report[kind]:
-            raise DataError(
-                f"{directory}: {kind.replace('_', ' ')} in its weights: {sorted(map(str, report[kind]))[0]}"
-            )
+    config = read_config(directory)
+    module: Any = load_whole(
+        directory,
+        config=config,
+        dtype=getattr(torch, settings.dtype),
+        attn_implementation="eager" if getattr(config, "attn_logit_softcapping", None) else None,
+    )
     context = _check_config(module, settings, directory)
     module.config.pad_token_id = None  # the engine pads itself, and some modules warn about padding on every call
     try:

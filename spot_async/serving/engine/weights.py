@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from spot_async.errors import DataError
-from spot_async.models.weight_files import weight_files
+from spot_async.models.weight_files import names_in_model, weight_files, weight_headers
 
 
 class Parameters:
@@ -48,8 +48,8 @@ class Parameters:
 
     def match(self, directory: Path) -> bool:
         """Return whether the files name this model's tensors. Some architectures fuse tensors when they are loaded."""
-        names = [name for path in weight_files(directory) for name in _names_in(path)]
-        return {self._names.get(name) for name in names} == self._tensors.keys()
+        names = names_in_model(weight_headers(directory), self._names)
+        return self._tensors.keys() <= {self._names.get(name) for name in names}
 
     def _add(self, found: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, path: Path) -> None:
         kept = self._names.get(name)
@@ -77,11 +77,6 @@ class Parameters:
 def _read_file(path: Path) -> list[tuple[str, torch.Tensor]]:
     with _open(path) as file:
         return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a mapping
-
-
-def _names_in(path: Path) -> list[str]:
-    with _open(path) as file:
-        return list(file.keys())
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.tools.conformance.comparison import Rows
 from spot_async.types import IntArray
@@ -29,17 +28,13 @@ class Reference:
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         """Load the model. Raises `DataError` if transformers cannot."""
-        from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
+        from spot_async.models.causal_model import load_whole
+
         disable_progress_bar()
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True, use_safetensors=True
-            )
-        except (OSError, ValueError) as error:
-            raise DataError(f"{directory}: transformers cannot load it: {first_line(error)}") from None
-        self._model: Any = model.eval().to(device)
+        model: Any = load_whole(directory, dtype=torch.float32)
+        self._model = model.eval().to(device)
         self._one_at_a_time = asyncio.Lock()
 
     async def logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float = 1.0) -> Rows:

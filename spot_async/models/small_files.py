@@ -1,0 +1,92 @@
+"""A model directory's small files: configuration, tokenizer, chat templates. What they are, and what is published.
+
+A published student has its own, byte for byte but for what training changes: readers of other versions of transformers
+understand what they were given, and not what this one would write.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from spot_async.base.git_lfs import refuse_pointer
+from spot_async.base.text import first_line
+from spot_async.errors import DataError
+
+CONFIG_FILE, GENERATION_CONFIG = "config.json", "generation_config.json"
+TEMPLATES = "additional_chat_templates"  # a folder
+PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.spm", "tokenizer.*", "LICENSE*")
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of all versions
+
+
+def is_small(name: str) -> bool:
+    """Whether a file of a model directory is one of those, by its name in the directory."""
+    folder, _, last = name.rpartition("/")
+    if folder:
+        return folder == TEMPLATES and last.endswith(".jinja")
+    return any(fnmatch(name, each) for each in PATTERNS) and not name.endswith((".index.json", ".safetensors"))
+
+
+def small_files(directory: Path) -> list[Path]:
+    """Return those files of a model directory, in order."""
+    found = [*directory.iterdir(), *(directory / TEMPLATES).glob("*")]
+    return sorted(each for each in found if is_small(each.relative_to(directory).as_posix()) and each.is_file())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON file's object, which is empty where there is no file. Raises `DataError`."""
+    if not path.is_file():
+        return {}
+    refuse_pointer(path)
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        found.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{path.parent}: cannot read {path.name}: {first_line(error)}") from None
+    return found
+
+
+def publish_small_files(
+    student: Path, directory: Path, *, architecture: str, dtype: str, end_token_ids: Collection[int]
+) -> None:
+    """Write a student's small files beside new weights: those of `student`, for a model class and a type of weights.
+
+    A response ends with any of `end_token_ids`; without them, as before. Raises `OSError` and `DataError`.
+    """
+    for file in small_files(student):
+        copy = directory / file.relative_to(student)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    config = read_json(student / CONFIG_FILE)
+    changed = _with_dtype(config, dtype) | {"architectures": [architecture]}
+    if not changed.keys() & {*DTYPE_KEYS}:
+        changed["torch_dtype"] = dtype
+    if changed != config:
+        _write(directory / CONFIG_FILE, changed)
+    generation = read_json(student / GENERATION_CONFIG)
+    if end_token_ids:
+        own = generation.get("eos_token_id")
+        if {*(own if isinstance(own, list) else [own])} != {*end_token_ids}:
+            others = generation or {key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config}
+            _write(directory / GENERATION_CONFIG, others | {"eos_token_id": list(end_token_ids)})
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration whose weights are of a type, as those of its parts (`text_config`)."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in DTYPE_KEYS:
+            changed[key] = dtype
+        elif isinstance(value, dict) and key.endswith("_config") and key != "quantization_config":
+            changed[key] = _with_dtype(value, dtype)
+        else:
+            changed[key] = value
+    return changed
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,171 @@
+"""Directories whose files are no whole model: trainer, engine and plan refuse the same, in one line that names why."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from spot_async.checks.plan import check_weights
+from spot_async.config import ModelConfig
+from spot_async.errors import DataError
+from spot_async.serving.engine.model import load_model
+from spot_async.serving.engine.weights import Parameters
+from spot_async.serving.settings import EngineSettings
+from spot_async.trainer.loading import new_student
+
+ROOT = Path(__file__).parents[2]
+Tensors = dict[str, torch.Tensor]
+UP = "model.layers.1.mlp.up_proj.weight"
+LAST = "model.norm.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:77\nsize 3087467144\n"
+
+
+def without_last(own: Tensors) -> Tensors:
+    return {name: own[name] for name in sorted(own)[:-1]}
+
+
+FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
+    "no head": (lambda own: own, {"tie_word_embeddings": False}, f"'{HEAD}' is missing"),
+    "a tensor is lost": (without_last, {}, f"'{LAST}' is missing"),
+    "a wrapper's prefix": (
+        lambda own: {f"module.{name}": each for name, each in own.items()}, {}, "take 'module.' out of their names",
+    ),
+    "a head of its own": (lambda own: own | {HEAD: own[EMBEDDING] + 1}, {}, f"'{HEAD}' and '{EMBEDDING}' differ"),
+    "another shape": (lambda own: own | {UP: own[UP].T.contiguous()}, {}, rf"{UP}' has shape \(32, 64\)"),
+    "more layers": (
+        lambda own: own, {"num_hidden_layers": 1, "layer_types": None}, "no layer uses tensor 'model.layers.1",
+    ),
+    "a bias too many": (
+        lambda own: own | {UP.replace("weight", "bias"): torch.ones(64)}, {}, "no layer uses tensor .*up_proj.bias",
+    ),
+    "another kind of layer": (
+        lambda own: own | {"model.layers.0.self_attn.sinks": torch.ones(4)}, {}, "no layer uses tensor .*sinks",
+    ),
+    "numbers of 8 bits": (lambda own: own | {UP: torch.ones(64, 32, dtype=torch.int8)}, {}, "is of type I8"),
+}  # fmt: skip
+
+
+def changed(model: Path, target: Path, change: Callable[[Tensors], Tensors], config: dict[str, Any]) -> Path:
+    shutil.copytree(model, target)
+    save_file(change(load_file(model / "model.safetensors")), target / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((model / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(said))
+    return target
+
+
+def refusals(directory: Path) -> Iterator[str]:
+    model = ModelConfig.model_validate({"model": str(directory)})
+    for load in (
+        lambda: new_student(str(directory)),
+        lambda: load_model(directory, EngineSettings()),
+        lambda: check_weights("teacher", model, directory),
+    ):
+        with pytest.raises(DataError) as refusal:
+            load()
+        yield str(refusal.value)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_trainer_engine_and_plan_refuse_the_same_by_name(
+    random_model: Callable[..., Path], tmp_path: Path, fault: str
+) -> None:
+    change, config, message = FAULTS[fault]
+    directory = changed(random_model(), tmp_path / "model", change, config)
+    for said in refusals(directory):
+        assert "\n" not in said
+        assert re.search(message, said), said
+        assert str(directory) in said
+
+
+@pytest.mark.parametrize("fault", ["pointer", "cut off", "no such shard"])
+def test_files_that_are_not_whole_are_named(random_model: Callable[..., Path], tmp_path: Path, fault: str) -> None:
+    directory = changed(random_model(), tmp_path / "model", dict, {})
+    file = directory / "model.safetensors"
+    if fault == "pointer":
+        file.write_bytes(POINTER)
+    elif fault == "cut off":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        names = dict.fromkeys(load_file(file), "model-1.safetensors") | {UP: "model-2.safetensors"}
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        file.rename(directory / "model-1.safetensors")
+    message = {"pointer": "git lfs pull", "cut off": "is cut off", "no such shard": "names model-2.safetensors"}[fault]
+    assert all(message in said for said in refusals(directory))
+
+
+def test_a_mixture_that_lacks_a_tensor_is_refused_when_it_is_loaded(
+    random_architecture: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its files' names are not the model's, so that names alone do not show it."""
+    directory = changed(random_architecture("mixtral"), tmp_path / "model", without_last, {})
+    with pytest.raises(DataError, match="is missing"):
+        new_student(str(directory))
+
+
+@pytest.mark.parametrize("extra", ["computed buffers", "the tied head", "no prefix", "another head"])
+def test_what_older_checkpoints_have_or_lack_is_no_reason_to_refuse(
+    random_model: Callable[..., Path], tmp_path: Path, extra: str
+) -> None:
+    changes: dict[str, Callable[[Tensors], Tensors]] = {
+        "computed buffers": lambda own: own | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+        "the tied head": lambda own: own | {HEAD: own[EMBEDDING].clone()},
+        "no prefix": lambda own: {name.removeprefix("model."): each for name, each in own.items()},
+        "another head": lambda own: own | {"score.weight": torch.ones(2, 32)},
+    }
+    directory = changed(random_model(), tmp_path / "model", changes[extra], {})
+    model = new_student(str(directory))
+    assert all(each.is_meta for each in model.parameters()) == (extra != "another head"), "read as it is spread"
+    engine = load_model(directory, EngineSettings())
+    assert Parameters(engine.module.state_dict()).match(directory), "new weights can be sent"
+
+
+def test_the_first_gpt2_has_masks_and_no_prefix(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=150))
+    model.save_pretrained(tmp_path / "given")
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 150, 150).tril() for layer in range(2)}
+    masks |= {f"h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(2)}
+    directory = changed(
+        tmp_path / "given",
+        tmp_path / "model",
+        lambda own: {name.removeprefix("transformer."): each for name, each in own.items()} | masks,
+        {},
+    )
+    assert all(each.is_meta for each in new_student(str(directory)).parameters())
+    engine = load_model(directory, EngineSettings())
+    assert Parameters(engine.module.state_dict()).match(directory)
+
+
+def test_code_of_a_directory_is_never_run(random_model: Callable[..., Path], tmp_path: Path) -> None:
+    own_code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    directory = changed(random_model(), tmp_path / "model", dict, own_code)
+    (directory / "own.py").write_text("raise SystemExit('run')")
+    for load in (lambda: new_student(str(directory)), lambda: load_model(directory, EngineSettings())):
+        with pytest.raises(DataError, match="code of its own") as refusal:
+            load()
+        assert "trust_remote_code" not in str(refusal.value)
+
+
+def test_whatever_loads_a_model_or_a_data_set_says_that_code_of_it_is_not_run() -> None:
+    """transformers asks at a terminal where it is not told."""
+    loaders = {"from_pretrained", "from_config", "load_dataset", "pipeline"}
+    silent = []
+    for top in ("spot_async", "backends", "policies", "benchmarks", "examples", "experiments"):
+        for path in (ROOT / top).rglob("*.py"):
+            for call in (each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)):
+                named = {each.attr for each in (call.func, *call.args) if isinstance(each, ast.Attribute)}
+                said = {each.arg: ast.unparse(each.value) for each in call.keywords}
+                if named & loaders and said.get("trust_remote_code") != "False":
+                    silent.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+    assert silent == []
