@@ -7,8 +7,8 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import structlog
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from spot_async.base.in_time import in_time
 from spot_async.base.processes.memory import tune_gc
 from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.processes.private_directory import remove_private_directories
@@ -37,6 +38,8 @@ from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
 from spot_async.run_directory.manifest import committed
 
 T = TypeVar("T")
+
+LAST_WORDS_S = 5.0  # how long each thing may take that is done before a process is ended at once
 
 EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
 
@@ -72,6 +75,7 @@ def run_until_stopped(
     * `prompts`: how many may be in flight at once.
     """
     received: list[signal.Signals] = []
+    unheard: list[int] = []  # signals that have arrived, and that the loop has not acted on
     wish = wish or StopRequest()
     saves = False
 
@@ -86,7 +90,7 @@ def run_until_stopped(
             if answer is Answer.IGNORE:
                 return
             if answer is Answer.LEAVE:
-                leave_at_once(f"stopped at once by {number.name}; {saved(directory)}", 128 + number)
+                leave_at_once(f"stopped at once by {number.name}", 128 + number, directory)
             if structlog.is_configured():  # then events go to the run's log
                 structlog.get_logger().warning(ENDS_EARLY, reason=f"stopped by {number.name}")
             saves = answer is Answer.SAVE
@@ -97,13 +101,27 @@ def run_until_stopped(
             else:
                 task.cancel()
 
+        def hear(number: signal.Signals) -> None:
+            stop(number)
+            unheard.clear()
+
+        def arrive(number: int, frame: FrameType | None) -> None:
+            """Pass a signal on to the loop. One that comes while an earlier one is not heard finds the loop blocked."""
+            if unheard and number != signal.SIGHUP:
+                leave_at_once(f"stopped at once by {signal.Signals(number).name}", 128 + number, directory)
+            unheard.append(number)
+            loop.call_soon_threadsafe(hear, signal.Signals(number))
+
         # Also where SIGINT was ignored, as a shell script does for a command in the background: whoever sends it to
-        # this process means it.
-        for number in (signal.SIGINT, *SAVING):
-            loop.add_signal_handler(number, stop, number)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and that must stay
-            loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
-        return await run
+        # this process means it. But nohup ignores SIGHUP, and that must stay.
+        hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        numbers = [signal.SIGINT, *SAVING, *([signal.SIGHUP] if hears_hangup else [])]
+        before = {number: signal.signal(number, arrive) for number in numbers}
+        try:
+            return await run
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler or signal.SIG_DFL)
 
     tune_gc(prompts=prompts)
     raise_open_file_limit()
@@ -144,17 +162,21 @@ def hung(directory: RunDirectory) -> Callable[[str], None]:
     """
 
     def exit_process(message: str) -> None:
-        leave_at_once(f"error: {message}\n{saved(directory)}", EXIT_CODES[StalledError])
+        leave_at_once(f"error: {message}", EXIT_CODES[StalledError], directory)
 
     return exit_process
 
 
-def leave_at_once(message: str, code: int) -> NoReturn:
-    """Print a last line and end this process, whatever it is doing. The kernel ends the children with it."""
+def leave_at_once(message: str, code: int, directory: RunDirectory | None = None) -> NoReturn:
+    """Print a last line and end this process, whatever it is doing. The kernel ends the children with it.
+
+    A second line says what is saved in a run's `directory`. Neither a disk nor a screen that hangs holds this up.
+    """
+    kept = in_time(lambda: saved(directory), LAST_WORDS_S) if directory is not None else None
     show_cursor = "\x1b[?25h" if screen.is_terminal else ""
-    with suppress(OSError):
-        os.write(2, f"{show_cursor}{message}\n".encode())
-    remove_private_directories()
+    lines = "\n".join([f"{show_cursor}{message}", *([kept] if kept is not None else []), ""])
+    in_time(lambda: os.write(2, lines.encode()), LAST_WORDS_S)
+    in_time(remove_private_directories, LAST_WORDS_S)
     os._exit(code)
 
 

@@ -62,10 +62,10 @@ async def evaluate_student(
     result: EvaluationResult | None = None
     spent: BudgetSpentError | None = None
     with ExitStack() as stack:
+        stack.enter_context(watchdog)  # before whatever may hang when it is closed
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         stack.callback(ledger_file.write)  # whatever ends it
         stack.enter_context(screen.live())
-        stack.enter_context(watchdog)
         for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
             screen.warn(warning)
         opening = open_services(served, directory.path, cluster=config.cluster, spending=spending, listener=listener)

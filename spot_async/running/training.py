@@ -147,10 +147,11 @@ class TrainingRun:
         self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
 
     def open_files(self, stack: ExitStack) -> Sequence[MetricSink]:
-        """Lock the run directory, and enter what must outlive the servers: logs, screen and watchdog."""
+        """Lock the run directory, and enter what must outlive the servers: watchdog, logs and screen."""
         directory = self._directory
         with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())
+        stack.enter_context(self._watchdog)  # before whatever may hang when it is closed
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         self._ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
         if self._part.checkpoint is not None:
@@ -164,7 +165,6 @@ class TrainingRun:
         if self._part.checkpoint is not None:
             self._tell(sinks)
         stack.enter_context(self._screen.live())
-        stack.enter_context(self._watchdog)
         stack.enter_context(self._lag.measuring())
         return sinks
 

@@ -17,6 +17,7 @@ import zmq.asyncio
 from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
+from spot_async.base.processes.standstill import standing_still
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.messages import (
     Answer,
@@ -136,8 +137,9 @@ class TrainerProcess:
                 talking.cancel()
                 ending.cancel()
         except TimeoutError:
+            still = "".join(f"; {each}" for each in await asyncio.to_thread(lambda: [*standing_still(self._child.pid)]))
             raise TrainerError(
-                f"{otherwise} within training.step_timeout_s={timeout_s:g} (log: {self._child.log_path})"
+                f"{otherwise} within training.step_timeout_s={timeout_s:g}{still} (log: {self._child.log_path})"
             ) from None
         if talking.cancelled():
             raise TrainerLostError(ending.result())

@@ -39,6 +39,8 @@ class RunLook:
     problems: Mapping[int, str] = field(default_factory=dict)  # problem ids of running prompts, by ordinal
     tasks: Sequence[TaskView] = ()
     blocked_at: str | None = None  # the line that blocks the event loop
+    standing_still: Sequence[str] = ()  # processes of the run that were stopped or wait for a disk, in words
+    busy_threads: Sequence[str] = ()  # lines that threads beside the event loop are at
 
     @property
     def silence_s(self) -> float:
@@ -50,7 +52,12 @@ class RunLook:
 
 
 def name_culprit(look: RunLook) -> str:
-    """Return who or what the run waits for."""
+    """Return who or what the run waits for, and which of its processes and threads stand still meanwhile."""
+    threads = [f"a thread is at {place}" for place in look.busy_threads]
+    return "; ".join([_step_of_culprit(look), *look.standing_still, *threads])
+
+
+def _step_of_culprit(look: RunLook) -> str:
     if look.blocked_at is not None:
         return f"the event loop is blocked at {look.blocked_at}"
     if len(look.pumps) > 1:

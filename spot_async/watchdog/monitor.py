@@ -4,11 +4,15 @@ The task ends a silent run with `StalledError`, which takes everything down in o
 cannot see or survive: a blocked event loop, and a run that does not come down. It reports a blocked loop. Once the
 silence is past its limit, it ends the process in either case, if the process is ours to end. Children die with their
 parent (`base/processes/`). `report.py` writes the report.
+
+A disk or a screen that hangs may be what the run stalls on, so neither the loop nor the thread touches them: helper
+threads do (`base/in_time.py`), and are given up after some seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +23,8 @@ from typing import Any, Self
 import structlog
 
 from spot_async.base.events import Event
+from spot_async.base.in_time import in_time
+from spot_async.base.processes.standstill import standing_still
 from spot_async.errors import StalledError
 from spot_async.loop.admission import PromptState
 from spot_async.loop.events import (
@@ -40,12 +46,14 @@ from spot_async.watchdog.progress import PUMPS, Commit, Progress
 from spot_async.watchdog.pumps import PumpLook, look_at_pumps
 from spot_async.watchdog.report import ReportContents, write_report
 from spot_async.watchdog.silence import SilenceLimits
-from spot_async.watchdog.stacks import TaskBook, thread_place
+from spot_async.watchdog.stacks import TaskBook, busy_threads, thread_place
 
 REPORT = "stall-report.txt"
 BEAT_S = 1.0  # between two signs of life of the event loop, and between two looks of the watching thread
 BLOCKED_AFTER_S = 10.0  # the event loop counts as blocked after so long without a sign of life
 COME_DOWN_S = 60.0  # how long a stalled run may take to end in order
+TELL_S = 5.0  # how long the report and the line in the log may take, each
+LONGEST_TELLING_S = 10 * TELL_S
 FROZEN_S = 5.0  # a beat that is later than this means that the whole process did not run
 
 # Commits of the publish pump in an asynchronous run. All others but steps are the train pump's.
@@ -78,6 +86,9 @@ class Watchdog:
         self._exit_process = exit_process
         self._replicas: Callable[[], Sequence[str]] = tuple  # returns a line about each replica
         self._step = "start"
+        self._is_stalled = False  # then the thread looks no more, and only sees to the run's end
+        self._message = "the run stalled"  # and why, once that is told
+        self._told = threading.Event()
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -99,6 +110,8 @@ class Watchdog:
         if self._exit_process is not None:
             self._loop.remove_signal_handler(signal.SIGQUIT)
         self._timer.cancel()
+        if self._is_stalled and self._exit_process is not None:
+            return  # the thread watches over the rest of the process's end
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -143,9 +156,10 @@ class Watchdog:
         self._book.look(now_s)
         if self._stalled.done() or not self._pumps(now_s)[0].is_stalled:
             return
-        message = self._stall_message(now_s, blocked_at=None)
-        structlog.get_logger().error(STALLED, reason=message)
-        self._stalled.set_result(message)
+        self._is_stalled = True
+        self._message = self._stall_message(now_s, blocked_at=None)
+        self._told.set()
+        self._stalled.set_result(self._message)
 
     def _pumps(self, now_s: float) -> Sequence[PumpLook]:
         """Return what the pumps do, the most overdue first. Limits are put off as long as endpoints asked for."""
@@ -171,31 +185,37 @@ class Watchdog:
 
     def _report_when_asked(self) -> None:
         look = self._look(self._loop.time(), None)
-        self._write("What a run does right now, as asked for by SIGQUIT", look)
-        structlog.get_logger().info("report", path=str(self.report_path), waits_for=name_culprit(look))
+        path = self._write("What a run does right now, as asked for by SIGQUIT", look)
+        self._log("info", "report", path=str(path), waits_for=name_culprit(look))
 
     def _stall_message(self, now_s: float, blocked_at: str | None) -> str:
-        """Write the report, and return its essence in one line."""
+        """Write the report and the run's log, and return the report's essence in one line."""
         look = self._look(now_s, blocked_at)
-        self._write("A run that stalled", look)
+        path = self._write("A run that stalled", look)
         silence = f"nothing was committed for {look.silence_s:,.0f} s, and "
         if len(look.pumps) > 1 and blocked_at is None:  # then the culprit says for how long, and the other may go on
             silence = ""
-        return f"the run stalled: {silence}{name_culprit(look)}; see {self.report_path}"
+        see = "no report can be written" if path is None else f"see {path}"
+        message = f"the run stalled: {silence}{name_culprit(look)}; {see}"
+        self._log("error", STALLED, reason=message)
+        return message
 
-    def _write(self, title: str, look: RunLook) -> None:
+    def _write(self, title: str, look: RunLook) -> Path | None:
+        """Write the report and return where, which is elsewhere if the run directory's disk hangs."""
         contents = ReportContents(
             title=title,
             look=look,
             commits=self._progress.last(),
             counts=dict(self._counts()),
             replicas=self._replicas(),
-            logs=sorted(self._logs.glob("*.log")),
+            logs=self._logs,
         )
-        try:
-            write_report(self.report_path, contents)
-        except OSError as error:  # the line that names the culprit must be printed in any case
-            structlog.get_logger().error("no report", path=str(self.report_path), error=str(error))
+        written = in_time(lambda: write_report(self.report_path, contents), TELL_S)
+        return written or in_time(lambda: write_report(None, contents), TELL_S)
+
+    def _log(self, level: str, event: str, **fields: object) -> None:
+        """Log an event. One that cannot be written in time is lost: what the run waits for may be its log."""
+        in_time(lambda: getattr(structlog.get_logger(), level)(event, **fields), TELL_S)
 
     def _look(self, now_s: float, blocked_at: str | None) -> RunLook:
         orchestrator = self._orchestrator
@@ -212,6 +232,8 @@ class Watchdog:
             ),
             tasks=self._book.views(now_s),
             blocked_at=blocked_at,
+            standing_still=in_time(lambda: [*standing_still(os.getpid())], TELL_S) or (),
+            busy_threads=busy_threads(),
         )
 
     def _counts(self) -> Iterator[tuple[str, str]]:
@@ -239,23 +261,25 @@ class Watchdog:
         a blocked loop.
         """
         beats, missed, reported = self._beats, 0, False
-        while not self._ended.wait(BEAT_S):
+        while not self._is_stalled and not self._ended.wait(BEAT_S):
             missed = missed + 1 if self._beats == beats else 0
             beats, blocked_s = self._beats, missed * BEAT_S
             if blocked_s < BLOCKED_AFTER_S:
                 if reported:
-                    structlog.get_logger().warning("event loop goes on", after_s=BLOCKED_AFTER_S)
-                reported, place, now_s, later_s = False, None, self._loop.time(), COME_DOWN_S
-            else:
-                place, now_s, later_s = thread_place(self._loop_thread), self._beat_s + blocked_s, 0.0
-                if not reported:
-                    self._write("A run whose event loop is blocked", self._look(now_s, place))
-                    structlog.get_logger().warning("event loop blocked", seconds=blocked_s, at=place)
-                reported = True
-            pump = self._pumps(now_s)[0]
-            if pump.silence_s >= pump.limit_s + later_s:
+                    self._log("warning", "event loop goes on", after_s=BLOCKED_AFTER_S)
+                reported = False
+                continue
+            place, now_s = thread_place(self._loop_thread), self._beat_s + blocked_s
+            if not reported:
+                self._write("A run whose event loop is blocked", self._look(now_s, place))
+                self._log("warning", "event loop blocked", seconds=blocked_s, at=place)
+            reported = True
+            if self._pumps(now_s)[0].is_stalled:
                 message = self._stall_message(now_s, place)
-                structlog.get_logger().error(STALLED, reason=message)
                 if self._exit_process is not None:
                     self._exit_process(message)
                 return  # it is reported, and the process is not ours to end
+        if self._is_stalled and self._exit_process is not None:
+            self._told.wait(LONGEST_TELLING_S)
+            if not self._ended.wait(COME_DOWN_S):
+                self._exit_process(self._message)

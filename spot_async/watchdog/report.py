@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from spot_async.base.processes import guard
 from spot_async.base.processes.child import log_lines
+from spot_async.base.processes.standstill import STATES
 from spot_async.loop.events import WAITS_FOR
 from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
 from spot_async.watchdog.progress import LastCommit
@@ -27,7 +29,6 @@ LOG_LINES = 8
 COMMAND_CHARACTERS = 200
 SECRET_OPTION = re.compile(r"^--?[\w-]*(api-?key|auth-?token|hf-?token|password|secret)s?$", re.IGNORECASE)
 REDACTED = "***"
-STATES = {"T": "STOPPED by a signal", "Z": "ended", "D": "waits for a disk", "R": "runs", "S": "sleeps"}
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,25 @@ class ReportContents:
     commits: Sequence[LastCommit] = ()
     counts: Mapping[str, str] = field(default_factory=dict)  # of the admission book and the stages, in words by name
     replicas: Sequence[str] = ()  # a line about each replica
-    logs: Sequence[Path] = ()  # those of child processes
+    logs: Path | None = None  # the directory of those of child processes
 
 
-def write_report(path: Path, contents: ReportContents) -> None:
-    """Write the report in place of an earlier one. Raises OSError."""
+def write_report(path: Path | None, contents: ReportContents) -> Path:
+    """Write the report in place of an earlier one, or with None to a new file of its own in $TMPDIR; return where.
+
+    Raises OSError.
+    """
+    if path is None:
+        descriptor, name = tempfile.mkstemp(prefix="spot-async-stall-", suffix=".txt")
+        os.close(descriptor)
+        path = Path(name)
     with path.open("w", encoding="utf-8") as file:
         for line in report_lines(contents):
             file.write(f"{line}\n")
         file.write("\nThreads, the most recent call first\n")
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)
+    return path
 
 
 def report_lines(contents: ReportContents) -> Iterator[str]:
@@ -71,7 +80,7 @@ def report_lines(contents: ReportContents) -> Iterator[str]:
     yield from _section("Counts", (f"{name}: {figures}" for name, figures in contents.counts.items()))
     yield from _section("Replicas", contents.replicas)
     yield from _section("Processes below this one", _processes())
-    for path in contents.logs:
+    for path in sorted(contents.logs.glob("*.log")) if contents.logs is not None else ():
         yield from _section(f"End of {path}", _tail(path))
     yield from _section("Tasks, each down to what it awaits; those at the same place together", _tasks(look))
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from spot_async.base.processes.standstill import opened_by_call
+
 ASYNCIO = sysconfig.get_path("stdlib") + "/asyncio/"
+OURS = str(Path(__file__).parents[1])
+HELPERS = "asyncio_"  # how asyncio names the threads of `to_thread`
+IDLE = "concurrent/futures/thread.py"  # where they wait for work
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,27 @@ def grouped(views: Iterable[TaskView]) -> list[list[TaskView]]:
 
 
 def thread_place(ident: int) -> str:
-    """Return the line that a thread is at. While the loop is blocked, its thread is at the line that blocks it."""
+    """Return the line that a thread is at, the line of ours that it was called from, and the file that it waits for.
+
+    While the loop is blocked, its thread is at the line that blocks it.
+    """
     frame = sys._current_frames().get(ident)
     if frame is None:
         return "no line of Python"
-    (line,) = traceback.extract_stack(frame, limit=1)
-    return f"{line.filename}:{line.lineno} in {line.name}"
+    places = [f"{line.filename}:{line.lineno} in {line.name}" for line in traceback.extract_stack(frame)]
+    ours = [place for place in places if place.startswith(OURS)]
+    place = places[-1] if not ours or places[-1] == ours[-1] else f"{places[-1]}, called at {ours[-1]}"
+    thread = next((each for each in threading.enumerate() if each.ident == ident), None)
+    opened = opened_by_call(thread.native_id) if thread is not None and thread.native_id is not None else None
+    return place if opened is None else f"{place} ({opened} does not answer)"
+
+
+def busy_threads() -> list[str]:
+    """Return the lines that the event loop's helper threads are at, such as to write a checkpoint."""
+    frames = sys._current_frames()
+    helpers = [each for each in threading.enumerate() if each.name.startswith(HELPERS) and each.ident in frames]
+    return [
+        thread_place(each.ident)
+        for each in helpers
+        if each.ident is not None and not frames[each.ident].f_code.co_filename.endswith(IDLE)
+    ]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from spot_async.base.processes.child import ChildProcess, tree_cpu_s
+from spot_async.base.processes.standstill import standing_still
 from spot_async.errors import ProcessDiedError
 
 SLEEP = "import time; time.sleep(600)"
@@ -99,3 +101,23 @@ async def test_who_exits_at_once_waits_for_no_thread_and_says_why(tmp_path):
     async with asyncio.timeout(60):
         with pytest.raises(ProcessDiedError, match="exited with code 1: MemoryError: none left"):
             await (await start(tmp_path, ENDLESS)).watch()
+
+
+def test_a_process_that_somebody_stopped_is_named_and_a_rank_by_its_number():
+    waiting = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    environments = [{**os.environ, "RANK": "3"}, {name: each for name, each in os.environ.items() if name != "RANK"}]
+    rank, other = (subprocess.Popen(waiting, env=each, stdout=subprocess.PIPE) for each in environments)
+    try:
+        for each in (rank, other):
+            each.stdout.read(1)
+            os.kill(each.pid, signal.SIGSTOP)
+            os.waitpid(each.pid, os.WUNTRACED)
+        name = Path(sys.executable).name
+        assert {*standing_still(os.getpid())} == {
+            f"rank 3 (pid {rank.pid}) is STOPPED by a signal",
+            f"{name} (pid {other.pid}) is STOPPED by a signal",
+        }
+    finally:
+        for each in (rank, other):
+            each.kill()
+            each.communicate()

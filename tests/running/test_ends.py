@@ -99,6 +99,22 @@ def test_a_run_that_a_script_started_in_the_background_is_stopped_by_sigint_too(
     assert left.value.exit_code == 130
 
 
+async def interrupted_twice_while_the_loop_is_blocked() -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    pytest.fail("it went on")
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_loop_is_blocked(directory, capfd, monkeypatch):
+    def exit_process(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(ending.os, "_exit", exit_process)
+    with pytest.raises(SystemExit, match="130"):
+        run_until_stopped(interrupted_twice_while_the_loop_is_blocked(), directory)
+    assert capfd.readouterr().err.startswith("stopped at once by SIGINT\nnothing was trained yet")
+
+
 @pytest.mark.parametrize("place", ["a closed terminal", "a full disk"])
 def test_a_command_goes_on_where_nobody_reads_it_any_more(place):
     if place == "a full disk":

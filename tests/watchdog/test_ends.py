@@ -49,10 +49,10 @@ def test_a_cancellation_that_nobody_asked_for_ends_with_its_trace(tmp_path, monk
 
 
 HANGING = """
-    import asyncio, sys, time
+    import asyncio, os, sys, time
     from pathlib import Path
-    from spot_async.cli import hung
-    from spot_async.base.tasks import alongside
+    from spot_async.cli import ending, hung
+    from spot_async.base.tasks import alongside, in_thread
     from spot_async.base.processes.child import ChildProcess
     from spot_async.base.processes.exits import exit_with_parent
     from spot_async.run_directory.layout import RunDirectory
@@ -61,8 +61,8 @@ HANGING = """
 
     async def main(how, folder):
         child = await ChildProcess.start("child", [sys.executable, __file__, "child"], log_path=folder / "child.log")
-        monitor.BEAT_S, monitor.COME_DOWN_S = 0.1, 0.5
-        if how is block_the_loop:  # else a busy machine that writes the report passes for a blocked loop
+        monitor.BEAT_S, monitor.COME_DOWN_S, monitor.TELL_S, ending.LAST_WORDS_S = 0.1, 0.5, 2.0, 2.0
+        if how in BLOCKING:  # else a busy machine that writes the report passes for a blocked loop
             monitor.BLOCKED_AFTER_S = 0.3
         print(child.pid, flush=True)
         with monitor.Watchdog(SilenceLimits(*[1.0] * 5), folder, exit_process=hung(RunDirectory(folder))) as watchdog:
@@ -79,6 +79,25 @@ HANGING = """
             except asyncio.CancelledError:
                 pass
 
+    def write_to_disk():
+        (Path(sys.argv[2]) / "disk").write_text("")  # a FIFO that nobody reads
+
+    async def wait_for_a_disk():
+        write_to_disk()
+
+    async def wait_for_a_disk_in_a_thread():
+        await in_thread(write_to_disk)
+
+    async def hang_when_it_closes():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            write_to_disk()
+
+    async def print_to_a_blocked_screen():
+        print("x" * 10_000_000)
+
+    BLOCKING = (block_the_loop, wait_for_a_disk, print_to_a_blocked_screen)
     if sys.argv[1] == "child":
         exit_with_parent()
         time.sleep(1000)
@@ -108,6 +127,49 @@ def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how,
     while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < end:
         time.sleep(0.05)
     assert not Path(f"/proc/{done.stdout.strip()}").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "culprit"),
+    [
+        ("wait_for_a_disk", r"the event loop is blocked at .*pathlib.*"),
+        ("wait_for_a_disk_in_a_thread", r"the run has been start for \d+ s; a thread is at .*pathlib.*"),
+        ("hang_when_it_closes", r"the run has been start for \d+ s"),
+    ],
+)
+def test_a_disk_that_hangs_ends_the_run_and_the_report_is_written_elsewhere(tmp_path, how, culprit):
+    script = tmp_path / "hanging.py"
+    script.write_text(textwrap.dedent(HANGING))
+    os.mkfifo(tmp_path / "disk")
+    os.mkfifo(tmp_path / "stall-report.txt")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environment = {**os.environ, "TMPDIR": str(elsewhere)}
+    command = [sys.executable, script, how, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 3, done.stderr
+    line, _ = done.stderr.splitlines()[-2:]
+    pattern = rf"error: the run stalled: nothing was committed for \d+ s, and {culprit}; see (.*)"
+    found = re.match(pattern, line)
+    assert found is not None, line
+    report = Path(found[1])
+    assert report.parent == elsewhere
+    assert "in write_to_disk" in report.read_text() or how == "hang_when_it_closes"
+
+
+def test_a_screen_that_takes_nothing_does_not_keep_a_stalled_run_alive(tmp_path):
+    script = tmp_path / "hanging.py"
+    script.write_text(textwrap.dedent(HANGING))
+    unread, screen = os.pipe()
+    try:
+        command = [sys.executable, script, "print_to_a_blocked_screen", tmp_path]
+        done = subprocess.run(command, stdout=screen, stderr=screen, timeout=300)
+    finally:
+        os.close(unread)
+        os.close(screen)
+    assert done.returncode == 3
+    report = (tmp_path / "stall-report.txt").read_text()
+    assert re.search(r"blocked at .*hanging.py:\d+ in print_to_a_blocked_screen \(the screen does not answer\)", report)
 
 
 WAITING = """

@@ -28,6 +28,7 @@ from spot_async.testing.services import (
 from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds
+from spot_async.watchdog import monitor
 from spot_async.watchdog.monitor import Watchdog
 from spot_async.watchdog.progress import PUMPS, Commit, Progress
 from spot_async.watchdog.pumps import look_at_pumps
@@ -231,6 +232,17 @@ def test_a_hung_trainer_is_named_although_publishing_goes_on(tmp_path):
 
     line, _ = stalled(tmp_path, trainer=Hanging(), max_staleness=1, evaluate=evaluate)
     assert re.match(r"the run stalled: the trainer has not answered for 90\d s; publishing goes on; see ", line)
+
+
+def test_a_frozen_rank_is_named_beside_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor, "standing_still", lambda root: ["rank 1 (pid 4242) is STOPPED by a signal"])
+
+    class Hanging(SimulatedTrainer):
+        async def train(self, iteration, batch):
+            await asyncio.sleep(FOR_EVER)
+
+    line, _ = stalled(tmp_path, trainer=Hanging())
+    assert "the trainer has not answered; rank 1 (pid 4242) is STOPPED by a signal; see " in line
 
 
 def test_an_evaluation_that_hangs_beside_training_is_named_and_no_prompt_of_training(tmp_path):
