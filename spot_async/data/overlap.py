@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spot_async.types import Problem
-from spot_async.verification.normalization import normalize_answer
+from spot_async.verification.normalization import same_answer
 
 WORDS_PER_RUN = 13
 SHARE = 0.5
@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
     @property
     def has_equal_answer(self) -> bool:
         """Whether the answers are equal too. Problems with different answers may only share a template."""
-        return normalize_answer(self.evaluation.answer) == normalize_answer(self.training.answer)
+        return same_answer(self.evaluation.answer, self.training.answer)
 
 
 def runs_of_words(text: str) -> set[int]:

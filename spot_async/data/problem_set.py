@@ -14,7 +14,7 @@ from spot_async.data.parts import read_draft
 from spot_async.data.rows import Row, read_rows
 from spot_async.errors import DataError
 from spot_async.types import Problem
-from spot_async.verification.normalization import normalize_answer
+from spot_async.verification.normalization import same_answer
 
 OWN_COLUMNS = {"problem", "answer", "choices", "solution"}  # a user who names one of these has a file of their own
 
@@ -63,7 +63,7 @@ def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: boo
         group = groups.setdefault(_sameness(problem, duplicates, len(groups)), _Group(problem))
         group.rows += 1
         if problem.answer and group.answer:  # a row without an answer contradicts no other
-            group.is_contradicted |= normalize_answer(problem.answer) != normalize_answer(group.answer)
+            group.is_contradicted |= not same_answer(group.answer, problem.answer)
         group.answer = group.answer or problem.answer
         if group.first is problem or duplicates == "conflicting":
             kept.append((problem, where, group))

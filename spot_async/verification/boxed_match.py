@@ -10,21 +10,23 @@ from typing import Self
 
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
-from spot_async.verification.extraction import extract_boxed, is_oversized
-from spot_async.verification.normalization import normalize_answer
+from spot_async.verification.extraction import extract_boxed, is_oversized, strip_answer
+from spot_async.verification.normalization import normal_form, same_answer
 
 
 def boxed_match(gold: str, response_text: str) -> Verdict:
-    """Return CORRECT or WRONG, or NO_ANSWER if there is no box or it is empty. An oversized answer is WRONG."""
+    """Return CORRECT or WRONG, or NO_ANSWER if there is no box or it is empty.
+
+    An oversized answer is only CORRECT if it is the gold word for word.
+    """
     answer = extract_boxed(response_text)
     if answer is None:
         return Verdict.NO_ANSWER
     if is_oversized(answer):
-        return Verdict.WRONG
-    normalized = normalize_answer(answer)
-    if not normalized:
+        return Verdict.CORRECT if answer.split() == strip_answer(gold).split() else Verdict.WRONG
+    if not normal_form(answer).value:
         return Verdict.NO_ANSWER
-    return Verdict.CORRECT if normalized == normalize_answer(gold) else Verdict.WRONG
+    return Verdict.CORRECT if same_answer(gold, answer) else Verdict.WRONG
 
 
 class BoxedMatch:

@@ -5,7 +5,8 @@ parser busy for ever (`9^{9^{9^{9}}}`). This differs from Math-Verify on a whole
 
 * Only the last box counts, and without a box there is no answer.
 * Plain numbers are compared as numbers. Math-Verify rounds to six decimals, so 2e-19 would be 0.
-* Numbers with different base suffixes are different.
+* What Math-Verify overlooks is wrong: other base suffixes, variables or units, words such as `million` (overlooked.py).
+* Answers with the same normal form (normalization.py) are right, also where Math-Verify cannot read them.
 * A relative tolerance is ours, not Math-Verify's.
 
 Math-Verify's other leniencies (units, order of a list, `50\%` for `0.5`) stay, so that results can be compared with
@@ -26,11 +27,11 @@ from pydantic import Field
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
 from spot_async.types import Problem, Verdict
 from spot_async.verification.extraction import extract_boxed, is_oversized, strip_answer
-from spot_async.verification.normalization import parse_number
+from spot_async.verification.normalization import normal_form, parse_number
+from spot_async.verification.overlooked import is_overlooked
 from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 _WORKER = Path(__file__).with_name("math_verify_worker.py")
-_BASE_SUFFIX = re.compile(r"[+-]?[0-9A-F]+_(?:([0-9])|\{\s*([0-9]+)\s*\})")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 _MIB = 1 << 20
@@ -114,18 +115,24 @@ class MathVerify:
 
 
 def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decimal(0)) -> Verdict | None:
-    """Judge what needs no parser: equal strings, oversized answers, two plain numbers, two base suffixes. Else None."""
+    """Judge what needs no parser: None if only Math-Verify can tell.
+
+    Equal strings and equal normal forms are right. Oversized answers, and what Math-Verify would overlook, are wrong.
+    Two numbers are compared as numbers, also with units.
+    """
     if gold.split() == answer.split():
         return Verdict.CORRECT
     if is_oversized(answer):
         return Verdict.WRONG
-    gold_number, number = parse_number(gold), parse_number(answer)
-    if gold_number is not None and number is not None:
-        return Verdict.CORRECT if numbers_equal(gold_number, number, relative_tolerance) else Verdict.WRONG
-    gold_base, base = _BASE_SUFFIX.fullmatch(gold), _BASE_SUFFIX.fullmatch(answer)
-    if gold_base and base and int(gold_base[1] or gold_base[2]) != int(base[1] or base[2]):
-        return Verdict.WRONG  # Math-Verify ignores the suffix: 43_5 would equal 43_7
-    return None
+    wanted, given = normal_form(gold), normal_form(answer)
+    if wanted == given and wanted.value:
+        return Verdict.CORRECT
+    if is_overlooked(gold, answer, wanted, given):
+        return Verdict.WRONG
+    gold_number, number = parse_number(wanted.value), parse_number(given.value)
+    if gold_number is None or number is None or "%" in (wanted.unit, given.unit):
+        return None  # 50% may be 50 or 0.5, as in Math-Verify
+    return Verdict.CORRECT if numbers_equal(gold_number, number, relative_tolerance) else Verdict.WRONG
 
 
 def numbers_equal(gold: Decimal, number: Decimal, relative_tolerance: Decimal = Decimal(0)) -> bool:

@@ -31,13 +31,23 @@ def load_comparison() -> Callable[[str, str, float], bool]:
     import sympy
     from math_verify import parse, verify
 
-    def value(found: list[Any]) -> complex | None:
-        """Return the answer as a number, if it is one."""
-        for each in found:
-            if isinstance(each, sympy.Expr) and each.is_number:
-                with suppress(TypeError, ValueError, ArithmeticError):
-                    return complex(each.doit())
+    def numbers(found: list[Any]) -> list[Any] | None:
+        """Return the answer's numbers, those of a list or an interval in order; None if it holds anything else.
+
+        They are sympy's own, whose exponents have no limit: as floats 1e-400 would be 0.
+        """
+        each = found[0] if found else None
+        if isinstance(each, sympy.Tuple | sympy.FiniteSet | sympy.Interval):
+            inner = [numbers([arg]) for arg in each.args if arg not in (sympy.true, sympy.false)]
+            return None if None in inner else [number for part in inner for number in part or ()]
+        if not (isinstance(each, sympy.Expr) and each.is_number):
+            return None
+        with suppress(TypeError, ValueError, ArithmeticError):
+            return [sympy.N(each.doit())]
         return None
+
+    def near(wanted: Any, given: Any, tolerance: float) -> bool:
+        return bool(sympy.Abs(wanted - given) <= tolerance * sympy.Abs(wanted))
 
     def equal(gold: str, answer: str, relative_tolerance: float) -> bool:
         # Both go into a box: a bare gold fails to parse in one case of five, and one between dollars if it holds one.
@@ -45,12 +55,15 @@ def load_comparison() -> Callable[[str, str, float], bool]:
         is_equal = bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
         if not (is_equal or relative_tolerance):
             return False
-        wanted, given = (value(found) for found in parsed)
-        if wanted is None or given is None:
+        wanted, given = map(numbers, parsed)
+        if wanted is None or given is None or len(wanted) != len(given):
             return is_equal
-        if is_equal and not 0 < abs(wanted) < TINY:
-            return True
-        return abs(wanted - given) <= max(relative_tolerance, TINY * is_equal) * abs(wanted)
+        if not is_equal:
+            return len(wanted) == 1 and near(wanted[0], given[0], relative_tolerance)
+        # A set has no order, so its tiny numbers are compared by size.
+        tiny = [sorted((n for n in each if sympy.Abs(n) < TINY), key=sympy.Abs) for each in (wanted, given)]
+        tolerance = max(relative_tolerance, TINY)
+        return len(tiny[0]) == len(tiny[1]) and all(near(w, g, tolerance) for w, g in zip(*tiny, strict=True))
 
     def equal_or_unparsable(gold: str, answer: str, relative_tolerance: float) -> bool:
         try:

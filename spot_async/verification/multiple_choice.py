@@ -1,36 +1,65 @@
 r"""The verifier of multiple choice: the last box must hold the letter or the text of the right option.
 
-A box with a capital letter, alone or in front of something (`B`, `(B)`, `\text{B}`, `B. 4 cm`, `B) 4 cm`), names that
-option, even if the letter is also another option's text. Any other box names the option whose normalised text it
-equals. A small letter that equals none stands for the capital; one that equals an option (`c` may be a speed) does not.
-String work in linear time.
+A box with a capital letter alone names that option, even if the letter is also another option's text: `B`, `(B)`,
+`[B]`, `\text{B}`, `**B**`, `Answer: B`. Any other box names the option whose normalised text it equals, or the option
+whose letter and text it holds (`B. 4 cm`, `B, 4 cm`). A letter in front of anything else names none: `(B) or (C)`. A
+small letter that equals no option stands for the capital; one that does (`c` may be a speed) does not. String work in
+linear time.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from string import ascii_uppercase
 from typing import Self
 
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
-from spot_async.verification.extraction import extract_boxed
-from spot_async.verification.normalization import normalize_answer
+from spot_async.verification.extraction import extract_boxed, is_oversized
+from spot_async.verification.normalization import normalize_answer, same_answer
 
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mathsf)\s*\{([^{}]*)\}")
-_LETTER = re.compile(r"\(?\s*(?:[Oo]ption\s+)?([A-Za-z])\s*(?:\)|$|[.:](?=\s|$))")
+_WRAPPED = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathsf|boldsymbol|bm|bf|rm)\s*\{([^{}]*)\}")
+_LAYOUT = re.compile(r"\\(?:bf|rm|mathbf|mathrm)(?![A-Za-z])|\\(?:[ ,;:!]|\Z)|\\quad(?![A-Za-z])|[$~*]")
+_LETTER = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)\s*(?:is\s)?\s*:?\s*)?"
+    r"[(\[{]?\s*([A-Z])(?:\s*[)\]}.:,]+\s*|\s+|\Z)(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
-    """Return the index of the option that a box's content names; None if it names none."""
-    text = _WRAPPED.sub(r"\1", answer).strip().strip("$").strip()
-    letter = _LETTER.match(text)
+    """Return the index of the option that a box's content names; None if it names none, or several."""
+    if is_oversized(answer):
+        return _only(choices, lambda choice: choice.split() == answer.split())
+    letter = _LETTER.fullmatch(_bare(answer))
     named = ascii_uppercase.index(letter[1].upper()) if letter is not None else len(choices)
-    if letter is not None and letter[1].isupper() and named < len(choices):
+    is_named = letter is not None and named < len(choices)
+    if letter is not None and is_named and letter[1].isupper() and not letter[2]:
         return named
+    if (equal := _equal_option(answer, choices)) is not None:
+        return equal
+    if letter is None or not is_named:
+        return None
+    return named if not letter[2] or same_answer(_bare(choices[named]), letter[2]) else None
+
+
+def _bare(text: str) -> str:
+    """Return the text without fonts, spacing and stars. One font may stand within another."""
+    return _LAYOUT.sub(" ", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", text))).strip()
+
+
+def _equal_option(answer: str, choices: tuple[str, ...]) -> int | None:
+    """Return the option whose text an answer is, also if it lacks a unit that no other option differs in."""
     wanted = normalize_answer(answer)
-    equal = [index for index, choice in enumerate(choices) if wanted and normalize_answer(choice) == wanted]
-    return equal[0] if equal else named if named < len(choices) else None
+    exact = _only(choices, lambda choice: normalize_answer(choice) == wanted != "")
+    return exact if exact is not None else _only(choices, lambda choice: same_answer(choice, answer))
+
+
+def _only(choices: tuple[str, ...], is_meant: Callable[[str], bool]) -> int | None:
+    """Return the first choice that is meant, if no other text is meant too."""
+    meant = [index for index, choice in enumerate(choices) if is_meant(choice)]
+    return meant[0] if len({choices[index] for index in meant}) == 1 else None
 
 
 class MultipleChoice:

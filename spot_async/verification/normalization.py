@@ -1,7 +1,8 @@
-r"""Brings two spellings of one short answer to the same string, by rules that fit on this page.
+r"""Brings two spellings of one short answer to the same form, by rules that fit on this page.
 
 Pure string work in linear time: nothing is evaluated. The rules forgive layout, not mathematics: `1/2` equals
-`\frac{1}{2}`, but neither equals `0.5`. `tests/verification/` lists what is forgiven and what is not.
+`\frac{1}{2}`, but neither equals `0.5`. What is in doubt differs, because a policy is trained on what counts as right.
+`tests/verification/` lists what is forgiven and what is not.
 """
 
 from __future__ import annotations
@@ -9,94 +10,220 @@ from __future__ import annotations
 import functools
 import re
 from decimal import Decimal
+from typing import NamedTuple
 
 from spot_async.verification.extraction import strip_answer
 
 _COMMANDS = {  # LaTeX command -> its replacement; all others stay
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
     **dict.fromkeys(("textbf", "textit", "textrm", "textnormal", "mathrm", "mathbf", "mbox", "operatorname"), r"\text"),
-    **dict.fromkeys(("left", "right", "displaystyle", "quad", "qquad", "degree", "big", "Big", "bigl", "bigr"), ""),
+    **dict.fromkeys(("left", "right", "displaystyle", "big", "Big", "bigl", "bigr", "Bigl", "Bigr"), ""),
+    **dict.fromkeys(("quad", "qquad"), " "),
+    "degree": "°",
     "lbrace": r"\{",
     "rbrace": r"\}",
     "leq": r"\le",
     "geq": r"\ge",
     "neq": r"\ne",
 }
-_DROPPED_SYMBOLS = "!,;: $%"  # after a backslash: spacing, currency, per cent
-_TOKEN = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\([A-Za-z]+)|\\(.)|[$%~°]", re.DOTALL)
+# A character, or one after a backslash. Spacing becomes a blank, which keeps the digits beside it apart.
+_SYMBOLS = {"~": " ", "$": " ", "\N{MINUS SIGN}": "-"}
+_ESCAPED = {"!": "", ",": " ", ":": " ", ";": " ", " ": " ", "$": " ", "%": "%"}
+_DEGREE = r"\^\s*(?: \{\s*\\(?:circ|degree)\s*\} | \\(?:circ|degree)(?![A-Za-z]) )"
+_TOKEN = re.compile(rf"{_DEGREE} | \\([A-Za-z]+) | \\(.) | [$~\N{{MINUS SIGN}}]", re.DOTALL | re.VERBOSE)
 
-_UNIT = re.compile(r"(?<=[0-9}])\s*\\text\s*\{[^{}]*\}(?:\^(?:[0-9]|\{[0-9]\}))?\s*$")
+_UNIT = re.compile(
+    r"(?:(?<=[0-9)}])|(?<=\\pi)) ?(?P<mark>[°%]?) ?"
+    r"(?:\\text ?\{(?P<words>[A-Za-z./ ]*)\}(?:\^(?:(?P<power>[0-9])|\{(?P<braced>[0-9])\}))?)?$"
+)
+_OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # what is no longer the same in radians
+UNITS = {  # each spelling of a unit -> the first of them
+    spelling: spellings[0]
+    for spellings in (
+        ("°", "degree", "degrees"),
+        ("%", "percent", "per cent"),
+        ("unit", "units"),
+        ("mm", "millimeter", "millimeters", "millimetre", "millimetres"),
+        ("cm", "centimeter", "centimeters", "centimetre", "centimetres"),
+        ("m", "meter", "meters", "metre", "metres"),
+        ("km", "kilometer", "kilometers", "kilometre", "kilometres"),
+        ("in", "inch", "inches"),
+        ("ft", "foot", "feet"),
+        ("yd", "yard", "yards"),
+        ("mi", "mile", "miles"),
+        ("g", "gm", "gram", "grams"),
+        ("kg", "kilogram", "kilograms"),
+        ("lb", "lbs", "pound", "pounds"),
+        ("oz", "ounce", "ounces"),
+        ("ml", "milliliter", "milliliters", "millilitre", "millilitres"),
+        ("L", "l", "liter", "liters", "litre", "litres"),
+        ("gal", "gallon", "gallons"),
+        ("s", "sec", "second", "seconds"),
+        ("min", "minute", "minutes"),
+        ("h", "hr", "hrs", "hour", "hours"),
+        ("day", "days"),
+        ("week", "weeks"),
+        ("month", "months"),
+        ("year", "years"),
+        ("J", "joule", "joules"),
+        ("N", "newton", "newtons"),
+        ("W", "watt", "watts"),
+        ("Hz", "hz", "hertz"),
+        ("° C", "degrees celsius"),
+        ("° F", "degrees fahrenheit"),
+        ("dollar", "dollars", "usd"),
+        ("cent", "cents"),
+        ("euro", "euros"),
+        ("mph", "miles per hour"),
+        ("km/h", "kmh", "kilometers per hour", "kilometres per hour"),
+        ("m/s", "meters per second", "metres per second"),
+        ("rad", "radian", "radians"),
+        ("way", "ways"),
+    )
+    for spelling in spellings
+}
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+# Other words behind a gold are taken for a unit too, such as `dogs`, but for these, which are part of what it says.
+NO_UNIT = frozenset(
+    {"dozen", "hundred", "thousand", "million", "billion", "trillion", "more", "less", "least", "most", "than", "mod"}
+    | {"base", "or", "and", "not", "no", "is", "are", "if", "wrong", "incorrect", "false"}
+)
+
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_SHORT_FRACTION = re.compile(r"\\frac([0-9])(?:([0-9])|(?=\{))")
-_SHORT_ROOT = re.compile(r"\\sqrt([0-9])")
+_SHORT_FRACTION = re.compile(r"\\frac ?([0-9])(?: ?([0-9])|(?= ?\{))")
+_SHORT_ROOT = re.compile(r"\\sqrt ?([0-9])")
 _SHORT_SCRIPT = re.compile(r"([\^_])\{([A-Za-z0-9])\}")
-_SLASH = re.compile(r"([+-]?)([0-9]+)/([0-9]+)")
+_SLASH = re.compile(r"([+-]?)([0-9]+)\.?/([0-9]+)\.?")
 _NEGATIVE_NUMERATOR = re.compile(r"\\frac\{-([0-9]+)\}")
 _CHOICE = re.compile(r"\(([A-Z])\)")
-_ASSIGNMENT = re.compile(r"[A-Za-z]=")
+_ASSIGNMENT = re.compile(r"([A-Za-z]) ?= ?")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_NEEDLESS_BLANK = re.compile(r"(?<![0-9.]) | (?![0-9.])")
 
 _NUMBER = re.compile(
     r"""
-    (?P<mantissa> [+-]? (?: (?:[0-9]{1,3}(?:,[0-9]{3})+ | [0-9]+) (?:\.[0-9]*)? | \.[0-9]+ ) )
-    (?: [eE] (?P<exponent> [+-]?[0-9]{1,3} )
-      | \s* \\(?:times|cdot) \s* 10 \s* \^ (?: \{ \s* (?P<power> [+-]?[0-9]{1,3} ) \s* \} | (?P<digit> [0-9] ) )
+    (?P<mantissa>
+      [+-]?\s* (?: (?: [0-9]{1,3}(?:,[0-9]{3})+ | [0-9]{1,3}(?:\ [0-9]{3})+ | [0-9]+) (?:\.[0-9]*)? | \.[0-9]+ )
+    )
+    (?: [eE] (?P<exponent> [+-]?[0-9]{1,5} )
+      | \s* \\(?:times|cdot) \s* 10 \s* \^ \s* (?: \{ \s* (?P<power> [+-]?[0-9]{1,5} ) \s* \} | (?P<digit> [0-9] ) )
     )?
     """,
     re.VERBOSE,
 )
-_NUMBER_SPACING = re.compile(r"\\[!,;:]\s*")
+_NUMBER_SPACING = re.compile(r"\\[,;: ]|~")
+_LONGEST_PLAIN = 1000  # digits before or behind the point of a number that is written out
+
+
+class NormalForm(NamedTuple):
+    """The parts of an answer that are compared."""
+
+    variable: str  # `x` of `x=5`; empty if there is none
+    value: str
+    unit: str  # behind a value, in small letters; empty if there is none
 
 
 @functools.lru_cache(maxsize=4096)  # the branches of one rollout mostly give the same few answers
-def normalize_answer(answer: str) -> str:
-    r"""Return the canonical spelling of an answer. The steps, in order:
+def normal_form(answer: str) -> NormalForm:
+    r"""Return an answer without what is only layout. The steps, in order:
 
     1. Drop white space around it, and a trailing full stop.
-    2. Drop `\left`, `\right`, spacing commands, `$`, degree and per cent signs.
+    2. Drop `\left`, `\right`, `\big` and `$`. Spacing commands become blanks, `^\circ` and `\degree` a degree sign.
     3. Replace `\dfrac` by `\frac`, `\mathrm` and its like by `\text`, `\leq` by `\le`.
-    4. Drop a unit in `\text` after a number; unwrap every other `\text{..}`.
-    5. Drop all white space.
-    6. Spell out `\frac12`, `\sqrt3`, `1/2` and `\frac{-1}{2}`; shorten `x^{2}`.
-    7. Drop `x=` and the brackets of a choice `(C)`.
-    8. Write numbers without thousands commas, leading zeros, and decimals that are zero.
+    4. Take a unit (degree or per cent sign, words in `\text`) from behind a value; unwrap every other `\text{..}`.
+    5. Take `x=` from before a value that does not hold x.
+    6. Write a number without thousands separators, leading zeros, and decimals that are zero.
+    7. Otherwise spell out `\frac12`, `\sqrt3`, `1/2` and `\frac{-1}{2}`, shorten `x^{2}`, drop the brackets of a choice
+       `(C)`, and drop all white space that does not stand between two digits.
     """
-    text = _TOKEN.sub(_rewrite, strip_answer(answer))
-    text = _TEXT.sub(r"\1", _UNIT.sub("", text))
-    text = strip_answer("".join(text.split()).replace("{,}", ","))
-    text = _SHORT_FRACTION.sub(lambda match: rf"\frac{{{match[1]}}}" + (f"{{{match[2]}}}" if match[2] else ""), text)
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
-    text = _SHORT_SCRIPT.sub(r"\1\2", text)
-    if match := _ASSIGNMENT.match(text):
-        text = text[match.end() :]
-    if match := _SLASH.fullmatch(text):
-        text = rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
-    if match := _CHOICE.fullmatch(text):
-        text = match[1]
-    text = _NEGATIVE_NUMERATOR.sub(r"-\\frac{\1}", text) if text.startswith(r"\frac{-") else text
+    text = " ".join(_TOKEN.sub(_rewrite, strip_answer(answer)).split())
+    text, unit = _split_unit(text)
+    text = strip_answer(" ".join(_TEXT.sub(r"\1", text).split()).replace("{,}", ","))
+    variable = ""
+    if (match := _ASSIGNMENT.match(text)) and match[1] not in _COMMAND.sub("", text[match.end() :]):
+        variable, text = match[1], text[match.end() :]
     number = parse_number(text)
-    return text if number is None else _plain(number)
+    return NormalForm(variable, _tidy(text) if number is None else _plain(number), unit)
+
+
+def normalize_answer(answer: str) -> str:
+    """Return the answer's normal form as one string, with its variable and unit."""
+    variable, value, unit = normal_form(answer)
+    return (f"{variable}=" if variable else "") + value + unit
+
+
+def same_answer(gold: str, answer: str) -> bool:
+    r"""Return whether `answer` is `gold` in another spelling.
+
+    One of the two may lack the variable or the unit. The answer's unit must then be known, because any words could
+    follow (`3\text{ million}`, `3\text{ is wrong}`). Two variables or two units must be the same.
+    """
+    wanted, given = normal_form(gold), normal_form(answer)
+    if wanted.value != given.value or not variables_agree(wanted, given):
+        return False
+    if not given.unit:
+        return not NO_UNIT & set(wanted.unit.split())
+    return wanted.unit == given.unit or (not wanted.unit and given.unit.partition("^")[0] in UNITS)
+
+
+def variables_agree(wanted: NormalForm, given: NormalForm) -> bool:
+    """Return whether two answers name the same variable, or one of them names none."""
+    return wanted.variable == given.variable or not (wanted.variable and given.variable)
 
 
 def parse_number(text: str) -> Decimal | None:
-    r"""Return the value of one plain or scientific decimal (`-1,234.50`, `4.5e33`, `2 \times 10^{-3}`), else None."""
-    match = _NUMBER.fullmatch(_NUMBER_SPACING.sub("", text).replace("{,}", ",").strip())
+    r"""Return the value of one plain or scientific decimal (`-1,234.50`, `1\,234`, `4.5e33`, `2 \times 10^{-3}`).
+
+    None for anything else.
+    """
+    text = _NUMBER_SPACING.sub(" ", text.replace(r"\!", "")).replace("{,}", ",")
+    match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
     exponent = match["exponent"] or match["power"] or match["digit"] or "0"
-    return Decimal(f"{match['mantissa'].replace(',', '')}e{exponent}")
+    mantissa = match["mantissa"].replace(",", "").replace(" ", "")
+    return Decimal(f"{mantissa}e{exponent}")
 
 
 def _rewrite(token: re.Match[str]) -> str:
     command, symbol = token[1], token[2]
     if command is not None:
         return _COMMANDS.get(command, token[0])
-    if symbol is not None and symbol not in _DROPPED_SYMBOLS:
-        return token[0]  # an escaped brace, a row separator
-    return ""
+    if symbol is not None:
+        return _ESCAPED.get(symbol, token[0])  # others are an escaped brace, a row separator
+    return _SYMBOLS.get(token[0], "°")
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """Return what stands before a unit, and the unit: `cm^2` for square centimetres, or the words as they are."""
+    match = _UNIT.search(text)
+    if match is None or match.end() == match.start() or (match["mark"] == "°" and _OF_ANGLE.search(text)):
+        return text, ""
+    words = [word if len(word) == 1 else word.lower() for word in (match["words"] or "").replace(".", "").split()]
+    power = match["power"] or match["braced"] or "1"
+    if words and words[0] in _POWERS:
+        power = _POWERS[words.pop(0)]
+    name = " ".join(filter(None, [match["mark"], *words]))
+    return text[: match.start()], UNITS.get(name, name) + (f"^{power}" if power != "1" else "")
+
+
+def _tidy(text: str) -> str:
+    text = _SHORT_FRACTION.sub(lambda match: rf"\frac{{{match[1]}}}" + (f"{{{match[2]}}}" if match[2] else ""), text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _SHORT_SCRIPT.sub(r"\1\2", _NEEDLESS_BLANK.sub("", text))
+    if match := _SLASH.fullmatch(text):
+        return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
+    if match := _CHOICE.fullmatch(text):
+        return match[1]
+    return _NEGATIVE_NUMERATOR.sub(r"-\\frac{\1}", text) if text.startswith(r"\frac{-") else text
 
 
 def _plain(number: Decimal) -> str:
     if not number:
         return "0"  # -0, 0.00
+    if abs(number.adjusted()) > _LONGEST_PLAIN:
+        sign, digits, _ = number.as_tuple()
+        significant = "".join(map(str, digits)).rstrip("0")
+        return f"{'-' * sign}{significant}e{number.adjusted()}"
     text = format(number, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text

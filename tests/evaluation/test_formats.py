@@ -47,7 +47,8 @@ def test_other_seeds_give_other_letters():
         (r"\boxed{C}", "correct"),
         (r"first \boxed{A}, no: \boxed{\text{(C)}}", "correct"),
         (r"\boxed{C. \frac{1}{2}}", "correct"),
-        (r"\boxed{C) half}", "correct"),
+        (r"\boxed{C) \frac12}", "correct"),
+        (r"\boxed{C) half}", "wrong"),  # as `C) or B` would be: behind a letter, only its option's text counts
         (r"\boxed{\frac12}", "correct"),  # the option's text
         (r"\boxed{c}", "correct"),
         (r"\boxed{b}", "wrong"),

@@ -17,6 +17,7 @@ from spot_async.types import Problem
 from spot_async.verification import BoxedMatch, MathVerify, Verdict, boxed_match, extract_boxed, normalize_answer
 from spot_async.verification.extraction import MAX_ANSWER_CHARS, MAX_NESTING
 from spot_async.verification.math_verify import compare_strings, numbers_equal
+from spot_async.verification.multiple_choice import chosen_option
 from spot_async.verification.normalization import parse_number
 from spot_async.verification.worker_pool import WorkerDiedError
 
@@ -174,6 +175,15 @@ SAME = [
     (r"\text{Saturday}", r"\mathrm{Saturday}"),
     (r"\text{(C)}", "C"),
     ("x = 5", "5"),
+    ("x = 5", "x=5"),
+    ("-7", "\N{MINUS SIGN}7"),
+    ("58,500", r"58\ 500"),
+    ("58,500", "58 500"),
+    (r"8\pi\text{ cm}", r"8\pi"),
+    (r"45\text{ square units}", r"45\text{ units}^2"),
+    (r"3\text{ million}", r"3 \mathrm{~million}"),
+    (r"36^\circ\text{ C}", r"36\degree\mathrm{C}"),
+    ("1, 234", "1,\\ 234"),
     (r"x \leq 2", r"x\le 2"),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
 ]
@@ -194,6 +204,25 @@ DIFFERENT = [
     ("x^{10}", "x^10"),
     (r"6\text{ or }7", "6"),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 12 \end{pmatrix}"),
+    (r"3\text{ million}", "3"),
+    ("3", r"3\text{ million}"),
+    ("3", r"3\text{ is wrong}"),
+    ("3", r"3\text{ M}"),
+    ("2", r"2\mathbf{3}"),
+    (r"7\text{ hours}", r"7\text{ minutes}"),
+    (r"90^\circ", r"90\text{ radians}"),
+    (r"45\text{ units}^2", r"45\text{ units}^3"),
+    (r"\sin 30^\circ", r"\sin 30"),
+    ("x=5", "y=5"),
+    ("2x+1", "x=2x+1"),
+    ("12", r"1 \quad 2"),
+    ("12", "1\n2"),
+    ("12", "1~2"),
+    ("12/3", "1 2/3"),
+    ("1.5", "1. 5"),
+    ("1234", "1, 234"),
+    ("1e5", "1 e5"),
+    ("1e-9999", "1e-9998"),
     ("½", "1/2"),
     ("５", "5"),
 ]
@@ -210,6 +239,141 @@ def test_mathematics_is_not_forgiven(gold: str, answer: str) -> None:
     assert boxed_match(gold, rf"so \boxed{{{answer}}}.") is Verdict.WRONG
 
 
+def test_any_words_behind_a_gold_are_its_unit_but_not_those_that_a_policy_puts_behind_its_answer() -> None:
+    assert boxed_match(r"10\text{ dogs}", r"\boxed{10}") is Verdict.CORRECT
+    assert boxed_match("10", r"\boxed{10\text{ dogs}}") is Verdict.WRONG
+
+
+VALUES = st.one_of(
+    st.integers(-9999, 9999).map(str),
+    st.builds("{}.{}".format, st.integers(0, 99), st.integers(1, 99)),
+    st.builds(r"\frac{{{}}}{{{}}}".format, st.integers(1, 99), st.integers(2, 99)),
+    st.builds(r"{}\sqrt{{{}}}".format, st.integers(2, 9), st.integers(2, 99)),
+    st.builds("({},{})".format, st.integers(0, 99), st.integers(0, 99)),
+    st.builds("{}x^{{{}}}".format, st.integers(2, 99), st.integers(2, 99)),
+)
+VERBATIM = "{}"
+RESPELLINGS = [
+    r"\displaystyle {}",
+    "${}$",
+    r"\, {} \;",
+    "{}.",
+    " {}\n",
+    "k = {}",
+    r"{}\text{{ cm}}",
+    r"{}\mathrm{{~hours}}",
+]
+# What makes another answer of any value, as a policy might write it.
+CHANGES = [
+    "1{}",
+    "{} 1",
+    r"{}\quad 1",
+    "{}, 1",
+    r"{}\text{{ million}}",
+    r"{}\text{{ is wrong}}",
+    r"{}\text{{ or }} 1",
+    r"\text{{not }}{}",
+    r"\ne {}",
+    r"\ge {}",
+    "{}!",
+    "{}i",
+    "{}y",
+    "{}^2",
+    "{}e3",
+    "|{}|+1",
+]
+
+
+def judge(verifier: str, gold: str, answer: str) -> Verdict | None:
+    """The verdict of `boxed_match`, or what `math_verify` decides without its parser, where wrong is final."""
+    return boxed_match(gold, rf"\boxed{{{answer}}}") if verifier == "boxed_match" else compare_strings(gold, answer)
+
+
+@given(VALUES, st.sampled_from(RESPELLINGS))
+def test_a_respelled_answer_stays_right(value: str, respelling: str) -> None:
+    assert boxed_match(value, rf"\boxed{{{respelling.format(value)}}}") is Verdict.CORRECT
+
+
+@given(VALUES, st.sampled_from(CHANGES), st.sampled_from([VERBATIM, *RESPELLINGS[:3]]))
+def test_a_changed_answer_is_never_right(value: str, change: str, respelling: str) -> None:
+    answer = change.format(respelling.format(value))
+    for verifier in ("boxed_match", "math_verify"):
+        assert judge(verifier, value, answer) is not Verdict.CORRECT, verifier
+
+
+@given(VALUES.filter(lambda value: "x" not in value), st.sampled_from([("x", "y"), ("n", "k"), ("A", "B")]))
+def test_another_variable_is_wrong(value: str, names: tuple[str, str]) -> None:
+    for verifier in ("boxed_match", "math_verify"):
+        assert judge(verifier, f"{names[0]}={value}", f"{names[1]} = {value}") is Verdict.WRONG
+        assert judge(verifier, f"{names[0]}={value}", f"{names[0]} = {value}") is Verdict.CORRECT
+
+
+UNITS = ["cm", "m", "hours", "minutes", "degrees", "radians", "square units", "cubic units", "dollars"]
+
+
+@given(VALUES, st.sampled_from(UNITS), st.sampled_from(UNITS))
+def test_another_unit_is_wrong(value: str, one: str, other: str) -> None:
+    for verifier in ("boxed_match", "math_verify"):
+        verdict = judge(verifier, rf"{value}\text{{ {one}}}", rf"{value} \mathrm{{~{other}}}")
+        assert verdict is (Verdict.CORRECT if one == other else Verdict.WRONG)
+
+
+@given(VALUES, st.integers(0, 20), st.sampled_from("0123456789-+"))
+def test_another_digit_or_sign_is_wrong(value: str, at: int, put: str) -> None:
+    at %= len(value)
+    changed = value[:at] + put + value[at + 1 :] if value[at].isdigit() else value
+    number, other = parse_number(value), parse_number(changed)
+    is_same = changed == value or (number is not None and number == other)
+    if not is_same and changed[0] != "+":
+        assert judge("boxed_match", value, changed) is Verdict.WRONG
+
+
+CHOICES = (r"4\text{ cm}", "two", r"\frac{1}{2}", "none of these")
+
+
+@pytest.mark.parametrize(
+    ("answer", "chosen"),
+    [
+        ("B", 1),
+        ("(B)", 1),
+        ("[B]", 1),
+        ("b", 1),
+        (r"\bf B", 1),
+        (r"{\bf B}", 1),
+        (r"\textbf{(B)}\ \text{two}", 1),
+        ("**B**", 1),
+        (r"\text{Answer: B}", 1),
+        ("The correct option is B", 1),
+        ("B, two", 1),
+        ("B) two", 1),
+        ("B\\", 1),  # what is left of `B\ `
+        ("two", 1),
+        ("4", 0),
+        ("A. 4 cm", 0),
+        (r"(A)\text{ 4 cm}", 0),
+        (r"(C)\ \frac12", 2),
+        # a letter in front of anything else names no option
+        ("(B) or (C)", None),
+        ("B or C", None),
+        ("B, C", None),
+        ("B/C", None),
+        ("(B)(C)", None),
+        (r"(B)\text{ is wrong}", None),
+        ("not B", None),
+        ("B. 4 cm", None),
+        ("A, B", None),
+        ("E", None),
+        ("3", None),
+    ],
+)
+def test_a_box_names_one_option_or_none(answer: str, chosen: int | None) -> None:
+    assert chosen_option(answer, CHOICES) == chosen
+
+
+def test_a_text_that_is_near_to_two_options_names_neither() -> None:
+    assert chosen_option("4", ("4 cm", r"4\text{ cm}", r"4\text{ m}")) is None
+
+
 @pytest.mark.parametrize(
     ("gold", "text", "verdict"),
     [
@@ -218,7 +382,9 @@ def test_mathematics_is_not_forgiven(gold: str, answer: str) -> None:
         ("", r"\boxed{}", Verdict.UNJUDGED),
         ("", r"\boxed{\,}", Verdict.UNJUDGED),
         (r"\,", r"\boxed{\,}", Verdict.NO_ANSWER),
-        ("0" * (MAX_ANSWER_CHARS + 1), rf"\boxed{{{'0' * (MAX_ANSWER_CHARS + 1)}}}", Verdict.WRONG),
+        ("1 + " * 300, rf"\boxed{{{'1  + ' * 300}}}", Verdict.CORRECT),  # word for word, whatever its length
+        ("1 + " * 300, rf"\boxed{{{'1 + ' * 299} 2 +}}", Verdict.WRONG),
+        ("5", rf"\boxed{{{'0' * MAX_ANSWER_CHARS}5}}", Verdict.WRONG),
         ("5", rf"\boxed{{{'0' * (MAX_ANSWER_CHARS - 1)}5}}", Verdict.CORRECT),
         ("5", rf"\boxed{{{'(' * (MAX_NESTING + 1)}5{')' * (MAX_NESTING + 1)}}}", Verdict.WRONG),
     ],
@@ -249,9 +415,12 @@ async def test_nothing_is_judged_without_an_answer(kind: str, text: str) -> None
         (r"1,\!234", "1234"),
         ("-.5", "-0.5"),
         ("5.", "5"),
-        ("1 234", None),
+        ("1 234", "1234"),
+        (r"58\ 500", "58500"),
+        ("12 34", None),
         ("12,34", None),
-        ("1e9999", None),
+        ("1e9999", "1e9999"),
+        ("1e999999", None),
         ("2e", None),
         ("٣", None),
         ("", None),
@@ -299,7 +468,32 @@ def test_a_relative_tolerance_is_a_share_of_the_gold() -> None:
         ("27.0", "27", Verdict.CORRECT),
         ("27", "28", Verdict.WRONG),
         ("43_5", "43_{7}", Verdict.WRONG),
-        ("43_5", "43_{5}", None),
+        ("43_5", "43_{5}", Verdict.CORRECT),
+        ("809", "809_{7}", Verdict.WRONG),
+        ("809", r"809_{\text{seven}}", Verdict.WRONG),
+        ("3", r"3\text{ million}", Verdict.WRONG),
+        ("3", r"3\text{ is wrong}", Verdict.WRONG),
+        ("3", r"\neq 3", Verdict.WRONG),
+        ("3", r"\ge 3", Verdict.WRONG),
+        ("3", r"1 \quad 2", Verdict.WRONG),  # Math-Verify adds them
+        ("3t", "3", Verdict.WRONG),
+        (r"7\text{ hours}", r"7\text{ minutes}", Verdict.WRONG),
+        (r"90^\circ", r"90\text{ radians}", Verdict.WRONG),
+        ("x=5", "y=5", Verdict.WRONG),
+        ("east", "seat", Verdict.WRONG),
+        ("f(x)", "f'(x)", Verdict.WRONG),
+        ("x + y + z = 0", "0", Verdict.WRONG),
+        (r"40\text{ a}, 60\text{ b}", r"40\text{ a}, 50\text{ b}", Verdict.WRONG),
+        ("x<sup>2</sup>", "x", Verdict.WRONG),
+        ("0", r"1 \times 10^{-400} \mathrm{~J}", Verdict.WRONG),
+        (r"90^\circ", r"90\degree", Verdict.CORRECT),
+        (r"44\%", r"44\,\%", Verdict.CORRECT),
+        (r"(3,\frac{\pi}{2})", r"\bigl(3,\tfrac{\pi}{2}\bigr)", Verdict.CORRECT),
+        ("-1./3", r"-\frac{1}{3}", Verdict.CORRECT),
+        ("a=b", r"\text{a}=\text{b}", Verdict.CORRECT),
+        ("-7", "\N{MINUS SIGN}7", Verdict.CORRECT),
+        ("0.5", r"50\%", None),
+        ("5", "m+n=5", None),
         ("x", "(" * (MAX_NESTING + 1) + ")" * (MAX_NESTING + 1), Verdict.WRONG),
         ("x", "9" * (MAX_ANSWER_CHARS + 1), Verdict.WRONG),
         ("5", r"\frac{10}{2}", None),
