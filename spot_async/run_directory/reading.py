@@ -7,7 +7,7 @@ whoever renders it decides what to do without it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,9 @@ from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
 from spot_async.run_directory.layout import ENDS_EARLY, MISMATCHED, RESTARTED, RESUMED, STALLED, RunDirectory
 
 T = TypeVar("T")
+
+EVALUATION = "evaluation/"  # what the names of held-out figures in metrics.jsonl begin with
+EVALUATION_ITERATION = f"{EVALUATION}iteration"  # absent where it is the row's own
 
 
 class Candidate(msgspec.Struct, kw_only=True):
@@ -244,6 +247,18 @@ class RunFiles:
     def numbers_of(self, problem_id: str) -> list[int]:
         """Return the numbers of all samples of one problem."""
         return [number for number, sample in enumerate(self.samples()) if sample.problem_id == problem_id]
+
+
+def evaluated_iteration(iteration: int, metrics: Mapping[str, float]) -> int:
+    """Return whose weights the figures `evaluation/...` of an iteration's metrics are of.
+
+    An asynchronous run trains on while it evaluates, so they may stand in the row of a later iteration.
+    """
+    return int(metrics.get(EVALUATION_ITERATION, iteration))
+
+
+def has_evaluation(metrics: Mapping[str, float]) -> bool:
+    return any(name.startswith(EVALUATION) for name in metrics)
 
 
 def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:

@@ -13,14 +13,17 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.events import Evaluated
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.reading import RunFiles, evaluated_iteration, has_evaluation
 from spot_async.running.measuring import finished_evaluation, measure, write_evaluation
 from spot_async.running.summary import RunResults
 from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
+from spot_async.types import WeightSnapshot, WeightVersion
 
 Student: TypeAlias = Generator | ServicePool[Generator]
 
@@ -38,6 +41,7 @@ class RunEvaluations:
         self._vocabulary = Vocabulary(plan.student.vocabulary.tokenizer, plan.stop_token_ids)
         self._events = events
         self._results = results
+        self._untold: dict[int, EvaluationResult] = {}
 
     @property
     def best(self) -> BestCheckpoint | None:
@@ -57,7 +61,31 @@ class RunEvaluations:
         """Forget all evaluations but those whose files are there."""
         whens = [path.stem[-6:] for path in self._directory.path.glob("evaluation-??????.json")]
         found = {int(when): self._finished(when) for when in whens if when.isdigit()}
-        self.history.go_back({iteration: each for iteration, each in found.items() if each is not None})
+        kept = {iteration: each for iteration, each in found.items() if each is not None}
+        self.history.go_back(kept)
+        self._untold = {iteration: kept[iteration] for iteration in sorted(kept.keys() - self.told())}
+
+    def told(self) -> set[int]:
+        """Return the iterations whose evaluations stand in metrics.jsonl."""
+        rows = RunFiles(self._directory.path).metrics()
+        return {evaluated_iteration(int(row["iteration"]), row) for row in rows if has_evaluation(row)}
+
+    def untold(self, lineage: int) -> list[Evaluated]:
+        """Return the evaluations that still count although no row of metrics has them any more, by iteration.
+
+        In an asynchronous run such a row may be that of an iteration that is made again.
+        """
+        return [
+            Evaluated(
+                iteration,
+                result,
+                WeightSnapshot(
+                    directory=str(self._directory.weights.after(iteration)), version=WeightVersion(lineage, iteration)
+                ),
+                seconds=0.0,
+            )
+            for iteration, result in self._untold.items()
+        ]
 
     async def before(self, student: Student) -> EvaluationResult | None:
         return await self._measure(student, "before", self._plan.student.directory)

@@ -60,8 +60,9 @@ from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.mismatch import MismatchWarning
-from spot_async.telemetry.run_log import RunLog, log_events_to
-from spot_async.telemetry.sinks import MetricSink, open_sinks
+from spot_async.telemetry.run_log import RunLog, evaluation_metrics, log_events_to
+from spot_async.telemetry.side_sink import MetricSink
+from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.telemetry.trace import Trace, trace_to
 from spot_async.trainer.handle import TrainerProcess
@@ -102,8 +103,8 @@ async def train(
         sinks = run.open_files(stack)
         outcome = await run.run(sinks)
         structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
-    if not outcome.stopped:
-        directory.write_summary(summarize(config, plan, outcome))
+        if not outcome.stopped:  # before sinks are closed, which may take a while
+            directory.write_summary(summarize(config, plan, outcome))
     return outcome
 
 
@@ -161,9 +162,9 @@ class TrainingRun:
             self._ledger_file.go_on(self._ledger.spending())
             structlog.get_logger().info(RESUMED, step=self._part.beginning.step, lineage=self._part.beginning.lineage)
         stack.callback(self._ledger_file.write)  # whatever ends the run
-        sinks = stack.enter_context(open_sinks(self._config, directory.path, lambda: self._results.stages))
-        if self._part.checkpoint is not None:
-            self._tell(sinks)
+        sinks = stack.enter_context(
+            open_sinks(self._config, directory.path, lambda: self._results.stages, self._screen.warn)
+        )
         stack.enter_context(self._screen.live())
         stack.enter_context(self._lag.measuring())
         return sinks
@@ -207,9 +208,14 @@ class TrainingRun:
 
     async def _work(self, services: OpenServices, sinks: Sequence[MetricSink]) -> None:
         """Evaluate, train, and evaluate again, while the servers live."""
-        self._results.before = await self._evaluations.before(services.student)
         compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
         self._events.subscribe(MismatchWarning(compared, self._screen.warn))
+        before = self._results.before = await self._evaluations.before(services.student)
+        if self._part.checkpoint is not None:
+            self._tell(sinks)
+        elif before is not None:
+            for sink in sinks:
+                sink.write(0, evaluation_metrics(before))
         with trace_to(self._directory.path / "trace.json") if self._config.run.trace else nullcontext() as trace:
             while (loss := await self._train(services, sinks, trace)) is not None:
                 await self._begin_again(services, loss)
@@ -217,7 +223,10 @@ class TrainingRun:
         assert self._results.orchestrator is not None
         state = self._results.orchestrator.state
         if not state.stopped:
-            self._results.after = await self._evaluations.after(services.student, state.iteration)
+            after = self._results.after = await self._evaluations.after(services.student, state.iteration)
+            if after is not None and state.iteration not in self._evaluations.told():
+                for sink in sinks:
+                    sink.conclude(state.iteration, evaluation_metrics(after))
         if self._nodes is not None:
             self._nodes.ends("stopped" if state.stopped else "done")
 
@@ -303,6 +312,7 @@ class TrainingRun:
             backends=services.backends,
             loop_lag=self._lag,
             spending=self._spending.metrics(),
+            evaluations=self._evaluations.untold(self._part.beginning.lineage),
         )
         events.subscribe(log)
         student = services.student
@@ -340,8 +350,9 @@ class TrainingRun:
         return Part(beginning, checkpoint, resumption)
 
     def _tell(self, sinks: Sequence[MetricSink]) -> None:
-        """Tell the sinks which iterations are still true."""
-        rows = RunFiles(self._directory.path).metrics()
+        """Tell the sinks which iterations are still true, beginning with the evaluation before training."""
+        before = evaluation_metrics(self._results.before)
+        rows = [*([{"iteration": 0.0, **before}] if before else []), *RunFiles(self._directory.path).metrics()]
         for sink in sinks:
             sink.go_back(rows)
 

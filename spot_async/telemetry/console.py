@@ -1,7 +1,8 @@
 """Shows a run to people while it goes on, and the table at its end.
 
-A terminal has a live panel. Elsewhere there is one line per iteration, and one now and then during evaluations, so that
-a log stays readable. In an asynchronous run an evaluation goes on beside training, and both are shown.
+A terminal has a live panel. Elsewhere, and on a dumb terminal, there is one line per iteration, and one now and then
+during evaluations, so that a log stays readable. In an asynchronous run an evaluation goes on beside training, and both
+are shown.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RunConsole:
         self._left = ""
         self._orchestrator: Orchestrator | None = None
         self._accuracy = accuracy_words({})
-        self._evaluation: EvaluationResult | None = None  # the newest one, until an iteration's line has said it
+        self._evaluation: Evaluated | None = None  # the newest one, until an iteration's line has said it
         self._rate = TokenRate()
         self._started_s = self._said_s = time.monotonic()
 
@@ -78,7 +79,7 @@ class RunConsole:
             console=self.console,
             refresh_per_second=REFRESH_PER_S,
             transient=True,
-            auto_refresh=self.console.is_terminal,
+            auto_refresh=self.console.is_interactive,
         ):
             yield
 
@@ -93,7 +94,7 @@ class RunConsole:
             case ResponseJudged():
                 self._show_progress(event.finished, event.total)
             case Evaluated():
-                self._evaluation = event.result
+                self._evaluation = event
             case IterationFinished():
                 self._show_iteration(event)
             case PromptEnded(error=RequestError()):
@@ -108,7 +109,7 @@ class RunConsole:
             if orchestrator is not self._paced:
                 self._paced, self._training_pace = orchestrator, self._pace
             self._pace = self._training_pace
-        if not self.console.is_terminal:
+        if not self.console.is_interactive:
             self.say(name)
 
     def _show_progress(self, finished: int, total: int) -> None:
@@ -117,7 +118,7 @@ class RunConsole:
             self._see_progress(finished, total)
         else:  # the bar is that of training, which goes on
             self._judged = responses
-        if not self.console.is_terminal and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
+        if not self.console.is_interactive and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
             line = f"{self._step}: {responses}"
             self.say(f"{line} · {self._left}" if self._left and self._orchestrator is None else line)
 
@@ -130,7 +131,7 @@ class RunConsole:
             self.warn(no_step_words(result))
         train = result.report.metrics
         self._lag = lag_words(train)
-        if self.console.is_terminal:
+        if self.console.is_interactive:
             return
         parts = [
             f"iteration {result.iteration}/{self._iterations}",
@@ -139,7 +140,7 @@ class RunConsole:
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
             self._lag,
-            evaluation_words(evaluation),
+            "" if evaluation is None else evaluation_words(evaluation, result.iteration),
             self._left,
         ]
         self.say(" · ".join(part for part in parts if part))
@@ -263,15 +264,17 @@ def accuracy_words(means: Mapping[str, float]) -> str:
     return f"accuracy {percent(means.get('rollout/accuracy'))}"
 
 
-def evaluation_words(result: EvaluationResult | None) -> str:
-    """Return Avg@k and Pass@k over everything, for a line of progress."""
-    if result is None:
-        return ""
-    figures = result.figures()
+def evaluation_words(evaluation: Evaluated, iteration: int) -> str:
+    """Return Avg@k and Pass@k over everything, for the line of an iteration, which may be later than the one measured.
+
+    Empty if nothing was judged.
+    """
+    figures = evaluation.result.figures()
     if figures.avg is None:
         return ""
     n = figures.samples
-    return f"held out: Avg@{n} {percent(figures.avg.value)}, Pass@{n} {percent(figures.pass_at[n].value)}"
+    after = "" if evaluation.iteration == iteration else f" after iteration {evaluation.iteration}"
+    return f"held out{after}: Avg@{n} {percent(figures.avg.value)}, Pass@{n} {percent(figures.pass_at[n].value)}"
 
 
 def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:

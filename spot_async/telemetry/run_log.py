@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +27,13 @@ from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, We
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
+from spot_async.run_directory.reading import EVALUATION_ITERATION
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.pump_clock import PumpClock
 from spot_async.telemetry.replica_metrics import ReplicaMetrics
-from spot_async.telemetry.sinks import MetricSink
+from spot_async.telemetry.side_sink import MetricSink
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Prompt, Sample
 
@@ -51,8 +52,9 @@ class RunLog:
         backends: Mapping[str, Backend] | None = None,
         loop_lag: LoopLag | None = None,
         spending: RunSpendingMetrics | None = None,
+        evaluations: Iterable[Evaluated] = (),
     ) -> None:
-        """Begin to measure the first iteration.
+        """Begin to measure the first iteration. `evaluations` were made before and are in no row yet.
 
         Unless the run `is_strict`, it is also written how far training and publishing are apart. `backends` are by
         role. Their traffic and their replicas are reported, if they have any.
@@ -73,7 +75,7 @@ class RunLog:
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
         self._last_tokens = stages.tokens_generated
         self._iteration_started_s = time.monotonic()
-        self._evaluation: Evaluated | None = None  # the newest one that is in no row yet
+        self._evaluations = deque(evaluations)  # those in no row yet; each row takes one
 
     def on(self, event: Event) -> None:
         if self._publishing is not None:
@@ -82,7 +84,7 @@ class RunLog:
             case WeightsServed():
                 self._served_step = event.version.step
             case Evaluated():
-                self._evaluation = event
+                self._evaluations.append(event)
             case IterationFinished():
                 self._write_iteration(event)
             case PromptEnded(prompt=prompt, error=RequestError() as error):
@@ -91,7 +93,7 @@ class RunLog:
     def _write_iteration(self, result: IterationFinished) -> None:
         now_s = time.monotonic()
         elapsed_s = now_s - self._iteration_started_s
-        evaluation, self._evaluation = self._evaluation, None
+        evaluation = self._evaluations.popleft() if self._evaluations else None
         metrics = iteration_metrics(result, elapsed_s, evaluation)
         metrics |= self._generation_metrics(elapsed_s - result.times_s.evaluate)
         if self._publishing is not None and evaluation is not None:  # the trainer need not have waited for it
@@ -172,7 +174,7 @@ def iteration_metrics(
 ) -> dict[str, float]:
     """Return the metrics `rollout/...`, `train/...`, `time/...`, `wait/...` and others of one iteration.
 
-    `evaluation` is the one that was made since the iteration before. With staleness it may be of earlier weights.
+    `evaluation` is the oldest that is in no row yet. With staleness it may be of earlier weights.
     """
     means = mean_metrics(result.samples)
     return {
@@ -188,7 +190,7 @@ def iteration_metrics(
         **(
             {}
             if evaluation is None or evaluation.iteration == result.iteration
-            else {"evaluation/iteration": float(evaluation.iteration)}
+            else {EVALUATION_ITERATION: float(evaluation.iteration)}
         ),
     }
 

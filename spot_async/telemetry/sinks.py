@@ -1,41 +1,35 @@
 """Sends an iteration's metrics to TensorBoard, Weights & Biases and Prometheus.
 
-All are off by default. They get the metrics of `metrics.jsonl` and no others, under the same names (docs/metrics.md).
-Packages are imported only when their sink is asked for.
+All are off by default. They get the metrics of `metrics.jsonl` under the same names (docs/metrics.md), and the
+evaluations before and after training. Packages are imported only when their sink is asked for. None of them can end a
+run (`side_sink.py`).
 
-A run that goes back to a checkpoint makes some iterations once more. Its sinks then go on from the rows that are left,
-so that each iteration is there once.
+A run that goes back to a checkpoint makes some iterations once more. Its sinks then continue from the rows that are
+left, so that each iteration is there once. Row 0 among them is the evaluation before training.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from spot_async.base.addresses import LOOPBACK, host_of, is_loopback
 from spot_async.base.text import first_line
 from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError
+from spot_async.run_directory.reading import EVALUATION, EVALUATION_ITERATION, evaluated_iteration, has_evaluation
 from spot_async.stages.stage import Stage
+from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn
 
 ID_FILE = "id"  # of the run at W&B, which a resumed run goes on with
 ID_BYTES = 6
 
 WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
-
-class MetricSink(Protocol):
-    """Takes the flat metrics of each iteration. Must return quickly."""
-
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
-
-    def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Go on after these rows of metrics.jsonl, the run's so far. Later iterations are written once more."""
-        ...
 
 
 def check_packages(config: TelemetryConfig) -> None:
@@ -48,52 +42,69 @@ def check_packages(config: TelemetryConfig) -> None:
 
 @contextmanager
 def open_sinks(
-    config: Config, directory: Path, stages: Callable[[], Sequence[Stage[Any]]] = tuple
+    config: Config,
+    directory: Path,
+    stages: Callable[[], Sequence[Stage[Any]]] = tuple,
+    warn: Warn = lambda line: None,
 ) -> Iterator[list[MetricSink]]:
-    """Open the sinks that a run asks for, and close them on leaving. Raises ConfigError if one cannot be opened.
+    """Open the sinks that a run asks for, and close them on leaving. Raises ConfigError if W&B refuses the key.
 
-    `stages` returns the stages that there are now: none until the servers have answered.
+    `stages` returns the stages that there are now: none until the servers have answered. `warn` is told of sinks that
+    are lost.
     """
     telemetry = config.telemetry
-    sinks: list[AbstractContextManager[MetricSink]] = []
-    if telemetry.prometheus_port is not None:
-        sinks.append(prometheus_endpoint(telemetry.prometheus_port, stages))
+    sinks: list[SideSink] = []
+    if (port := telemetry.prometheus_port) is not None:  # its sink only keeps numbers, so it needs no thread
+        name = f"telemetry.prometheus_port={port}"
+        sinks.append(SideSink(name, prometheus_endpoint(port, stages), warn, waits=True))
     if telemetry.tensorboard:
-        sinks.append(tensorboard_files(directory / "tensorboard"))
+        sinks.append(SideSink("telemetry.tensorboard", tensorboard_files(directory / "tensorboard"), warn))
     if telemetry.wandb is not None:
-        sinks.append(wandb_run(telemetry.wandb, directory, config.model_dump(mode="json")))
+        opened = wandb_run(telemetry.wandb, directory, config.model_dump(mode="json"))
+        sinks.append(SideSink("telemetry.wandb", opened, warn))
     with ExitStack() as stack:
         yield [stack.enter_context(sink) for sink in sinks]
 
 
 @contextmanager
 def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
-    """Write TensorBoard's event files: a scalar for each metric, with the iteration as its step."""
-    from tensorboardX import SummaryWriter
+    """Write TensorBoard's event files: a scalar for each metric, with the iteration that it is of as its step.
+
+    tensorboardX's `SummaryWriter` would write on a thread of its own, whose failures nobody hears of.
+    """
+    from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.summary import scalar
 
     class Sink:
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+            evaluated = evaluated_iteration(iteration, metrics)
             for name, value in metrics.items():
-                writer.add_scalar(name, value, iteration)
+                step = evaluated if name.startswith(EVALUATION) else iteration
+                writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
             writer.flush()
 
         def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
             """Mark where readers drop what they have read. It is the mark of `purge_step`, within one writer."""
-            first = _last_iteration(rows) + 1
-            writer.file_writer.add_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)), first)
+            mark = SessionLog(status=SessionLog.START)
+            writer.write_event(Event(wall_time=time.time(), step=_last_iteration(rows) + 1, session_log=mark))
             writer.flush()
 
-    with SummaryWriter(str(directory)) as writer:
+        def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+            self.write(iteration, figures)
+
+    directory.mkdir(exist_ok=True)
+    with closing(EventsWriter(str(directory / "events"))) as writer:
         yield Sink()
 
 
 @contextmanager
 def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) -> Iterator[MetricSink]:
-    """Open a run of Weights & Biases with the resolved configuration. Raises ConfigError if it cannot be started.
+    """Open a run of Weights & Biases with the resolved configuration. Raises ConfigError if its key is refused.
 
     W&B takes each step once, and none before another that it has. So a run that goes back sends only what W&B has not
-    got. An offline run knows nothing of its earlier parts, so it sends everything once more.
+    got. An offline run knows nothing of its earlier parts, so it sends everything once more. Held-out figures are drawn
+    over `evaluation/iteration`, since those of an asynchronous run come in the step of a later iteration.
     """
     import wandb
 
@@ -113,17 +124,29 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
             config=run_config,
             settings=wandb.Settings(silent=True, console="off"),  # only our own console writes to the screen
         )
-    except wandb.errors.Error as error:
+    except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set mode: offline)") from None
 
+    run.define_metric(EVALUATION_ITERATION)
+    run.define_metric(f"{EVALUATION}*", step_metric=EVALUATION_ITERATION)
     next_iteration = run.step  # a resumed run's is the one after the last that W&B has
+    newest: Mapping[str, float] = {}  # what the step before that was given, if this process gave it
 
     class Sink:
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-            nonlocal next_iteration
-            if iteration >= next_iteration:  # W&B would ignore it with a complaint on the screen
-                run.log(dict(metrics), step=iteration)
-                next_iteration = iteration + 1
+            nonlocal next_iteration, newest
+            if iteration < next_iteration:  # W&B would ignore it with a complaint on the screen
+                return
+            whose = {EVALUATION_ITERATION: evaluated_iteration(iteration, metrics)} if has_evaluation(metrics) else {}
+            run.log({**metrics, **whose}, step=iteration)
+            next_iteration, newest = iteration + 1, metrics
+
+        def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+            """Add the figures to the last step, or to one after it if that has others, or is not this process's."""
+            is_open = bool(newest) and not has_evaluation(newest)
+            step = next_iteration - 1 if is_open else next_iteration
+            run.log({**figures, EVALUATION_ITERATION: iteration}, step=step)
+            run.summary.update(dict(figures))
 
         def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
             for row in rows:
@@ -141,7 +164,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
 def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -> Iterator[MetricSink]:
     """Serve `http://127.0.0.1:port/metrics`: the newest iteration's metrics, and what the stages hold right now.
 
-    Raises ConfigError if the port is taken.
+    Raises OSError if the port is taken.
     """
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
     from prometheus_client.core import GaugeMetricFamily, Metric
@@ -156,6 +179,9 @@ def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -
         def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
             for row in rows[-1:]:
                 self.write(*_split(row))
+
+        def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+            self.write(iteration, {**newest[1], **figures})
 
         def collect(self) -> Iterator[Metric]:
             """Return what a scrape gets. Runs in the server's thread, so it reads only plain numbers of the loop's."""
@@ -179,9 +205,7 @@ def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -
     try:
         server, thread = start_http_server(port, addr=LOOPBACK, registry=registry)
     except OSError as error:
-        raise ConfigError(
-            f"telemetry.prometheus_port={port}: cannot listen on {LOOPBACK}: {error.strerror}; choose another port"
-        ) from None
+        raise OSError(f"cannot listen on {LOOPBACK}: {error.strerror}; choose another port") from None
     server.set_app(_for_this_machine(make_wsgi_app(registry)))
     try:
         yield sink

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import re
+import resource
 import socket
 import struct
 import sys
@@ -25,14 +26,16 @@ from spot_async.backends.shared.launch import free_port
 from spot_async.config import TelemetryConfig
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
-from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseTimes, ResponseJudged, StepBegan
+from spot_async.evaluation.response_log import JudgedResponse
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.loop.events import Evaluated, IterationFinished, PhaseBegan, PhaseTimes, ResponseJudged, StepBegan
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import check_packages, open_sinks
-from spot_async.types import Sample, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import Sample, TrainReport, Verdict, WeightSnapshot, WeightVersion
 
 METRICS = {"rollout/accuracy": 0.25, "evaluation/avg@8": 0.5}
 
@@ -181,6 +184,31 @@ def test_an_evaluation_beside_training_is_shown_with_it(monkeypatch):
     assert "lag 0.50 mean, 1 max · about 3 min left" in iteration  # 31 s for one, since the screen saw only one
 
 
+def test_a_line_of_progress_says_whose_weights_the_held_out_figures_are_of():
+    text = io.StringIO()
+    response = JudgedResponse(
+        problem_id="p", sample=0, verdict=Verdict.CORRECT, tokens=1, finish_reason="stop", response=""
+    )
+    result = EvaluationResult((BenchmarkResult(tiers=("all",), responses=((response,),)),))
+    snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 5))
+    screen = RunConsole(Console(file=text, width=200), iterations=9)
+    for row in (5, 6):
+        screen.on(Evaluated(5, result, snapshot, 1.0))
+        screen.on(IterationFinished(row, [], TrainReport(snapshot=snapshot, metrics={}), PhaseTimes()))
+    own, later = (line for line in text.getvalue().splitlines() if "] iteration" in line)
+    assert "· held out: Avg@1 100.0 %" in own
+    assert "· held out after iteration 5: Avg@1 100.0 %" in later
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    text = io.StringIO()
+    screen = RunConsole(Console(file=text, width=200, force_terminal=True), iterations=9)
+    with screen.live():
+        screen.on(StepBegan("training"))
+    assert text.getvalue() == "[00:00] training\n"
+
+
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
     port = free_port()
     stage = SimpleNamespace(name="probe", waiting=3, in_flight=7)
@@ -219,14 +247,17 @@ def test_prometheus_answers_requests_for_this_machine_only(tmp_path, host):
         assert b"spot_async_iteration" in urllib.request.urlopen(named).read()
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path):
+def test_a_port_that_is_taken_is_a_warning_at_the_start_and_at_the_end(tmp_path):
+    said = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with (
-            pytest.raises(ConfigError, match=rf"telemetry.prometheus_port={port}: .*in use; choose another port"),
-            open_sinks(config(prometheus_port=port), tmp_path),
-        ):
-            pass
+        with open_sinks(config(prometheus_port=port), tmp_path, warn=said.append) as (sink,):
+            sink.write(1, METRICS)
+            sink.go_back([])
+    first, last = said
+    assert first.startswith(f"telemetry.prometheus_port={port} is lost, and the run continues without it: ")
+    assert first.endswith("in use; choose another port")
+    assert last.startswith(f"telemetry.prometheus_port={port} was lost during the run (")
 
 
 @pytest.mark.parametrize(
@@ -258,6 +289,81 @@ def test_tensorboard_files_hold_every_metric_at_its_iteration(tmp_path):
     assert found == [
         (i, tag, value) for i in (1, 2) for tag, value in (("rollout/accuracy", 0.25), ("evaluation/avg_8", 0.5))
     ]
+
+
+def test_tensorboards_full_disk_is_one_line_and_one_at_the_end(tmp_path, capfd):
+    said, limits = [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_sinks(config(tensorboard=True), tmp_path, warn=said.append) as (sink,):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+        try:
+            write_rows(sink, *range(1, 20))
+            end = time.monotonic() + 60
+            while not said:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            write_rows(sink, *range(20, 40))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said == [
+        "telemetry.tensorboard is lost, and the run continues without it: OSError: [Errno 27] File too large",
+        "telemetry.tensorboard was lost during the run (OSError: [Errno 27] File too large); "
+        "metrics.jsonl has everything",
+    ]
+    assert "".join(capfd.readouterr()) == ""
+
+
+# What an asynchronous run writes: the evaluation of iteration 1 in the row of iteration 2.
+BEFORE, LATE, AFTER = ({"evaluation/avg@8": share, "evaluation/hard/avg@8": share} for share in (0.1, 0.2, 0.4))
+
+
+def write_asynchronous_run(sink):
+    sink.write(0, BEFORE)
+    sink.write(1, {"loss": 1.0})
+    sink.write(2, {"loss": 2.0, "evaluation/iteration": 1.0, **LATE})
+    sink.write(3, {"loss": 3.0})
+    sink.conclude(3, AFTER)
+
+
+def test_tensorboard_shows_held_out_figures_at_the_iteration_whose_weights_were_measured(tmp_path):
+    with open_sinks(config(tensorboard=True), tmp_path) as (sink,):
+        write_asynchronous_run(sink)
+    for tag in ("evaluation/avg_8", "evaluation/hard/avg_8"):
+        assert shown_steps(tmp_path / "tensorboard", tag) == [0, 1, 3]
+    assert shown_steps(tmp_path / "tensorboard", "loss") == [1, 2, 3]
+
+
+def test_wandb_draws_held_out_figures_over_the_iteration_whose_weights_were_measured(tmp_path):
+    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path) as (sink,):
+        write_asynchronous_run(sink)
+    (directory,) = tmp_path.glob("wandb/offline-run-*")
+    records = wandb_run_records(directory)
+    steps = [
+        (each["_step"], each["evaluation/iteration"], each["evaluation/avg@8"], each["evaluation/hard/avg@8"])
+        for each in wandb_items(records)
+        if "evaluation/avg@8" in each
+    ]
+    assert steps == [(0, 0, 0.1, 0.1), (2, 1, 0.2, 0.2), (3, 3, 0.4, 0.4)]
+    assert ("evaluation/*", "evaluation/iteration") in {(r.metric.glob_name, r.metric.step_metric) for r in records}
+    summary = {item.key: item.value_json for each in records for item in each.summary.update}
+    assert summary["evaluation/avg@8"] == "0.4"
+
+
+def test_wandb_gets_the_last_evaluation_where_the_last_row_has_one_of_earlier_weights(tmp_path):
+    with open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path) as (sink,):
+        sink.write(2, {"loss": 2.0, "evaluation/iteration": 1.0, **LATE})
+        sink.conclude(2, AFTER)
+    (directory,) = tmp_path.glob("wandb/offline-run-*")
+    found = wandb_items(wandb_run_records(directory))
+    assert [(each["evaluation/iteration"], each["evaluation/avg@8"]) for each in found] == [(1, 0.2), (2, 0.4)]
+
+
+def test_prometheus_shows_the_last_evaluation_beside_the_last_iteration(tmp_path):
+    port = free_port()
+    with open_sinks(config(prometheus_port=port), tmp_path) as (sink,):
+        write_asynchronous_run(sink)
+        text = scrape(port)
+    for line in ("spot_async_iteration 3.0", '{name="loss"} 3.0', '{name="evaluation/avg@8"} 0.4'):
+        assert line in text
 
 
 @pytest.fixture
@@ -304,7 +410,12 @@ def test_wandb_goes_on_with_its_run_and_has_each_iteration_once(tmp_path):
 
 
 def wandb_history(directory):
-    """Steps and losses of an offline run, once its service has written its end."""
+    """Steps and losses of an offline run."""
+    return [(each["_step"], each["loss"]) for each in wandb_items(wandb_run_records(directory))]
+
+
+def wandb_run_records(directory):
+    """What an offline run wrote, once its service has written its end."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = directory.glob("*.wandb")
@@ -312,8 +423,13 @@ def wandb_history(directory):
     while not any(each.HasField("exit") for each in found):
         assert time.monotonic() < end
         found = [Record.FromString(each) for each in wandb_records(file.read_bytes())]
-    items = [{item.nested_key[0]: json.loads(item.value_json) for item in each.history.item} for each in found]
-    return [(each["_step"], each["loss"]) for each in items if each]
+    return found
+
+
+def wandb_items(records):
+    """The metrics of each step, `_step` among them."""
+    found = [{item.nested_key[0]: json.loads(item.value_json) for item in each.history.item} for each in records]
+    return [each for each in found if each]
 
 
 def wandb_records(data):

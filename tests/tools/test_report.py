@@ -70,6 +70,21 @@ def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(
     assert "88 %" not in read_report(files).sections[0].plots[0].figure  # it is that of the last iteration
 
 
+def test_held_out_figures_of_an_asynchronous_run_stand_at_the_weights_that_were_measured(tmp_path):
+    late = {6: (5, 0.25), 11: (10, 0.5), 16: (15, 0.75)}  # by row: whose weights, and their figure
+    rows = [metrics_row(i) for i in range(1, 17)]
+    for row, (iteration, share) in late.items():
+        rows[row - 1] |= {"evaluation/iteration": float(iteration), "evaluation/avg@1": share}
+    files = make_run(tmp_path / "run", [], rows)
+    end = {"avg": {"value": 0.625, "standard_error": None}, "pass_at": {}}
+    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    report = read_report(files)
+    assert dict(report.facts)["best"] == "iteration 15, Avg@1 75.0 %"
+    figure = report.sections[0].plots[0].figure
+    shown = [f"iteration {iteration}: Avg@1 {share}" for iteration, share in ((5, 25), (10, 50), (15, 75), (16, 62))]
+    assert [each for each in shown if each in figure] == shown
+
+
 def test_a_run_without_teacher_or_reference_section_is_reported(tmp_path):
     reference = {"wait/reference_s": 7.0, "stage/reference/requests": 8.0, "stage/reference/mean_in_flight": 5.6}
     row = {name: value for name, value in metrics_row(1).items() if "probe" not in name and "spot" not in name}

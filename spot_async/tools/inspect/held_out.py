@@ -14,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from spot_async.base.text import counted, with_error
+from spot_async.run_directory.reading import evaluated_iteration
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.totals import Rows
 from spot_async.tools.pages import svg
@@ -105,13 +106,20 @@ def held_out(
 
 def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Curve:
     metric = f"evaluation/{name}@{k}"
-    found = [(row["iteration"], row[metric], row.get(f"{metric}_standard_error", math.nan))
-             for row in rows if metric in row]  # fmt: skip
+    found = [
+        (
+            float(evaluated_iteration(int(row["iteration"]), row)),
+            row[metric],
+            row.get(f"{metric}_standard_error", math.nan),
+        )
+        for row in rows
+        if metric in row
+    ]
     start, end = _overall(before or {}, name, k), _overall(after or {}, name, k)
     if start is not None and found:
         found.insert(0, (0.0, start["value"], _number(start["standard_error"])))
     # An evaluation after the last iteration would be the same one as that after the run.
-    if end is not None and found and metric not in rows[-1]:
+    if end is not None and found and found[-1][0] < rows[-1]["iteration"]:
         found.append((rows[-1]["iteration"], end["value"], _number(end["standard_error"])))
     points = tuple((iteration, value) for iteration, value, _ in found)
     return Curve(f"{name.capitalize()}@{k}", points, tuple(error for *_, error in found))

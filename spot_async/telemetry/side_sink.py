@@ -1,0 +1,132 @@
+"""Keeps a sink from ending or holding up its run: whatever only shows must never end what works.
+
+A sink that fails, or that takes nothing any more, is dropped. That is said once when it happens and once more at the
+end. Nothing is lost with it, since metrics.jsonl holds all that a sink gets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol, Self
+
+import structlog
+
+from spot_async.base.tasks import error_words
+from spot_async.base.text import shortened
+from spot_async.errors import ConfigError
+
+FINISH_TIMEOUT_S = 60.0  # W&B still sends what it has
+MOST_WAITING = 1000  # calls; a sink behind which more wait has stopped to take any
+REASON_CHARACTERS = 300
+
+Warn = Callable[[str], None]
+
+
+class MetricSink(Protocol):
+    """Takes the flat metrics of each iteration."""
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
+
+    def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Go on after these rows of metrics.jsonl, the run's so far. Later iterations are written once more."""
+        ...
+
+    def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+        """Take the evaluation after training, of the weights of the last iteration, which is written already."""
+        ...
+
+
+class SideSink:
+    """A context manager around one that gives a sink. What is called on it never raises, but for a ConfigError.
+
+    With `waits` of False the sink works on a thread of its own, so that a disk or a server that hangs holds up nothing.
+    Leaving waits for it no longer than `finish_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opened: AbstractContextManager[MetricSink],
+        warn: Warn,
+        *,
+        waits: bool = False,
+        finish_timeout_s: float = FINISH_TIMEOUT_S,
+    ) -> None:
+        self._name = name
+        self._opened = opened
+        self._warn = warn
+        self._finish_timeout_s = finish_timeout_s
+        self._lost = ""  # why
+        self._sink: MetricSink | None = None  # while it takes something
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = None if waits else threading.Thread(target=self._work, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self._sink = self._opened.__enter__()
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - foreign code, whose failures are its own
+            self._lose(error_words(error))
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        if self._sink is not None:
+            self._call(partial(self._sink.write, iteration, metrics))
+
+    def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
+        if self._sink is not None:
+            self._call(partial(self._sink.go_back, rows))
+
+    def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+        if self._sink is not None:
+            self._call(partial(self._sink.conclude, iteration, figures))
+
+    def __exit__(self, *exc_info: Any) -> None:
+        leave = partial(self._opened.__exit__, *exc_info)
+        if self._thread is None:
+            self._try(leave)
+        else:
+            self._calls.put(partial(self._try, leave))
+            self._calls.put(None)
+            self._thread.join(self._finish_timeout_s)
+            if self._thread.is_alive():
+                self._lose(f"it did not finish within {self._finish_timeout_s:g} s")
+        if self._lost:
+            self._warn(f"{self._name} was lost during the run ({self._lost}); metrics.jsonl has everything")
+
+    def _call(self, call: Callable[[], object]) -> None:
+        if self._thread is None:
+            self._try(call)
+        elif self._calls.qsize() < MOST_WAITING:
+            self._calls.put(partial(self._try_unless_lost, call))
+        else:
+            self._lose(f"it has not taken the last {MOST_WAITING} iterations")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _try_unless_lost(self, call: Callable[[], object]) -> None:
+        if not self._lost:
+            self._try(call)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._lose(error_words(error))
+
+    def _lose(self, reason: str) -> None:
+        self._sink = None
+        if self._lost:
+            return
+        self._lost = shortened(reason, REASON_CHARACTERS)
+        structlog.get_logger().warning("sink lost", sink=self._name, reason=self._lost)
+        self._warn(f"{self._name} is lost, and the run continues without it: {self._lost}")
