@@ -19,6 +19,7 @@ from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
 from spot_async.cli.ending import exit_code as exit_code
 from spot_async.cli.ending import hung as hung
 from spot_async.cli.ending import screen
+from spot_async.telemetry.screen import show_nearest_characters
 
 app = typer.Typer(
     name="spot-async",
@@ -73,4 +74,5 @@ app.command("compare", help=flowing(files.compare_runs))(files.compare_runs)
 
 def main() -> None:
     """Entry point of the `spot-async` command."""
+    show_nearest_characters()
     app()

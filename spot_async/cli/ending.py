@@ -7,13 +7,11 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import structlog
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from spot_async.base.in_time import in_time
@@ -36,30 +34,13 @@ from spot_async.evaluation.response_log import count_kept
 from spot_async.loop.stopping import StopRequest
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
 from spot_async.run_directory.manifest import committed
+from spot_async.telemetry.screen import Screen
 
 T = TypeVar("T")
 
 LAST_WORDS_S = 5.0  # how long each thing may take that is done before a process is ended at once
 
 EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
-
-
-class Screen(Console):
-    """A console that falls silent when it can no longer write, so that the command still ends as it would.
-
-    That is so behind `head`, on a terminal that was closed, and on a full disk.
-    """
-
-    def __exit__(self, *exc_info: Any) -> None:  # every way of printing ends here
-        try:
-            super().__exit__(*exc_info)
-        except OSError:  # rich itself only handles broken pipes
-            self.on_broken_pipe()
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        with Path(os.devnull).open("wb") as nowhere:  # takes what Python has buffered, and writes when it ends
-            os.dup2(nowhere.fileno(), self.file.fileno())
 
 
 screen = Screen()

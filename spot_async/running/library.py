@@ -35,6 +35,7 @@ from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.services import Services
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
+from spot_async.telemetry.screen import Screen, show_nearest_characters
 from spot_async.types import Capabilities
 
 _one_run = threading.Lock()
@@ -115,7 +116,9 @@ async def _train(
 ) -> TrainOutcome:
     if (config.cluster.nodes or 1) > 1:
         raise ConfigError(f"cluster.nodes={config.cluster.nodes}: only the command spot-async train spans machines")
-    console = Console() if progress else Console(quiet=True, force_terminal=False)
+    if progress:
+        show_nearest_characters()
+    console = Screen() if progress else Console(quiet=True, force_terminal=False)
     try:
         return await runtime.train(config, plan, directory, console, checkpoint=checkpoint)
     except ExceptionGroup as failures:

@@ -15,11 +15,13 @@ from typing import Any, Protocol, Self
 
 import structlog
 
+from spot_async.base.in_time import in_time
 from spot_async.base.tasks import error_words
 from spot_async.base.text import shortened
 from spot_async.errors import ConfigError
 
 FINISH_TIMEOUT_S = 60.0  # W&B still sends what it has
+ABANDON_TIMEOUT_S = 1.0
 MOST_WAITING = 1000  # calls; a sink behind which more wait has stopped to take any
 REASON_CHARACTERS = 300
 
@@ -55,11 +57,14 @@ class SideSink:
         *,
         waits: bool = False,
         finish_timeout_s: float = FINISH_TIMEOUT_S,
+        abandon: Callable[[], object] = lambda: None,
     ) -> None:
+        """`abandon` is called in place of waiting longer for a sink that is lost. It may hang or raise too."""
         self._name = name
         self._opened = opened
         self._warn = warn
         self._finish_timeout_s = finish_timeout_s
+        self._abandon = abandon
         self._lost = ""  # why
         self._sink: MetricSink | None = None  # while it takes something
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -99,6 +104,7 @@ class SideSink:
             if self._thread.is_alive():
                 self._lose(f"it did not finish within {self._finish_timeout_s:g} s")
         if self._lost:
+            in_time(partial(self._try, self._abandon), ABANDON_TIMEOUT_S)
             self._warn(f"{self._name} was lost during the run ({self._lost}); metrics.jsonl has everything")
 
     def _call(self, call: Callable[[], object]) -> None:

@@ -61,7 +61,7 @@ def open_sinks(
         sinks.append(SideSink("telemetry.tensorboard", tensorboard_files(directory / "tensorboard"), warn))
     if telemetry.wandb is not None:
         opened = wandb_run(telemetry.wandb, directory, config.model_dump(mode="json"))
-        sinks.append(SideSink("telemetry.wandb", opened, warn))
+        sinks.append(SideSink("telemetry.wandb", opened, warn, abandon=abandon_wandb))
     with ExitStack() as stack:
         yield [stack.enter_context(sink) for sink in sinks]
 
@@ -158,6 +158,13 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
         run.finish(exit_code=1)
         raise
     run.finish()
+
+
+def abandon_wandb() -> None:
+    """Give W&B's helper process up, for which this process would otherwise wait when it exits."""
+    import wandb
+
+    wandb.teardown()
 
 
 @contextmanager
