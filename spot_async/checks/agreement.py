@@ -90,15 +90,22 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
         return
     names = list(servers)
     nats = [discovery.largest_difference_nats(first, other) for other in others]
-    found.largest_nats = max(nats)
+    known = [each for each in nats if each is not None]
+    if len(known) < len(nats):
+        found.warnings.append(f"{role}.backend: its servers could not be compared: they mask different positions")
+    if not known:
+        return
+    found.largest_nats = max(known)
     found.together = msgspec.structs.replace(
         together, logprob_noise_nats=max(together.logprob_noise_nats, NOISE_MARGIN * found.largest_nats)
     )
     _judge(role, names, nats, found)
 
 
-def _judge(role: str, names: Sequence[str], nats: Sequence[float], found: Agreement) -> None:
+def _judge(role: str, names: Sequence[str], nats: Sequence[float | None], found: Agreement) -> None:
     for name, difference in zip(names[1:], nats, strict=True):
+        if difference is None:
+            continue
         line = f"{role}.backend: {name} gives log-probabilities up to {difference:.2g} nats from those of {names[0]}"
         if difference > OTHER_ROWS_NATS:
             found.refusals.append(f"{line}: these are not the same weights; give all servers of a role the same model")

@@ -23,6 +23,7 @@ from spot_async.checks.capabilities import check_capabilities, sums_ends
 from spot_async.checks.discovery import NOISE_MARGIN, Asked, Noise
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.prompt_warnings import plan_warnings
+from spot_async.checks.score_rows import check_score_rows
 from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles
@@ -36,6 +37,7 @@ from spot_async.types import Capabilities, LogprobTemperature, WeightVersion
 PROMPTS = 3
 RESPONSE_TOKENS = 24
 SLOW_ROUND_TRIP_S = 0.25
+MOST_MASKED = 0.5  # share of positions
 
 Fact: TypeAlias = str | int | float | bool | None
 T = TypeVar("T")
@@ -232,6 +234,7 @@ class _ServerDiagnosis:
         top_k = min(TOP_K, self.said.max_top_k)
         noise = await self._ask("scores again", discovery.score_noise(self.backend, self.asked, top_k))
         self._note_noise(noise)
+        await self._check_rows(noise)
         self.facts["score_temperature_probed"] = await self._ask(
             "scores at two temperatures", discovery.score_temperature(self.backend, self.asked)
         )
@@ -240,10 +243,50 @@ class _ServerDiagnosis:
                 "entropies", discovery.entropy_width_nats(self.backend, self.asked, top_k)
             )
 
+    async def _check_rows(self, noise: Noise | None) -> None:
+        """Refuse scores that are no log-probabilities of the given tokens, or of too few; warn if nobody can tell."""
+        used_top_k = self.plan.policy.needs.teacher_top_k if self.role == "teacher" else 1
+        checking = check_score_rows(
+            self.backend,
+            self.asked,
+            vocab_size=self.said.vocab_size,
+            top_k=min(self.said.max_top_k, max(used_top_k, TOP_K if self.said.every_position else 1)),
+            noise_nats=0.0 if noise is None else noise.largest,
+            special={*self._files.vocabulary.tokenizer.all_special_ids, *self.asked.stop_token_ids},
+        )
+        found = await self._ask("scores of two texts that differ in a token", checking)
+        self.facts["masked_share"] = None if found is None else found.masked
+        self.facts["score_rows"] = None if found is None else found.order
+        if found is None:
+            return
+        lines = [f"{self.section}: {fault}" for fault in found.faults]
+        if found.masked is not None and found.masked > MOST_MASKED:
+            lines.append(
+                f"{self.section}: {found.masked:.0%} of the positions are masked, so most of every response would "
+                f"teach nothing{self._why_masked}: use a server that takes and names tokens by id"
+            )
+        if found.alike is not None and self.role == "teacher":
+            lines.append(f"{self.section}: {found.alike}: it has nothing to teach; serve the model that was trained")
+        elif found.alike is not None:  # a student may start so
+            self.warnings.append(f"{self.section}: {found.alike}")
+        (self.refusals if used_top_k else self.warnings).extend(lines)
+        self.warnings += [f"{self.section}: {note}" for note in found.notes]
+        if found.order is None and found.alike is None and not found.faults:
+            self.warnings.append(
+                f"{self.section}: it could not be checked that scores are of the rows that predict their tokens"
+                f"{self._why_masked}: compare some with the model's own"
+            )
+
+    @property
+    def _why_masked(self) -> str:
+        if not self.said.token_id_prompts:
+            return " (the server reads text, and cuts it into other tokens or names some by a text that several have)"
+        return "" if self.said.every_position else " (the server names tokens by text, and several have the same)"
+
     async def _discover_generations(self) -> None:
         backend, asked = self.backend, self.asked
         if self.said.max_generation_top_k:
-            if "noise_alone_nats" not in self.facts:
+            if self.facts.get("noise_alone_nats") is None:
                 top_k = min(TOP_K, self.said.max_generation_top_k)
                 self._note_noise(await self._ask("samples again", discovery.generation_noise(backend, asked, top_k)))
             self.facts["generation_temperature_probed"] = await self._ask(

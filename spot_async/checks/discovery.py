@@ -71,8 +71,8 @@ async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list
     return [reply.token_ids for reply in replies]
 
 
-async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise:
-    """Return the noise of scores: of the response's tokens, and of the top-k."""
+async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise | None:
+    """Return the noise of scores: of the response's tokens, and of the top-k; None if no position is known."""
 
     async def read() -> FloatArray:
         return _values(await _score(scorer, asked, 0, top_k=top_k))
@@ -80,7 +80,7 @@ async def score_noise(scorer: Scorer, asked: Asked, top_k: int) -> Noise:
     return await _noise(read)
 
 
-async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> Noise:
+async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> Noise | None:
     """Return the noise of the distribution after a prompt, as the server sends it with a sampled token."""
 
     async def read() -> FloatArray:
@@ -113,10 +113,10 @@ async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_to
     return rows
 
 
-def largest_difference_nats(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> float:
-    """Return the largest difference between two servers' `readings`; 0 if they have no position in common."""
+def largest_difference_nats(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> float | None:
+    """Return the largest difference between two servers' `readings`; None if they have no position in common."""
     differences = np.concatenate([np.abs(one - two).ravel() for one, two in zip(first, other, strict=True)])
-    return float(np.nanmax(differences, initial=0.0))
+    return None if np.isnan(differences).all() else float(np.nanmax(differences))
 
 
 async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature | None:
@@ -155,26 +155,29 @@ async def honours_seeds(generator: Generator, asked: Asked, max_tokens: int) -> 
     return True if any(other != first for other in others) else None
 
 
-async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, max_tokens: int) -> float:
-    """Return the largest difference between the log-probabilities of tokens as they are sampled and as scored."""
-    largest = 0.0
+async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, max_tokens: int) -> float | None:
+    """Return the largest difference between the log-probabilities of tokens as they are sampled and as scored.
+
+    None if no position is known.
+    """
+    differences: list[float] = []
     for n, prompt in enumerate(asked.prompts):
         reply = await _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
         scores = await scorer.score(prompt, reply.token_ids, top_k=1, temperature=1.0, deadline=asked.deadline())
         known = slice(None) if scores.valid is None else scores.valid
-        largest = max(largest, float(np.abs(scores.logprobs - reply.logprobs)[known].max(initial=0.0)))
-    return largest
+        differences += np.abs(scores.logprobs - reply.logprobs)[known].tolist()
+    return max(differences, default=None)
 
 
-async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float:
-    """Return the mean distance between the bounds of the entropy; NaN if no position is known."""
+async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float | None:
+    """Return the mean distance between the bounds of the entropy; None if no position is known."""
     widths = []
     for n in range(len(asked.prompts)):
         scores = await _score(scorer, asked, n, top_k=top_k)
         known = slice(None) if scores.valid is None else scores.valid
         widths.append((scores.entropy_upper - scores.entropy_lower)[known])
     together = np.concatenate(widths)
-    return float(together.mean()) if together.size else float("nan")
+    return float(together.mean()) if together.size else None
 
 
 async def generation_round_trip_s(generator: Generator, asked: Asked) -> float:
@@ -200,8 +203,10 @@ async def _median_s(request: Callable[[], Awaitable[object]]) -> float:
     return statistics.median(seconds)
 
 
-async def _noise(read: Callable[[], Awaitable[FloatArray]]) -> Noise:
+async def _noise(read: Callable[[], Awaitable[FloatArray]]) -> Noise | None:
     first = await read()
+    if not first.size:
+        return None
     alone = [await read() for _ in range(REPEATS - 1)]
 
     async def one() -> FloatArray:

@@ -14,9 +14,11 @@ from rich.text import Text
 
 from spot_async.checks.diagnosis import Diagnosis, Fact
 from spot_async.checks.plan import TrainPlan
+from spot_async.checks.score_rows import RIGHT
 from spot_async.config import Config
 from spot_async.running.assembly import make_spending
 from spot_async.running.services import open_services
+from spot_async.telemetry.console import percent
 
 Facts = Mapping[str, Fact]
 
@@ -116,6 +118,20 @@ def _temperature(name: str, feature: str) -> Callable[[Facts], str]:
     return words
 
 
+def _masked(facts: Facts) -> str:
+    if "masked_share" not in facts:
+        return "scores nothing"
+    share = facts["masked_share"]
+    return "unknown" if share is None else percent(float(share))
+
+
+def _score_rows(facts: Facts) -> str:
+    if "score_rows" not in facts:
+        return "scores nothing"
+    order = facts["score_rows"]
+    return "unknown" if order is None else "yes (probed)" if order == RIGHT else "NO"
+
+
 def _repeatability(facts: Facts) -> str:
     if facts.get("noise_alone_nats") is None:
         return "unknown"
@@ -190,6 +206,8 @@ ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("log-probabilities", lambda facts: f"of the {facts['logprob_convention']} distribution"),
     ("temperature of scores", _temperature("score_temperature", "scores nothing")),
     ("temperature of samples", _temperature("generation_temperature", "samples nothing")),
+    ("masked positions", _masked),
+    ("scores of the right rows", _score_rows),
     ("repeatability", _repeatability),
     ("servers apart", lambda facts: _nats(facts["servers_differ_nats"]) if "servers_differ_nats" in facts else ""),
     ("samples against scores", _disagreement),

@@ -72,6 +72,12 @@ class Other:
         return msgspec.structs.replace(await self.backend.capabilities(deadline=deadline), **self.said)
 
 
+def moved(scores: TokenScores, nats: float) -> TokenScores:
+    """Return scores in which every token is less likely."""
+    own, top = scores.logprobs - np.float32(nats), scores.topk_logprobs - np.float32(nats)
+    return msgspec.structs.replace(scores, logprobs=own, topk_logprobs=top)
+
+
 class OneRowOff(Other):
     async def score(self, *arguments: Any, **more: Any) -> TokenScores:
         scores = await self.backend.score(*arguments, **more)
@@ -86,13 +92,45 @@ class Bent(Other):
         return msgspec.structs.replace(reply, logprobs=reply.logprobs - np.float32(0.25))
 
 
+class LateRows(Other):
+    """Gives each token the row after it, as llama-cpp-python does."""
+
+    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
+        earlier, later = np.append(prompt_ids, response_ids[:1]), np.append(response_ids[1:], response_ids[-1:])
+        rows = await self.backend.score(earlier, later, top_k=48, **more)
+        own = rows.topk_logprobs[rows.topk_ids == response_ids[:, None]]
+        top = {"topk_ids": rows.topk_ids[:, :top_k], "topk_logprobs": rows.topk_logprobs[:, :top_k]}
+        return msgspec.structs.replace(rows, logprobs=own, **top)
+
+
+class Uniform(Other):
+    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
+        scores = await self.backend.score(prompt_ids, response_ids, top_k=top_k, **more)
+        values = {name: np.full_like(getattr(scores, name), -np.log(48)) for name in ("logprobs", "topk_logprobs")}
+        return msgspec.structs.replace(scores, **values)
+
+
+class Masked(Other):
+    """Knows every third position, or none."""
+
+    every = 3
+
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
+        return msgspec.structs.replace(scores, valid=np.arange(len(scores.logprobs)) % 3 == 3 - self.every)
+
+
+class MaskedWholly(Masked):
+    every = 0
+
+
 class Noisy(Other):
     reading = 0
 
     async def score(self, *arguments: Any, **more: Any) -> TokenScores:
         scores = await self.backend.score(*arguments, **more)
         self.reading += 1
-        return msgspec.structs.replace(scores, logprobs=scores.logprobs - 0.1 * (self.reading % 3))
+        return moved(scores, 0.1 * (self.reading % 3))
 
 
 class IgnoresSeeds(Other):
@@ -131,7 +169,7 @@ class Shifted(Other):
 
     async def score(self, *arguments: Any, **more: Any) -> TokenScores:
         scores = await self.backend.score(*arguments, **more)
-        return msgspec.structs.replace(scores, logprobs=scores.logprobs - np.float32(self.nats))
+        return moved(scores, self.nats)
 
     async def generate(self, *arguments: Any, **more: Any) -> Generation:
         reply = await self.backend.generate(*arguments, **more)
@@ -153,7 +191,8 @@ async def test_servers_of_a_role_are_compared_and_offer_what_each_of_them_does(s
     found = await diagnosis_of(services, teacher=Pool("teacher", teacher, second))
     assert list(found.roles) == ["student", "teacher-1", "teacher-2"]
     assert found.roles["teacher-2"]["servers_differ_nats"] == pytest.approx(3.0, abs=1e-4)
-    apart, narrow = found.refusals
+    apart, narrow, no_softmax = found.refusals
+    assert no_softmax.startswith("teacher.backend (teacher-2): the probabilities of a row sum to 0.05, not to 1")
     assert "teacher-2 gives log-probabilities up to 3 nats from those of teacher-1" in apart
     assert "teacher.backend (local) serves top-8" in narrow
     assert any("different software: teacher-1 local, teacher-2 local 2" in line for line in found.warnings)
@@ -205,7 +244,6 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Ser
             {"weight_update": False, "logprob_convention": "truncated"},
             ["student.backend takes no new weights", "log-probabilities must be those of the untruncated"],
         ),
-        ("teacher", OneRowOff, {}, ["teacher.backend: log-probabilities of tokens as they were sampled"]),
         (
             "student",
             Bent,
@@ -217,6 +255,26 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Ser
         ),
         ("student", Bent, {"dtype": "bfloat16"}, []),
         ("student", Bent, {"dtype": None}, []),  # perhaps 16 bits
+        (
+            "teacher",
+            OneRowOff,
+            {},
+            ["teacher.backend: a token's log-probability is not", "teacher.backend: log-probabilities of tokens as"],
+        ),
+        (
+            "teacher",
+            LateRows,
+            {},
+            ["teacher.backend: scores are one row off", "teacher.backend: log-probabilities of tokens as"],
+        ),
+        ("teacher", Uniform, {"generation": False}, ["teacher.backend: its distributions are uniform"]),
+        ("teacher", LateRows, {"generation": False}, ["teacher.backend: scores are one row off"]),
+        (
+            "student",
+            LateRows,
+            {},
+            ["student.backend: scores are one row off", "student.backend: log-probabilities of tokens as"],
+        ),
     ],
 )
 @with_backends
@@ -227,6 +285,27 @@ async def test_what_is_unsafe_is_refused_with_the_key_all_of_it_at_once(
     assert len(found.refusals) == len(refusals)
     for line, expected in zip(found.refusals, refusals, strict=True):
         assert line.startswith(expected)
+
+
+@pytest.mark.parametrize(("kind", "share"), [(Masked, "67"), (MaskedWholly, "100")])
+@with_backends
+async def test_a_teacher_that_masks_most_positions_is_refused_and_no_figure_of_nothing_is_shown(
+    kind: type[Masked], share: str, services: Services
+) -> None:
+    text_only = {"token_id_prompts": False, "every_position": False, "exact_entropy": False, "generation": False}
+    found = await diagnosis_of(services, teacher=kind(services["teacher"], **text_only))
+    (refusal,) = found.refusals
+    assert refusal.startswith(f"teacher.backend: {share}% of the positions are masked")
+    assert "the server reads text, and cuts it into other tokens" in refusal
+    assert ["it could not be checked that scores are of the rows" in line for line in found.warnings] == [True]
+    shown = [line.split() for line in screen_text(found).splitlines()]
+    (masked,) = (line for line in shown if line[:2] == ["masked", "positions"])
+    assert masked[2:4] == ["0.0", "%"]  # of the student
+    assert round(float(masked[4])) == int(share)
+    assert not {"nan", "inf"} & {word for line in shown for word in line}
+    if kind is MaskedWholly:
+        facts = found.roles["teacher"]
+        assert {facts[name] for name in ("noise_alone_nats", "entropy_width_nats", "score_rows")} == {None}
 
 
 @with_backends
