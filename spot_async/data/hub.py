@@ -14,6 +14,7 @@ from spot_async.base.text import first_line
 from spot_async.config import ProblemSetConfig
 from spot_async.data.keys import about, setting
 from spot_async.errors import DataError
+from spot_async.models.hub import the_hub
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -28,7 +29,9 @@ def read_hub(name: str, settings: ProblemSetConfig, key: str) -> Iterator[dict[s
             name, name=settings.subset, split=settings.split, revision=settings.revision, trust_remote_code=False
         )
     except Exception as error:  # noqa: BLE001 - whatever the hub, the network and a data set's files may raise
-        raise DataError(f"{about(key)}cannot load {name}, no file here, from the hub: {first_line(error)}") from None
+        raise DataError(
+            f"{about(key)}cannot load {name}, no file here, from {the_hub()}: {first_line(error)}"
+        ) from None
     if isinstance(found, dict):
         if len(found) > 1:
             raise DataError(f"{setting(key, 'split')}: required for {name}, one of: {', '.join(map(str, found))}")
@@ -66,6 +69,6 @@ def _require_answer(name: str, key: str) -> None:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             return
         raise DataError(
-            f"{about(key)}{name} is no file here, and cannot be had from the hub: {first_line(error)}; check path "
+            f"{about(key)}{name} is no file here, and cannot be had from {the_hub()}: {first_line(error)}; check path "
             "and network, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
         ) from None

@@ -25,6 +25,7 @@ from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
 if TYPE_CHECKING:  # slow to import, and most runs have no model of the hub
     from huggingface_hub.hf_api import ModelInfo
 
+HUB = "https://huggingface.co"
 CONNECT_TIMEOUT_S = 10.0
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -137,7 +138,8 @@ def _downloaded(role: str, name: HubName, weights: bool, say: Say | None) -> Hub
         if (refused := _refusal(name, error)) is not None:  # a model that all may look at need not be open to all
             raise ConfigError(f"{role}.model: {refused}") from None
         raise DataError(
-            f"{role}.model: {pinned} could not be downloaded whole: {first_line(error)}; the same command goes on"
+            f"{role}.model: {pinned} could not be downloaded whole from {the_hub()}: {first_line(error)}; the same "
+            "command continues"
         ) from None
     return pinned
 
@@ -175,7 +177,7 @@ def _asked(role: str, name: HubName) -> ModelInfo:
         if (refused := _refusal(name, error)) is not None:
             raise ConfigError(f"{role}.model: {refused}") from None
         raise DataError(
-            f"{role}.model: {_tried(name)}, and the hub cannot be reached: {first_line(error)}; check the network, "
+            f"{role}.model: {_tried(name)}, and {the_hub()} cannot be reached: {first_line(error)}; check the network, "
             f"{PATH}, or set HF_HUB_OFFLINE=1 to use a copy in the cache"
         ) from None
     return info
@@ -188,13 +190,13 @@ def _refusal(name: HubName, error: Exception) -> str | None:
     status, token = error.response.status_code if isinstance(error, HfHubHTTPError) else None, access_token()
     if isinstance(error, GatedRepoError):
         what = "ask for access with the account of HF_TOKEN" if token else "set HF_TOKEN to a token of one"
-        return f"{name} on the hub is only for accounts that were given access: {what}"
+        return f"{name} on {the_hub()} is only for accounts that were given access: {what}"
     if isinstance(error, RevisionNotFoundError):
-        return f"{name.model} on the hub has no revision {name.revision!r}"
+        return f"{name.model} on {the_hub()} has no revision {name.revision!r}"
     if isinstance(error, RepositoryNotFoundError) or (status == 401 and not token):  # 401 also for what is not there
         if token:
-            return f"{_tried(name)}, and no {name.model} on the hub that the account of HF_TOKEN may read: {PATH}"
-        return f"{_tried(name)}, and no public {name.model} on the hub: {PATH}; for a private one set HF_TOKEN"
+            return f"{_tried(name)}, and no {name.model} on {the_hub()} that the account of HF_TOKEN may read: {PATH}"
+        return f"{_tried(name)}, and no public {name.model} on {the_hub()}: {PATH}; for a private one set HF_TOKEN"
     return refused_token(status) if status in (401, 403) else None
 
 
@@ -210,8 +212,15 @@ def access_token() -> str | None:
 def refused_token(status: int) -> str:
     """Say that the hub refused what was asked with the token, or without one."""
     if access_token():
-        return f"the hub refuses HF_TOKEN ({status}): give a token that is valid and may do this"
-    return f"the hub wants a token ({status}): set HF_TOKEN"
+        return f"{the_hub()} refuses HF_TOKEN ({status}): give a token that is valid and may do this"
+    return f"{the_hub()} wants a token ({status}): set HF_TOKEN"
+
+
+def the_hub() -> str:
+    """Return what messages call the hub: by its address, if HF_ENDPOINT names a mirror."""
+    from huggingface_hub import constants
+
+    return "the hub" if constants.ENDPOINT == HUB else f"the hub (HF_ENDPOINT={constants.ENDPOINT})"
 
 
 def hub_api() -> Any:
@@ -226,11 +235,11 @@ def _wanted(role: str, name: HubName, files: Iterable[str], weights: bool) -> se
     top = {each for each in files if "/" not in each}
     if CONFIG_FILE not in top:
         reason = "holds an adapter, and no whole model" if ADAPTER_CONFIG in top else "has no config.json"
-        raise DataError(f"{role}.model: {name} on the hub {reason}; give a model of the transformers library")
+        raise DataError(f"{role}.model: {name} on {the_hub()} {reason}; give a model of the transformers library")
     if not top & {SINGLE_FILE, INDEX_FILE}:
         raise DataError(
-            f"{role}.model: {name} on the hub has no safetensors, and other weights are not loaded, as they may hold "
-            "code: give a model that has them"
+            f"{role}.model: {name} on {the_hub()} has no safetensors, and other weights are not loaded, as they may "
+            "hold code: give a model that has them"
         )
     small = {each for each in files if is_small(each)} - {ADAPTER_CONFIG}  # transformers would lay it over the model
     if not weights:

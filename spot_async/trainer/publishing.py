@@ -9,6 +9,7 @@ Which weights belong to a resumable state is not decided here.
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 import threading
 import time
@@ -20,12 +21,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spot_async.base.text import first_line
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
-from spot_async.models.small_files import publish_small_files
+from spot_async.models.small_files import CONFIG_FILE, publish_small_files, read_json
 from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, flush_to_disk, has_weights
+from spot_async.trainer.loading import has_just
 from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.parallel import idle_group, wait_for_all
 from spot_async.trainer.saving import Done
@@ -63,6 +64,25 @@ class WeightPublisher:
 
     def path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
+
+    def try_out(self, model: PreTrainedModel) -> None:
+        """Write all but the weights of a student that is not trained yet, and delete it. All ranks must call it.
+
+        What cannot be written would else be found out after the first iteration. Raises `TrainerError`.
+        """
+        adapters = whole_adapters(model)
+        if not self._writes:
+            return
+        trial = self._directory / ".trial"
+        shutil.rmtree(trial, ignore_errors=True)  # left by a process that was killed
+        with self._describing_errors(self._directory):
+            try:
+                trial.mkdir()
+                if not has_just(self._student_directory, model):  # as `WeightStream` lets transformers write it
+                    copy.deepcopy(model.config).save_pretrained(trial)
+                self._write(model, adapters, trial)
+            finally:
+                shutil.rmtree(trial, ignore_errors=True)
 
     def publish(self, model: PreTrainedModel, step: int, *, is_whole: bool = True) -> None:
         """Write `model`'s weights of `step`, or its adapter alone.
@@ -172,6 +192,11 @@ class WeightPublisher:
             dtype=str(self._dtype).removeprefix("torch."),  # of the files, which may differ from that in training
             end_token_ids=self._end_token_ids,
         )
+        if model.config.model_type != read_json(self._student_directory / CONFIG_FILE).get("model_type"):
+            # The student is the language model of a larger one, which its config.json described.
+            config = copy.deepcopy(model.config)
+            config.architectures, config.dtype = [type(model).__name__], self._dtype
+            config.save_pretrained(directory)
         for file in (each for each in directory.rglob("*") if each.is_file()):
             _make_readable(file, like=directory)
 
@@ -189,11 +214,17 @@ class WeightPublisher:
             yield
         except DataError as error:
             raise TrainerError(f"cannot publish weights to {final}: {error}") from error
-        except (OSError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            SafetensorError,
+        ) as error:  # transformers refuses to write some settings
             raise TrainerError(self._describe(error, final)) from error
 
-    def _describe(self, error: OSError | SafetensorError, final: Path) -> str:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    def _describe(self, error: Exception, final: Path) -> str:
+        # The reason of transformers stands below its first line.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         published = self._published()
         saved = f"complete weights up to {published[-1]} are untouched" if published else "none were published before"
         return f"cannot publish weights to {final}: {reason}; {saved}"

@@ -134,6 +134,7 @@ class StudentTrainer:
             lora=self._training.lora,
             writes=strategy.rank == 0,
         )
+        self._publisher.try_out(self.model)
         self._saver = CheckpointSaver(strategy, device, is_offloaded=self._training.offload != "none")
         # For which checkpoints, and the writing of weights, held up training since the last report.
         self._checkpoint_s = self._publish_s = 0.0

@@ -10,11 +10,12 @@ from pathlib import Path
 import hub_stand_in
 import pytest
 from command import invoke
+from huggingface_hub import constants
 
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
-from spot_async.models.hub import is_same_model, local_path, with_downloads
+from spot_async.models.hub import HUB, is_same_model, local_path, the_hub, with_downloads
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
@@ -104,7 +105,7 @@ def test_offline_the_cache_is_used_and_a_hub_that_cannot_be_reached_is_said_with
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     said = refusal("org/student", DataError)
     assert said.startswith("student.model: no directory 'org/student' (")
-    assert "the hub cannot be reached: " in said
+    assert f"{the_hub()} cannot be reached: " in said
     assert said.endswith("or set HF_HUB_OFFLINE=1 to use a copy in the cache")
 
 
@@ -114,19 +115,19 @@ def test_what_the_hub_does_not_give_is_refused_with_what_to_do_and_no_token_is_s
     hub.repositories["org/gated"].commit(files)
     hub.repositories["org/pickled"].commit({"config.json": files["config.json"], "pytorch_model.bin": b"pickled"})
     hub.repositories["org/adapter"].commit({"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
-    assert "org/pickled on the hub has no safetensors" in refusal("org/pickled", DataError)
-    assert "org/adapter on the hub holds an adapter" in refusal("org/adapter", DataError)
-    assert refusal("org/student@v2") == "student.model: org/student on the hub has no revision 'v2'"
-    assert "no public org/none on the hub: give the path" in refusal("org/none")
+    assert f"org/pickled on {the_hub()} has no safetensors" in refusal("org/pickled", DataError)
+    assert f"org/adapter on {the_hub()} holds an adapter" in refusal("org/adapter", DataError)
+    assert refusal("org/student@v2") == f"student.model: org/student on {the_hub()} has no revision 'v2'"
+    assert f"no public org/none on {the_hub()}: give the path" in refusal("org/none")
     assert refusal("org/gated").endswith("only for accounts that were given access: set HF_TOKEN to a token of one")
     monkeypatch.setenv("HF_TOKEN", hub_stand_in.TOKEN)
     hub.repositories["org/student"].private = True
     with_downloads(config("org/student"))
-    assert "no org/none on the hub that the account of HF_TOKEN may read" in refusal("org/none")
+    assert f"no org/none on {the_hub()} that the account of HF_TOKEN may read" in refusal("org/none")
     assert refusal("org/gated").endswith("ask for access with the account of HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert refusal("org/none") == (
-        "student.model: the hub refuses HF_TOKEN (401): give a token that is valid and may do this"
+        f"student.model: {the_hub()} refuses HF_TOKEN (401): give a token that is valid and may do this"
     )
 
 
@@ -170,3 +171,9 @@ def test_the_commands_take_models_of_the_hub(hub, monkeypatch, files):
     assert f"model: org/teacher@{commit}" in shown.stdout
     assert "downloading" not in shown.stdout
     assert f"teacher.model: downloading org/teacher@{commit}" in shown.stderr
+
+
+def test_a_mirror_is_named_in_what_is_refused_and_the_hub_itself_is_not(hub, monkeypatch):
+    assert f"org/none on the hub (HF_ENDPOINT={constants.ENDPOINT})" in refusal("org/none")
+    monkeypatch.setattr(constants, "ENDPOINT", HUB)
+    assert the_hub() == "the hub"

@@ -108,5 +108,5 @@ def test_what_cannot_be_pushed_is_refused_before_the_hub_is_asked(hub, run, monk
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     RunDirectory.open(run).write_summary({"iterations": 60})
     refused = invoke(monkeypatch, "push", str(run), "me/student")
-    assert_refused(refused, "the hub refuses HF_TOKEN (401)")
+    assert_refused(refused, f"the hub (HF_ENDPOINT={hub.url}) refuses HF_TOKEN (401)")
     assert "hf_wrong" not in refused.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -125,3 +126,30 @@ async def test_weights_written_beside_the_next_step_are_those_written_before_it(
             assert await trainer.published(3) > 0  # without having asked for the others
         files.append([(Path(each.snapshot.directory) / "model.safetensors").read_bytes() for each in reports])
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("odd", [{"temperature": 0.6}, {"do_sample": False, "top_k": 20}, {"pad_token_id": -1}])
+def test_settings_that_transformers_reads_and_does_not_write_are_published_as_given(
+    make_trainer: Callable[..., StudentTrainer],
+    random_model: Callable[..., Path],
+    tmp_path: Path,
+    batch: Callable[[int], Batch],
+    odd: dict[str, object],
+) -> None:
+    student = random_model()
+    (student / "generation_config.json").write_text(given := json.dumps({"eos_token_id": 1} | odd))
+    published = Path(make_trainer(student, tmp_path).train(batch(0)).snapshot.directory)
+    assert (published / "generation_config.json").read_text() == given
+    AutoModelForCausalLM.from_pretrained(published)
+
+
+def test_what_cannot_be_published_is_found_out_before_anything_is_trained(
+    make_trainer: Callable[..., StudentTrainer], student: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **choices: object) -> None:
+        raise ValueError("The settings are invalid.\n\nThrown during validation:\n[pad_token_id is -1]")
+
+    monkeypatch.setattr("spot_async.trainer.publishing.publish_small_files", refuse)
+    with pytest.raises(TrainerError, match=r"invalid\. Thrown during validation: \[pad_token_id is -1\]; none were"):
+        make_trainer(student, tmp_path)
+    assert not list((tmp_path / "weights").iterdir()), "nothing is left"

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 SIZED = ("qwen2", "qwen3", "llama", "mistral")
 Precision = Literal["float32", "autocast", "bfloat16"]  # autocast: only matrix products are in bfloat16
 
@@ -103,9 +104,14 @@ def read_size(directory: Path) -> ModelSize | None:
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize | None:
-    """Return the size of a model by the values of its config.json; None for unknown architectures."""
+    """Return the size of a model by the values of its config.json; None for unknown architectures.
+
+    Also None where a value is left out, because it is the architecture's default.
+    """
     kind = config.get("model_type")
     if kind not in SIZED or config.get("mlp_bias") or (kind != "qwen2" and config.get("attention_bias")):
+        return None
+    if any(config.get(key) is None for key in NEEDED):
         return None
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads

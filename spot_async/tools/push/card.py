@@ -15,7 +15,6 @@ import yaml
 from spot_async.base.text import visible, with_error
 from spot_async.config import as_list
 from spot_async.models.hub import NAME, HubName
-from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
 
 METHODS = {
@@ -32,7 +31,7 @@ TRAINING = ("epochs", "iterations", "batch_size", "mini_batch_size", "learning_r
             "reference_kl", "loss_aggregation", "behavior", "importance_cap", "lora", "dtype")  # fmt: skip
 
 
-def model_card(files: RunFiles, name: str, versions: Mapping[str, str], *, is_best: bool) -> str:
+def model_card(files: RunFiles, name: str, version: str, *, is_best: bool) -> str:
     """Return the card of a finished run's student, as Markdown. `name` is what it is called on the hub."""
     config, summary = files.config(), files.summary() or {}
     kind = str((config.get("policy") or {}).get("kind", "")).rpartition(":")[2]
@@ -53,7 +52,7 @@ def model_card(files: RunFiles, name: str, versions: Mapping[str, str], *, is_be
         "",
         f"# {name.rpartition('/')[2]}",
         "",
-        f"{student} trained by {METHODS.get(kind, kind)}{taught}, with spot-async {versions.get('spot-async', '')}.",
+        f"{student} trained by {METHODS.get(kind, kind)}{taught}, with spot-async {version}.",
         "",
         "## Data",
         "",
@@ -68,10 +67,6 @@ def model_card(files: RunFiles, name: str, versions: Mapping[str, str], *, is_be
         "```yaml",
         yaml.safe_dump(_settings(config), sort_keys=False, allow_unicode=True).rstrip(),
         "```",
-        "",
-        "## Versions",
-        "",
-        ", ".join(f"{each} {version}" for each, version in versions.items()),
         "",
         "## Licence",
         "",
@@ -151,9 +146,3 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "verifier": (config.get("verifier") or {}).get("kind"),
         "seed": (config.get("run") or {}).get("seed"),
     }
-
-
-def versions_of(directory: RunDirectory, student: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions that the run's files name: `run.json`, and the student's config.json."""
-    found = {"spot-async": directory.version or "", "transformers": str(student.get("transformers_version") or "")}
-    return {name: version for name, version in found.items() if version}

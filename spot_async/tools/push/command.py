@@ -14,11 +14,11 @@ from rich.text import Text
 from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
-from spot_async.models.hub import access_token, hub_api, refused_token
+from spot_async.models.hub import access_token, hub_api, refused_token, the_hub
 from spot_async.models.weight_files import weight_files
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
-from spot_async.tools.push.card import model_card, on_hub, versions_of
+from spot_async.tools.push.card import model_card, on_hub
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 CARD = "README.md"
@@ -56,8 +56,7 @@ def prepare(run: Path, repository: str, *, is_best: bool) -> Upload:
     made = {
         name: _without_path(path, config) for name, path in found.items() if name.rpartition("/")[2] == ADAPTER_CONFIG
     }
-    versions = versions_of(directory, json.loads((student / "config.json").read_bytes()))
-    made[CARD] = model_card(files, repository, versions, is_best=is_best).encode()
+    made[CARD] = model_card(files, repository, directory.version or "", is_best=is_best).encode()
     return Upload({name: path for name, path in found.items() if name not in made}, made)
 
 
@@ -109,5 +108,5 @@ def send(upload: Upload, repository: str, message: str, *, is_public: bool, is_u
             raise ConfigError(refused_token(status)) from None
         if status == 409 and not is_update:
             raise ConfigError(f"REPO {repository}: is there already: give --update to add a commit to it") from None
-        raise DataError(f"{repository} could not be uploaded: {first_line(error)}") from None
+        raise DataError(f"{repository} could not be uploaded to {the_hub()}: {first_line(error)}") from None
     return f"{constants.ENDPOINT}/{repository}"
