@@ -57,7 +57,7 @@ from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
 from . import sleeping as sglang_sleeping
 from .adapters import SglangAdapters
-from .discovery import SAYINGS, check_ready, check_vocabulary, plain_prompt, server_info
+from .discovery import SAYINGS, check_exact, check_ready, check_vocabulary, plain_prompt, server_info
 from .generation import generate_below
 from .launch import PACKAGE, sglang_command
 from .replies import Scores, TopK, read_scores
@@ -287,6 +287,7 @@ class SglangBackend(RemoteBackend):
             await check_ready(self._server, deadline=deadline)
         model = await self._server.get(READY, ModelInfo, deadline=deadline)
         self._requests.neutral = neutral(model, info)
+        check_exact(self._server, info)
         await check_vocabulary(self._server, info, self._requests.neutral, deadline=deadline)
         self._names.start(model.weight_version)
         prompt_ids = await plain_prompt(self._server, deadline=deadline)

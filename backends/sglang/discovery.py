@@ -95,6 +95,20 @@ async def check_vocabulary(
             )
 
 
+def check_exact(server: RemoteServer, info: ServerInfo) -> None:
+    """Raise `ConfigError` for a student whose server takes more of a draft's tokens than the student would sample."""
+    thresholds = {
+        "--speculative-accept-threshold-single": info.speculative_accept_threshold_single,
+        "--speculative-accept-threshold-acc": info.speculative_accept_threshold_acc,
+    }
+    low = [f"{flag} {value:g}" for flag, value in thresholds.items() if value < 1]
+    if server.role == "student" and info.speculative_algorithm is not None and low:
+        raise ConfigError(
+            f"{server.section}: the server was started with {' '.join(low)}, so it samples tokens that the student "
+            "would not: start it without"
+        )
+
+
 async def plain_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
     """Return the tokens of a text. Raises `ConfigError` if the server's tokenizer makes others of it."""
     ours = server.files.vocabulary.tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)

@@ -49,6 +49,9 @@ class ServerInfo(msgspec.Struct):
     enable_memory_saver: bool = False
     enable_weights_cpu_backup: bool = False
     enable_watermark: bool = False
+    speculative_algorithm: str | None = None
+    speculative_accept_threshold_single: float = 1.0
+    speculative_accept_threshold_acc: float = 1.0
 
     @property
     def release(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from sglang_stand_in import (
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.sglang.backend import _prefixes
-from spot_async.backends.sglang.discovery import check_ready, check_vocabulary
+from spot_async.backends.sglang.discovery import check_exact, check_ready, check_vocabulary
 from spot_async.backends.sglang.launch import sglang_command
 from spot_async.backends.sglang.sampling import NEUTRAL, neutral
 from spot_async.backends.sglang.weights import ModelInfo, ServerInfo
@@ -75,6 +76,16 @@ def test_what_a_server_prefers_is_overruled_whatever_it_is() -> None:
     unlike = neutral(ModelInfo(preferred_sampling_params=preferred), ServerInfo(enable_watermark=True))
     assert {**preferred, **unlike} == {**NEUTRAL, "stop": None, "regex": None, "watermark": {"enabled": False}}
     assert neutral(ModelInfo(), ServerInfo()) == NEUTRAL  # older servers refuse parameters that they do not know
+
+
+def test_a_student_whose_server_takes_a_drafts_tokens_for_its_own_is_refused() -> None:
+    info = ServerInfo(speculative_algorithm="EAGLE", speculative_accept_threshold_single=0.5)
+    student: Any = SimpleNamespace(role="student", section="student.backend")
+    with pytest.raises(ConfigError, match=r"student\.backend: .* --speculative-accept-threshold-single 0\.5, so it"):
+        check_exact(student, info)
+    check_exact(student, ServerInfo(speculative_algorithm="EAGLE"))
+    teacher: Any = SimpleNamespace(role="teacher", section="teacher.backend")
+    check_exact(teacher, info)  # scores are not sampled
 
 
 async def test_every_request_says_what_is_neutral_for_its_server(model: Path, tmp_path: Path) -> None:
