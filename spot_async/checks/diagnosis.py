@@ -38,6 +38,7 @@ PROMPTS = 3
 RESPONSE_TOKENS = 24
 SLOW_ROUND_TRIP_S = 0.25
 MOST_MASKED = 0.5  # share of positions
+UNLIKELY = 1e-6  # a p-value by which an honest server is never refused
 
 Fact: TypeAlias = str | int | float | bool | None
 T = TypeVar("T")
@@ -289,6 +290,14 @@ class _ServerDiagnosis:
             if self.facts.get("noise_alone_nats") is None:
                 top_k = min(TOP_K, self.said.max_generation_top_k)
                 self._note_noise(await self._ask("samples again", discovery.generation_noise(backend, asked, top_k)))
+            self._judge_samples(
+                await self._ask(
+                    "samples to count",
+                    discovery.truncation_p_value(
+                        backend, asked, RESPONSE_TOKENS, min(TOP_K, self.said.max_generation_top_k)
+                    ),
+                )
+            )
             self.facts["generation_temperature_probed"] = await self._ask(
                 "samples at two temperatures", discovery.generation_temperature(backend, asked)
             )
@@ -334,6 +343,17 @@ class _ServerDiagnosis:
                 f"{self.role}.backend.logprob_noise_nats={stated:g} is less than was measured: raise it to "
                 f"{noise.largest:.2g} or leave it out"
             )
+
+    def _judge_samples(self, p_value: float | None) -> None:
+        """Refuse a student that samples only the top of the distributions that it states; warn of another model."""
+        self.facts["truncation_p_value"] = p_value
+        if p_value is not None and p_value < UNLIKELY:
+            line = (
+                f"{self.section}: it samples only the likeliest tokens of the distributions that it states (by chance "
+                f"with p < {UNLIKELY:g}): it, or a proxy before it, sets a top-k or temperature over the request's; "
+                "start it without"
+            )
+            (self.refusals if self.role == "student" else self.warnings).append(line)
 
     def _note_disagreement(self, nats: float | None) -> None:
         """Refuse a server whose samples are not of the distribution that it scores.

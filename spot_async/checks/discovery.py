@@ -169,6 +169,28 @@ async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, 
     return max(differences, default=None)
 
 
+async def truncation_p_value(generator: Generator, asked: Asked, max_tokens: int, top_k: int) -> float:
+    """Return how likely samples at temperature 1 are to be so near the top of the distributions stated beside them.
+
+    If no token was below rank r, the chance of that is the product of the masses that the positions have down to
+    rank r, whatever the model: it is small if something truncates what is sampled, such as a top-k. The value is that
+    product for the lowest rank seen, times the ranks that it could have been (Bonferroni); 1 where one was below all.
+    """
+    replies = await gather(
+        _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens, top_k=top_k)
+        for prompt in asked.prompts
+        for n in range(REPEATS)
+    )
+    rows = [reply.topk_logprobs for reply in replies if reply.topk_logprobs is not None]
+    named = [reply.topk_ids == reply.token_ids[:, None] for reply in replies if reply.topk_ids is not None]
+    masses = np.cumsum(np.exp(np.concatenate(rows).astype(np.float64)), axis=1)
+    is_own = np.concatenate(named)
+    if not is_own.any(axis=1).all():
+        return 1.0
+    lowest = int(is_own.argmax(axis=1).max())
+    return min(1.0, top_k * float(np.exp(np.log(np.minimum(1.0, masses[:, lowest])).sum())))
+
+
 async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float | None:
     """Return the mean distance between the bounds of the entropy; None if no position is known."""
     widths = []

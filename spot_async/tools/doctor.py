@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.checks.diagnosis import Diagnosis, Fact
+from spot_async.checks.diagnosis import UNLIKELY, Diagnosis, Fact
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.score_rows import RIGHT
 from spot_async.config import Config
@@ -144,6 +144,11 @@ def _disagreement(facts: Facts) -> str:
     return f"{_nats(facts['disagreement_nats'])}, {facts['disagreement_limit_nats']:.2g} at most"
 
 
+def _samples(facts: Facts) -> str:
+    p_value = facts.get("truncation_p_value")
+    return "unknown" if p_value is None else _yes(float(p_value) >= UNLIKELY)
+
+
 def _seeds(facts: Facts) -> str:
     if facts["seeds"] is None:
         return "samples nothing"
@@ -210,6 +215,7 @@ ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("scores of the right rows", _score_rows),
     ("repeatability", _repeatability),
     ("servers apart", lambda facts: _nats(facts["servers_differ_nats"]) if "servers_differ_nats" in facts else ""),
+    ("samples of the whole", _samples),
     ("samples against scores", _disagreement),
     ("seeds honoured", _seeds),
     ("prefix caching", lambda facts: _yes(facts["prefix_caching"])),

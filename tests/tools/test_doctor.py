@@ -124,6 +124,13 @@ class MaskedWholly(Masked):
     every = 0
 
 
+class Greedy(Other):
+    """Samples the likeliest token, and states the whole distribution, as SGLang does with a top_k of 1."""
+
+    async def generate(self, prompt_ids: Any, sampling: Any, **more: Any) -> Generation:
+        return await self.backend.generate(prompt_ids, msgspec.structs.replace(sampling, top_p=1e-9), **more)
+
+
 class Noisy(Other):
     reading = 0
 
@@ -253,6 +260,7 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Ser
                 "0.25 nats, where rounding in float32 makes 0.05 at most"
             ],
         ),
+        ("student", Greedy, {}, ["student.backend: it samples only the likeliest tokens"]),
         ("student", Bent, {"dtype": "bfloat16"}, []),
         ("student", Bent, {"dtype": None}, []),  # perhaps 16 bits
         (
