@@ -11,6 +11,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; also for the servers
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ SGLANG_ARGUMENTS = [
 # adapter.
 SGLANG_ENVIRONMENT = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "600"}
 
+
+# Defaults of a server's own, which would make every response the same and bend its log-probabilities.
+BENDING = {"top_k": 1, "repetition_penalty": 1.5, "temperature": 0.3}
 
 NO_KEY = ""  # for servers that tests attach to, as one asks an operator's
 
@@ -148,7 +152,7 @@ def start_vllm(vllm_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="session")
 def vllm_student(start_vllm: StartServer, models: TinyModels) -> Iterator[RunningServer]:
     """Everything switched on; tests that change its weights put the student's back."""
-    with start_vllm(models.student) as server:
+    with start_vllm(models.student, "--override-generation-config", json.dumps(BENDING)) as server:
         yield server
 
 
@@ -183,7 +187,10 @@ def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="session")
 def sglang_student(start_sglang: StartServer, models: TinyModels) -> Iterator[RunningServer]:
     """Short prefill chunks, so that prompts are read in parts; tests that change its weights put the student's back."""
-    with start_sglang(models.student, "--chunked-prefill-size", "128") as server:
+    preferred = json.dumps({**BENDING, "min_new_tokens": 2, "stop": ["e"], "logit_bias": {"17": 30.0}})
+    with start_sglang(
+        models.student, "--chunked-prefill-size", "128", "--preferred-sampling-params", preferred
+    ) as server:
         yield server
 
 

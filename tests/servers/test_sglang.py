@@ -103,6 +103,13 @@ async def test_start_up_finds_what_the_server_offers(sglang_student: RunningServ
     assert found.version is None  # it ran already, with whatever weights
 
 
+async def test_what_the_server_prefers_bends_no_sample(sglang_student: RunningServer, connect: Connect) -> None:
+    """It was started with a top_k of 1. That its penalties change no log-probability is seen above."""
+    async with connect(sglang_student) as backend, asyncio.TaskGroup() as group:
+        asked = [group.create_task(backend.generate(tokens(12, 3), endless(20), deadline=soon())) for _ in range(8)]
+    assert len({tuple(task.result().token_ids.tolist()) for task in asked}) == 8
+
+
 async def test_the_longest_sequence_that_is_promised_is_served(
     sglang_student: RunningServer, connect: Connect, rows: Rows
 ) -> None:

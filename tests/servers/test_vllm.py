@@ -56,7 +56,7 @@ V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)
 
 
 def sampling(seed: int = 1, max_tokens: int = 48, **changes: Any) -> SamplingSettings:
-    return SamplingSettings(max_tokens=max_tokens, stop_token_ids=(END,), seed=seed, **changes)
+    return SamplingSettings(**{"max_tokens": max_tokens, "stop_token_ids": (END,), "seed": seed, **changes})
 
 
 ENDLESS = SamplingSettings(max_tokens=CONTEXT - len(PROMPT), stop_token_ids=(), seed=1)  # seconds of one request
@@ -96,6 +96,16 @@ async def test_start_up_finds_what_the_server_offers(backend: VllmBackend) -> No
     assert (found.candidate_logprobs, found.weight_update, found.logprob_convention) == ("single", True, "untruncated")
     assert (found.score_temperature, found.generation_temperature, found.version) == ("one", "one", None)
     assert 0.0 <= found.logprob_noise_nats < PARITY_NATS
+
+
+async def test_what_the_generation_config_says_bends_no_sample(backend: VllmBackend) -> None:
+    """The server was started with a top_k of 1. That penalties change no log-probability is seen below."""
+    async with asyncio.TaskGroup() as group:
+        asked = [
+            group.create_task(backend.generate(PROMPT, sampling(seed, stop_token_ids=()), deadline=soon()))
+            for seed in range(8)
+        ]
+    assert len({tuple(task.result().token_ids.tolist()) for task in asked}) == 8
 
 
 async def test_rollouts_have_the_models_log_probabilities_alone_and_in_company(
