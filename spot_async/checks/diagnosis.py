@@ -287,17 +287,11 @@ class _ServerDiagnosis:
     async def _discover_generations(self) -> None:
         backend, asked = self.backend, self.asked
         if self.said.max_generation_top_k:
+            top_k = min(TOP_K, self.said.max_generation_top_k)
             if self.facts.get("noise_alone_nats") is None:
-                top_k = min(TOP_K, self.said.max_generation_top_k)
                 self._note_noise(await self._ask("samples again", discovery.generation_noise(backend, asked, top_k)))
-            self._judge_samples(
-                await self._ask(
-                    "samples to count",
-                    discovery.truncation_p_value(
-                        backend, asked, RESPONSE_TOKENS, min(TOP_K, self.said.max_generation_top_k)
-                    ),
-                )
-            )
+            counting = discovery.truncation_p_value(backend, asked, RESPONSE_TOKENS, top_k)
+            self._judge_samples(await self._ask("samples to count", counting))
             self.facts["generation_temperature_probed"] = await self._ask(
                 "samples at two temperatures", discovery.generation_temperature(backend, asked)
             )
