@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+HTTP_ERROR = 400  # statuses from here on are errors
 LONG_PAUSE_S = 60.0  # people are told of pauses at least this long
 # A longer pause counts as none asked for: no quota that is worth waiting for lasts longer than a day.
 LONGEST_PAUSE_S = 86_400.0
@@ -95,6 +96,13 @@ class RequestError(SpotError):
     stage: str | None = None
     attempts: int = 1
     others_answered: bool = False  # True: other requests of its stage were answered since it was sent first
+    in_short: str = "refused"  # what happened if the server did not answer with an error
+
+    @property
+    def brief(self) -> str:
+        """What happened, in a word or three. Equal failures have equal words: `HTTP 502`, `reset`."""
+        status = self.exchange.status if self.exchange is not None else None
+        return f"HTTP {status}" if status is not None and status >= HTTP_ERROR else self.in_short
 
     def reworded(self, message: str) -> Self:
         """Return the same failure with another message."""
@@ -117,6 +125,8 @@ class VersionMismatchError(PermanentError):
     `may_pass`: an update is the reason, and a later attempt may be answered. Then it is retried as a `TransientError`.
     """
 
+    in_short = "other weights"
+
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
         if may_pass:
@@ -131,6 +141,7 @@ class ThrottledError(RequestError):
     """
 
     failure_class = FailureClass.THROTTLED
+    in_short = "asked to wait"
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -143,10 +154,13 @@ class TransientError(RequestError):
     """A reset, a 5xx or a timeout: a later attempt may succeed."""
 
     failure_class = FailureClass.TRANSIENT
+    in_short = "reset"
 
 
 class DeadlineExceededError(TransientError):
     """The request's absolute deadline, or that of one attempt, passed before it was answered."""
+
+    in_short = "no answer in time"
 
 
 class UnreachableError(TransientError):
@@ -154,6 +168,8 @@ class UnreachableError(TransientError):
 
     `reason` is the operating system's message.
     """
+
+    in_short = "no connection"
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -166,11 +182,14 @@ class ServerRestartedError(TransientError):
     Another server may answer the request. This one must first be left, entered again and sent the weights.
     """
 
+    in_short = "server restarted"
+
 
 class PoisonedReplyError(RequestError):
     """The reply's numbers cannot be true (NaN, missing rows, tokens outside the vocabulary)."""
 
     failure_class = FailureClass.POISONED
+    in_short = "bad reply"
 
 
 class ProcessDiedError(SpotError):

@@ -160,11 +160,16 @@ def _of_exception(request: str, error: BaseException, has_answered: bool, access
             if isinstance(cause.os_error, ConnectionResetError) and access.scheme == "https":
                 reason = "the connection was closed before TLS was agreed on: does it speak TLS 1.2 or newer?"
             message = f"{request}: nothing answers at {_address(cause)}: {reason}"
-            return TransientError(message) if has_answered else UnreachableError(message, reason)
+            refused = TransientError(message) if has_answered else UnreachableError(message, reason)
+            refused.in_short = UnreachableError.in_short
+            return refused
     if isinstance(error, aiohttp.ClientError | OSError) or any(
         isinstance(each, aiohttp.ClientError) for each in causes
     ):
-        return TransientError(message)
+        broken = TransientError(message)
+        if any(isinstance(each, aiohttp.ClientPayloadError) for each in causes):
+            broken.in_short = "reply cut off"
+        return broken
     if isinstance(error, UNREADABLE):
         return PoisonedReplyError(f"{request}: cannot read the reply: {type(error).__name__}: {error}")
     return TransientError(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from spot_async.errors import FailureClass, RequestError, ThrottledError
+from spot_async.errors import DeadlineExceededError, FailureClass, RequestError, ThrottledError
 
 DEFAULT_ATTEMPTS = 8  # these take 12 to 24 s, longer than a dropped connection or a server's reload lasts
 POISONED_ATTEMPTS = 2  # a reply is damaged either once, by chance, or every time, because of the request
@@ -29,11 +29,13 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 
     attempts: int
 
-    def delay_s(self, error: RequestError, failures: int, jitter: float) -> float | None:
+    def delay_s(self, error: RequestError, failures: int, jitter: float, *, has_time: bool = False) -> float | None:
         """Return the seconds to wait after the `failures`-th failure (from 1) of this error's class; None to give up.
 
-        `jitter` is uniform in [0, 1).
+        `jitter` is uniform in [0, 1). `has_time`: a deadline that passed was the attempt's, and the request's is later.
         """
+        if isinstance(error, DeadlineExceededError) and not has_time:
+            return None
         doublings = min(failures - 1, MAX_DOUBLINGS)
         backoff_s = min(MAX_DELAY_S, BASE_DELAY_S * 2.0**doublings) * (0.5 + jitter / 2)
         match error.failure_class:

@@ -14,7 +14,6 @@ import structlog
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import (
     BudgetSpentError,
-    DeadlineExceededError,
     FailureClass,
     ProcessDiedError,
     RequestError,
@@ -151,8 +150,6 @@ async def sent_again(
         try:
             return await ask()
         except RequestError as error:
-            if isinstance(error, DeadlineExceededError):  # each attempt has the whole time
-                raise
             failures[error.failure_class] += 1
             delay_s = retry.delay_s(error, failures[error.failure_class], jitter())
             asked_s = error.asked_s if isinstance(error, ThrottledError) else None

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from spot_async.base.events import Channel
 from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.config import EvaluationConfig
@@ -44,19 +45,22 @@ async def evaluate(
     on_stages: Callable[[Sequence[Stage[Any]]], None] = lambda stages: None,
     known: Mapping[ResponseKey, JudgedResponse] | None = None,
     keep: Callable[[JudgedResponse], Awaitable[None]] = _nowhere,
+    events: Channel | None = None,
 ) -> EvaluationResult:
     """Run one evaluation, and return its responses.
 
     `verifiers` maps benchmark names to verifiers; responses to a benchmark without one are not judged. Responses in
     `known` are not sampled again; every new one is given to `keep`. `on_stages` is called once at the start,
-    `on_progress(finished, total)` after each response.
+    `on_progress(finished, total)` after each response. Requests are published on `events`.
 
     Raises the errors of failed requests in an exception group. Raises `BudgetSpentError` when the budget runs out, but
     only after every response that was paid for has been kept.
     """
 
     total = sum(benchmark.samples * len(benchmark.sources) for benchmark in benchmarks)
-    sampler = ResponseSampler(benchmarks, config, generator=generator, verifiers=verifiers, vocabulary=vocabulary)
+    sampler = ResponseSampler(
+        benchmarks, config, generator=generator, verifiers=verifiers, vocabulary=vocabulary, events=events
+    )
     on_stages(sampler.stages)
     judged = dict(known or {})
     jobs = iter([job for job in _jobs(benchmarks) if _key(benchmarks, job) not in judged])
@@ -93,8 +97,10 @@ class ResponseSampler:
         generator: Generator | ServicePool[Generator],
         verifiers: Mapping[str, Verifier],
         vocabulary: Vocabulary,
+        events: Channel | None = None,
     ) -> None:
         self._benchmarks = benchmarks
+        self._events = events
         self._config = config
         self._vocabulary = vocabulary
         self._generation = self._stage("evaluation", generator)
@@ -113,6 +119,7 @@ class ResponseSampler:
             retry=RetryPolicy(DEFAULT_ATTEMPTS),
             mailbox_capacity=1,
             jitter=lambda: 0.5,
+            events=self._events,
         )
 
     async def sample(self, job: Job) -> JudgedResponse:

@@ -20,6 +20,7 @@ import structlog
 from spot_async.base.text import counted, rough_time
 from spot_async.base.waiting_room import WaitingRoom
 from spot_async.errors import (
+    HTTP_ERROR,
     LONG_PAUSE_S,
     DeadlineExceededError,
     PoisonedReplyError,
@@ -34,8 +35,6 @@ from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import WeightVersion
-
-HTTP_ERROR = 400
 
 
 class Dispatcher(Generic[B]):

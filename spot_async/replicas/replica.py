@@ -387,7 +387,9 @@ class HeldLease(Generic[B]):
             del error  # its trace refers to here, so with the way back it would keep the request and the backend
 
     def _given_up(self) -> TransientError:
-        return TransientError(f"{self.replica}: given up: {self._reason}")
+        error = TransientError(f"{self.replica}: given up: {self._reason}")
+        error.in_short = "server lost"
+        return error
 
     def _end(self, error: BaseException | None) -> None:
         self._replica.released(self)

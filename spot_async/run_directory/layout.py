@@ -59,6 +59,7 @@ APPENDED = (*OF_ITERATIONS, "dead_letters.jsonl", "spending.jsonl")
 
 # Events in the run's log whose `reason` says why the run did not come to its end, and the one after which it goes on.
 ENDS_EARLY, STALLED, RESUMED = "ends early", "stalled", "resumed"
+ATTEMPTS_FAILED = "attempts failed"
 RESTARTED = "trainer restarted"  # the run went on from a checkpoint by itself
 MISMATCHED = "mismatch"  # trainer and student's server differ by more than rounding
 

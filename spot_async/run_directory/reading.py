@@ -17,7 +17,15 @@ import yaml
 from spot_async.errors import DataError
 from spot_async.models.hub import local_path
 from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
-from spot_async.run_directory.layout import ENDS_EARLY, MISMATCHED, RESTARTED, RESUMED, STALLED, RunDirectory
+from spot_async.run_directory.layout import (
+    ATTEMPTS_FAILED,
+    ENDS_EARLY,
+    MISMATCHED,
+    RESTARTED,
+    RESUMED,
+    STALLED,
+    RunDirectory,
+)
 
 T = TypeVar("T")
 
@@ -103,6 +111,22 @@ class _Event(msgspec.Struct):
     step: int = 0
 
 
+class FailedAttempts(msgspec.Struct):
+    """Attempts of one stage that failed in the same way, in or before one iteration."""
+
+    event: str = ""
+    iteration: int = 0
+    stage: str = ""
+    failure: str = ""  # their class
+    brief: str = ""  # what happened: `HTTP 502`, `reset`
+    count: int = 0
+    lost_s: float = 0.0
+    reason: str = ""  # of the newest; a part may be a server's words
+
+
+E = TypeVar("E", _Event, FailedAttempts)
+
+
 class RunFiles:
     """The files of one run directory. Raises DataError if it is none, or newer than this program."""
 
@@ -160,7 +184,7 @@ class RunFiles:
         if self._directory.is_in_use():
             return None
         reason = ""
-        for each in self._events():
+        for each in self._events(_Event):
             if each.event in (ENDS_EARLY, STALLED, RESUMED):
                 reason = each.reason  # of a resumed part there is none so far
         if reason:
@@ -175,17 +199,23 @@ class RunFiles:
         said = {RESUMED: "The run was resumed", RESTARTED: "The trainer was lost, and the run went on"}
         return [
             f"{said[each.event]} after iteration {each.step}{f': {each.reason}' if each.reason else ''}"
-            for each in self._events()
+            for each in self._events(_Event)
             if each.event in said
         ]
 
     def mismatches(self) -> list[str]:
         """Return a line for each part of the run that warned of a mismatch (`telemetry/mismatch.py`)."""
-        return [f"After iteration {each.step}, {each.reason}" for each in self._events() if each.event == MISMATCHED]
+        return [
+            f"After iteration {each.step}, {each.reason}" for each in self._events(_Event) if each.event == MISMATCHED
+        ]
 
-    def _events(self) -> Iterator[_Event]:
+    def failed_attempts(self) -> list[FailedAttempts]:
+        """Return the attempts that failed, in that order. A resumed run has those of iterations that it made again."""
+        return [each for each in self._events(FailedAttempts) if each.event == ATTEMPTS_FAILED]
+
+    def _events(self, kind: type[E]) -> Iterator[E]:
         """Return the events of the run's log. Lines that cannot be read are left out: pages need not fail for them."""
-        path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(_Event)
+        path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(kind)
         for line in path.read_bytes().splitlines() if path.exists() else ():
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
                 yield decoder.decode(line)

@@ -24,6 +24,7 @@ from spot_async.running.summary import evaluation_summary
 from spot_async.spending.records import spending_words, summarize_spending
 from spot_async.spending.run_spending import RunSpending
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.failures import FailureLog
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.types import PolicyNeeds
@@ -52,7 +53,8 @@ async def evaluate_student(
     ledger_file = SpendingLog(directory, spending.accounts, trains=False)
     ledger_file.go_on()
     events = Channel()
-    events.subscribe(screen, watchdog, ledger_file)
+    failures = FailureLog(screen.say)
+    events.subscribe(screen, watchdog, ledger_file, failures)
     listener = StartListener(
         starting=lambda backends: events.publish(StepBegan("starting the student")),
         step=lambda name: events.publish(StepBegan(name)),
@@ -65,6 +67,7 @@ async def evaluate_student(
         stack.enter_context(watchdog)  # before whatever may hang when it is closed
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
         stack.callback(ledger_file.write)  # whatever ends it
+        stack.callback(failures.close)
         stack.enter_context(screen.live())
         for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
             screen.warn(warning)

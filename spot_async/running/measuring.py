@@ -64,6 +64,7 @@ async def measure(
             on_stages=lambda stages: events.publish(EvaluationBegan(stages)),
             known=known,
             keep=log.append,
+            events=events,
         )
     write_files(directory, when, weights, result, log, identity, benchmarks)
     log.discard_partial()

@@ -57,6 +57,7 @@ from spot_async.running.run_trainer import Restarts, RunTrainer, loss_of_trainer
 from spot_async.running.services import OpenServices, StartListener, open_services
 from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.failures import FailureLog
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.mismatch import MismatchWarning
@@ -138,7 +139,10 @@ class TrainingRun:
         self._events = Channel()
         self._results = RunResults(0 if checkpoint is None else checkpoint.manifest.step)
         self._evaluations = RunEvaluations(config, plan, directory, self._events, self._results)
-        self._events.subscribe(self._ledger_file, self._evaluations.history, self._screen, self._watchdog)
+        self._failures = FailureLog(self._screen.say, self._results.resumed_after)
+        self._events.subscribe(
+            self._ledger_file, self._evaluations.history, self._screen, self._watchdog, self._failures
+        )
         self._lag = LoopLag()
         self._stop = stop
         self._part = Part(beginning_of(config, plan, checkpoint), checkpoint)
@@ -162,6 +166,7 @@ class TrainingRun:
             self._ledger_file.go_on(self._ledger.spending())
             structlog.get_logger().info(RESUMED, step=self._part.beginning.step, lineage=self._part.beginning.lineage)
         stack.callback(self._ledger_file.write)  # whatever ends the run
+        stack.callback(self._failures.close)
         sinks = stack.enter_context(
             open_sinks(self._config, directory.path, lambda: self._results.stages, self._screen.warn)
         )

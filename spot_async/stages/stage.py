@@ -20,11 +20,15 @@ import structlog
 
 from spot_async.base.events import Channel
 from spot_async.base.retry import RETRY_AFTER_SPREAD, RetryPolicy
+from spot_async.base.text import shortened
 from spot_async.base.waiting_room import Priority, WaitingRoom
 from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
 from spot_async.replicas.leasing import Errand, Lease, ServicePool
-from spot_async.stages.events import RequestAsked, RequestEnded
+from spot_async.stages.events import AttemptFailed, RequestAsked, RequestEnded
 from spot_async.stages.gate import Gate
+
+FAILED_KEPT = 64  # attempts of one request: it may be throttled for a day
+REASON_CHARACTERS = 300
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -45,9 +49,12 @@ class StageCounters:
     throttled: int = 0
     transient: int = 0
     poisoned: int = 0
+    lost_s: float = 0.0  # part of `busy_s`: attempts that failed, with the pauses after them; throttled ones left out
 
-    def count_failure(self, error: RequestError) -> None:
-        setattr(self, error.failure_class, getattr(self, error.failure_class) + 1)
+    def count_failure(self, failed: AttemptFailed) -> None:
+        setattr(self, failed.failure, getattr(self, failed.failure) + 1)
+        if failed.failure is not FailureClass.THROTTLED:
+            self.lost_s += failed.lost_s
 
 
 # Most requests never fail, so they share it.
@@ -63,6 +70,7 @@ class OpenRequest(Errand):
 
     asked_s: float = field(kw_only=True)
     started_s: float | None = None  # when its first lease was granted
+    sent_s: float | None = None  # when the newest attempt got a server
     deadline: float = 0.0  # of all attempts
     attempt_deadline: float = 0.0  # of the newest attempt, and no later than that
     longest_retry_after_s: float = 0.0  # the longest pause that an endpoint has asked for
@@ -70,6 +78,7 @@ class OpenRequest(Errand):
     attempts: int = 0  # so far
     # Attempts that failed: each class has its retries.
     failures: Mapping[FailureClass, int] = field(default_factory=lambda: NONE_YET)
+    failed: tuple[AttemptFailed, ...] = ()  # the newest of these attempts
     replica: str | None = None  # the one that has it; None while it waits for one, empty where the role has only one
     timer: asyncio.Timeout | None = None  # ends the attempt that a server has now at its deadline
     stopped_s: float | None = None  # since when its server stands still for new weights, and its clock with it
@@ -242,6 +251,7 @@ class Stage(Generic[S]):
                 outcome,
                 pending.replica or "",
                 pending.work if pending.kind == self.name else 0,
+                pending.failed,
             )
         )
         self._free_slot()
@@ -253,7 +263,7 @@ class Stage(Generic[S]):
     ) -> T:
         """Send the request once, under a lease, until the attempt's deadline."""
         asked_s = asyncio.get_running_loop().time()
-        pending.replica = None
+        pending.replica = pending.sent_s = None
         lease = await self._inside(pending)
         try:
             self._note_lease(pending, lease.replica, asked_s)
@@ -277,7 +287,7 @@ class Stage(Generic[S]):
         """Note the server of an attempt. The deadline counts from the first lease; later waiting extends it."""
         granted_s = asyncio.get_running_loop().time()
         pending.attempts += 1
-        pending.replica = replica
+        pending.replica, pending.sent_s = replica, granted_s
         if pending.started_s is None:
             pending.started_s = granted_s
             pending.deadline = granted_s + self._timeout_s
@@ -286,18 +296,40 @@ class Stage(Generic[S]):
             pending.deadline += granted_s - asked_s
         pending.attempt_deadline = min(pending.deadline, granted_s + self._attempt_timeout_s)
 
+    def note_missing(self, what: str) -> None:
+        """Count and publish that a request was answered, but not with what it was asked for."""
+        now_s = asyncio.get_running_loop().time()
+        self._publish_failure(AttemptFailed(self.name, now_s, now_s, None, FailureClass.TRANSIENT, what, what))
+
+    def _publish_failure(self, failed: AttemptFailed) -> None:
+        self.counters.count_failure(failed)
+        self._events.publish(failed)
+
     def _note_failure(self, pending: OpenRequest, error: RequestError) -> float | None:
         """Return the seconds until the next attempt; None if there is none."""
+        delay_s, failed_s = self._delay_s(pending, error), asyncio.get_running_loop().time()
+        failed = AttemptFailed(
+            self.name,
+            failed_s if pending.sent_s is None else pending.sent_s,
+            failed_s,
+            delay_s,
+            error.failure_class,
+            error.brief,
+            shortened(str(error), REASON_CHARACTERS),
+            pending.replica or "",
+        )
+        pending.failed = (*pending.failed[1 - FAILED_KEPT :], failed)
+        self._publish_failure(failed)
+        return delay_s
+
+    def _delay_s(self, pending: OpenRequest, error: RequestError) -> float | None:
         failure_class = error.failure_class
         count = pending.failures.get(failure_class, 0) + 1
         pending.failures = {**pending.failures, failure_class: count}
         attempts = sum(pending.failures.values())
-        self.counters.count_failure(error)
         error.stage, error.attempts = self.name, attempts
         error.others_answered = pending.started_s is not None and self._answered_s > pending.started_s
-        if isinstance(error, DeadlineExceededError) and pending.has_last_attempt:
-            return None
-        delay_s = self._retry.delay_s(error, count, self._jitter())
+        delay_s = self._retry.delay_s(error, count, self._jitter(), has_time=not pending.has_last_attempt)
         if delay_s is not None and isinstance(error, ThrottledError) and error.retry_after_s is not None:
             pending.deadline += delay_s  # a pause asked for is back-pressure, as waiting for a server is
             pending.longest_retry_after_s = max(pending.longest_retry_after_s, delay_s)

@@ -21,6 +21,9 @@ async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Probl
             )
         except DeadlineExceededError:
             verdict = Verdict.TIMEOUT
+        else:
+            if verdict.is_missing:
+                stage.note_missing(f"verdict {verdict}")
         if not verdict.is_missing:
             break
     return verdict

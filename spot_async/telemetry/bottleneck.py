@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spot_async.base.text import rough_time
+from spot_async.errors import DeadlineExceededError
 from spot_async.loop.events import Phase
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.staleness_gain import StrictTimes, gain_words
@@ -41,6 +42,8 @@ PUBLISHES: dict[Phase, tuple[str, str]] = {
     ),
     "evaluate": ("evaluations", "a higher evaluation.eval_every, or a lower evaluation.samples"),
 }
+FAILED = 0.05  # failed attempts are named from this share of what is sent on
+LOST = 0.15  # and hold a stage up from this share of its requests' time on
 THROTTLED = 0.05  # an endpoint's refusals hold the stage up from this share of what is sent on
 
 
@@ -56,6 +59,19 @@ class StageUse:
     latency_s: float | None = None  # mean time of a request from its turn to its answer
     throttled_share: float = 0.0  # share of what was sent that was refused for now (429, 503)
     is_limit_of_servers: bool = False
+    failed_share: float = 0.0  # share of the attempts that failed otherwise
+    lost_share: float | None = None  # of the requests' time: what these took, with the pauses after them; None: unknown
+    failures: str = ""  # what happened, in words
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether retries hold the stage up. An attempt that fails at once, before a long one, costs little."""
+        lost_share = self.failed_share if self.lost_share is None else self.lost_share
+        return self.failed_share > 0 and lost_share >= LOST
+
+    @property
+    def failed_words(self) -> str:
+        return f"{percent(self.failed_share)} of the attempts failed" + (f" ({self.failures})" if self.failures else "")
 
     @property
     def needed(self) -> int | None:
@@ -116,11 +132,14 @@ class Bottleneck:
     advice: tuple[str, ...] = ()
     brief: str = ""
     staleness: str = ""  # what it would bring a strict run; the last of the advice too
+    is_of_failures: bool = False  # attempts that fail hold it up, so no other figure says what a healthy run would do
 
 
 def judge(times: RunTimes) -> Bottleneck:
     """Return what held the run up."""
     found, staleness = _judge(times), gain_words(times.strict)
+    if found.is_of_failures:  # staleness would hide them at best
+        return found
     return replace(found, advice=(*found.advice, staleness), staleness=staleness) if staleness else found
 
 
@@ -180,6 +199,13 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
     for stage, seconds in known.items():
         by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s
     servers = sorted(by_server, key=lambda server: -by_server[server])
+    failing = {
+        stage: known[stage] * times.stages[stage].failed_share
+        for stage in known
+        if stage in times.stages and times.stages[stage].is_failing and known[stage] >= UPDATE_BOUND * waited_s
+    }
+    if failing:
+        return _judge_failures(max(failing, key=lambda stage: failing[stage]), times, share)
     bound = servers[:1] if by_server[servers[0]] >= CLEAR_SHARE else servers[:2]
     stages = sorted((s for s in known if STAGE_SERVERS[s] in bound), key=lambda stage: -known[stage])
     named = [f"{stage} ({percent(known[stage] / waited_s)})" for stage in stages if known[stage] / waited_s >= 0.05]
@@ -202,6 +228,20 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
     )
 
 
+def _judge_failures(stage: str, times: RunTimes, share: float) -> Bottleneck:
+    """Return what an attempt that fails costs a stage that has many of them: nothing else is worth changing before."""
+    use, server = times.stages[stage], STAGE_SERVERS[stage]
+    words = use.failed_words.replace("of the attempts", f"of the {stage} attempts")
+    mend = f"see why in the report's Failures and logs/run.jsonl, and mend the {server}'s server or what is before it"
+    lost = f"stages.{stage}.attempt_timeout_s: how soon a reply that does not come is asked for again"
+    return Bottleneck(
+        f"{words}: retries hold the run up. The trainer waited {percent(share)} of the time.",
+        (*_trouble(stage, times), mend, *([lost] if DeadlineExceededError.in_short in use.failures else [])),
+        f"{words}: retries hold the run up, trainer idle {percent(share)}; {mend}",
+        is_of_failures=True,
+    )
+
+
 def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
     """Return what no limit of ours would help against: servers that are down or asked for a pause, and refusals."""
     server = STAGE_SERVERS[stage]
@@ -219,6 +259,11 @@ def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
         found.append(
             f"throttled by the endpoint{let_in} ({percent(use.throttled_share)} of what is sent is refused for now): "
             f"a higher rate limit there, or another endpoint in {server}.backend.url"
+        )
+    if use is not None and use.failed_share >= FAILED and not use.is_failing:
+        found.append(
+            f"{use.failed_words}, which took {percent(use.lost_share or 0.0)} of the requests' time: see why in the "
+            "report's Failures and logs/run.jsonl"
         )
     return tuple(found)
 

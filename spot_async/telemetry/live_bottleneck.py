@@ -27,6 +27,7 @@ from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stage import Stage
 from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry.bottleneck import Bottleneck, RunTimes, ServerUse, StageUse, judge, stage_load
+from spot_async.telemetry.failures import Tally, kinds_words
 from spot_async.telemetry.pump_clock import PumpClock
 from spot_async.telemetry.replica_metrics import Pool
 from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes
@@ -108,6 +109,8 @@ class StageReading:
     queued_s: float
     sent: int
     throttled: int
+    failed: int  # attempts, throttled ones left out
+    lost_s: float  # by these
 
     @classmethod
     def of(cls, stage: Stage[Any], now_s: float) -> StageReading:
@@ -123,6 +126,8 @@ class StageReading:
             queued_s=done.waited_s + sum(waiting),
             sent=answered + done.retried + len(started),
             throttled=done.throttled,
+            failed=done.permanent + done.transient + done.poisoned,
+            lost_s=done.lost_s,
         )
 
 
@@ -161,7 +166,11 @@ class LiveBottleneck:
         self._said_staleness = False
         self._read_s = now_s
         self._readings = self._read(now_s)
-        orchestrator.stages.events.subscribe(self._clock, self._publishing, *([self._sums] if self._sums else []))
+        self._failures = Tally()
+        orchestrator.stages.events.subscribe(self, self._clock, self._publishing, *([self._sums] if self._sums else []))
+
+    def on(self, event: Event) -> None:
+        self._failures.on(event)
 
     async def speak(self) -> None:
         """Run beside the run; return at once if `every_s` is 0."""
@@ -188,6 +197,7 @@ class LiveBottleneck:
             for stage in self._orchestrator.stages.all
             if waited_for.get(stage.name, 0.0) > 0
         }
+        self._failures = Tally()
         return judge(
             RunTimes(
                 wait_s=phases.get("wait for batch", 0.0),
@@ -217,6 +227,9 @@ class LiveBottleneck:
         over_s = waited_for[stage.name] if self._orchestrator.is_strict else elapsed_s
         in_flight, queued = stage_load(after.busy_s - before.busy_s, after.queued_s - before.queued_s, over_s, limit)
         answered, sent = after.answered - before.answered, after.sent - before.sent
+        busy_s, lost_s = after.busy_s - before.busy_s, after.lost_s - before.lost_s
+        failed = after.failed - before.failed
+        tally = self._failures.stages.get(stage.name)
         return StageUse(
             in_flight,
             queued,
@@ -226,6 +239,9 @@ class LiveBottleneck:
             latency_s=(after.answered_busy_s - before.answered_busy_s) / answered if answered else None,
             throttled_share=min(1.0, (after.throttled - before.throttled) / sent) if sent > 0 else 0.0,
             is_limit_of_servers=limit < stage.concurrency,
+            failed_share=min(1.0, failed / sent) if sent > 0 else 0.0,
+            lost_share=min(1.0, lost_s / busy_s) if busy_s > 0 else 0.0,
+            failures=kinds_words(tally.failed) if tally is not None else "",
         )
 
     def _read(self, now_s: float) -> dict[str, StageReading]:

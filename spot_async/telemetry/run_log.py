@@ -155,6 +155,7 @@ class RunLog:
             metrics[f"stage/{stage.name}/failed"] = float(now.failed - last.failed)
             for failure in FailureClass:
                 metrics[f"stage/{stage.name}/{failure}"] = float(getattr(now, failure) - getattr(last, failure))
+            metrics[f"stage/{stage.name}/lost_s"] = now.lost_s - last.lost_s
             if ended := now.ended - last.ended:
                 metrics[f"stage/{stage.name}/mean_latency_s"] = (now.busy_s - last.busy_s) / ended
             if elapsed_s > 0:

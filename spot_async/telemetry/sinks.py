@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from spot_async.base.addresses import LOOPBACK, host_of, is_loopback
 from spot_async.base.text import first_line
 from spot_async.config import Config, TelemetryConfig, WandbConfig
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, FailureClass
 from spot_async.run_directory.reading import EVALUATION, EVALUATION_ITERATION, evaluated_iteration, has_evaluation
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn
@@ -174,7 +174,7 @@ def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -
     Raises OSError if the port is taken.
     """
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
-    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
     newest: tuple[int, Mapping[str, float]] = (0, {})
 
@@ -202,10 +202,15 @@ def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -
             yield gauge
             queue = GaugeMetricFamily("spot_async_stage_queue", "requests that no server has yet", labels=["stage"])
             in_flight = GaugeMetricFamily("spot_async_stage_in_flight", "requests being answered", labels=["stage"])
+            failed = CounterMetricFamily(
+                "spot_async_stage_failed_attempts", "attempts that failed so far", labels=["stage", "failure"]
+            )
             for stage in stages():
                 queue.add_metric([stage.name], stage.waiting)
                 in_flight.add_metric([stage.name], stage.in_flight)
-            yield from (queue, in_flight)
+                for failure in FailureClass:
+                    failed.add_metric([stage.name, failure], getattr(stage.counters, failure))
+            yield from (queue, in_flight, failed)
 
     sink, registry = Sink(), CollectorRegistry()
     registry.register(sink)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from spot_async.run_directory.reading import SampleSummary
@@ -49,10 +50,12 @@ class SampleStatistics:
             self.retained_tokens[branch.sampled] += branch.retained
 
 
-def run_times(rows: Rows, config: Mapping[str, Any], cores: int | None = None) -> RunTimes:
+def run_times(
+    rows: Rows, config: Mapping[str, Any], cores: int | None = None, failures: Mapping[str, str] = MappingProxyType({})
+) -> RunTimes:
     """Return where the time of all iterations went, and how each stage was used while the trainer waited for it.
 
-    `cores` is how many the run could use, if that is known.
+    `cores` is how many the run could use, if that is known. `failures` says by stage what failed attempts met.
     """
     waited_for = {
         stage: total(rows, f"wait/{stage}_s")
@@ -70,8 +73,17 @@ def run_times(rows: Rows, config: Mapping[str, Any], cores: int | None = None) -
             )
             limit, own = effective_limit(rows, config, stage), stage_limit(config, stage)
             in_flight, queued = stage_load(busy_s, queued_s, over_s, limit)
+            failed, attempts = failed_attempts(rows, stage)
+            has_lost = any(f"stage/{stage}/lost_s" in row for row in rows)  # older runs did not write it
             stages[stage] = StageUse(
-                in_flight, queued, limit, stage_slots(config, stage), is_limit_of_servers=limit < own
+                in_flight,
+                queued,
+                limit,
+                stage_slots(config, stage),
+                is_limit_of_servers=limit < own,
+                failed_share=failed / attempts if attempts else 0.0,
+                lost_share=min(1.0, total(rows, f"stage/{stage}/lost_s") / busy_s) if has_lost and busy_s else None,
+                failures=failures.get(stage, ""),
             )
     return RunTimes(
         wait_s=total(rows, "time/wait_for_batch_s"),
@@ -86,6 +98,12 @@ def run_times(rows: Rows, config: Mapping[str, Any], cores: int | None = None) -
         else {},
         strict=strict_times(rows, config) if may_be_asynchronous(config, cores) else None,
     )
+
+
+def failed_attempts(rows: Rows, stage: str) -> tuple[float, float]:
+    """Return how many of a stage's attempts failed, throttled ones left out, and how many there were."""
+    failed = sum(total(rows, f"stage/{stage}/{each}") for each in ("permanent", "transient", "poisoned"))
+    return failed, failed + total(rows, f"stage/{stage}/throttled") + total(rows, f"stage/{stage}/requests")
 
 
 def strict_times(rows: Rows, config: Mapping[str, Any]) -> StrictTimes:

@@ -6,7 +6,8 @@ It has these tracks:
 * in an asynchronous run, the publishing of its weights beside the trainer, and the iterations trained and served
 * the prompts' coroutines, with an arrow from each to the training step that it ended in
 * each server that had something to do: requests in flight
-* each stage that had something to do: its requests, on as many lanes as were busy at once
+* each stage that had something to do: its requests, on as many lanes as were busy at once, and in these the
+  attempts that failed, with the pauses after them
 * counters: requests that wait and are in flight, finished supervision, tokens per second
 
 The file is a JSON array that is written as the run goes. The format allows the closing bracket to be missing, so a
@@ -29,6 +30,7 @@ import msgspec
 import structlog
 
 from spot_async.base.events import Event
+from spot_async.base.text import visible
 from spot_async.loop.admission import AdmissionBook, PromptState
 from spot_async.loop.events import PhaseEnded, PromptEnded, WeightsServed
 from spot_async.loop.orchestrator import Orchestrator
@@ -186,7 +188,15 @@ class TraceRecorder:
         if span.replica:
             args["server"] = span.replica
         # Requests are named by stage, since viewers sum up by name. The arguments say which request it is.
-        self._slice(self._process_of(span.stage), None, span.stage, span.started_s, span.ended_s, args)
+        process_id = self._process_of(span.stage)
+        lane = self._slice(process_id, None, span.stage, span.started_s, span.ended_s, args)
+        for attempt in span.failed:
+            said = {"server": attempt.replica} if attempt.replica else {}
+            said |= {"failure": attempt.failure.value, "reason": visible(attempt.reason)}
+            self._slice(process_id, lane, f"failed: {attempt.brief}", attempt.sent_s, attempt.failed_s, said)
+            if attempt.delay_s is not None:
+                resumed_s = min(attempt.failed_s + attempt.delay_s, span.ended_s)
+                self._slice(process_id, lane, "back-off", attempt.failed_s, resumed_s, {})
 
     def _load_changes(self, at_s: float) -> None:
         """Write counters, if they are due, with the values that were true since the last change."""

@@ -166,7 +166,8 @@ def test_only_what_can_succeed_later_is_sent_again():
     assert 0 < policy.delay_s(TransientError("reset"), 1, 0.0) < policy.delay_s(TransientError("reset"), 2, 0.0)
     assert policy.delay_s(ThrottledError("429", retry_after_s=30.0), 1, 0.0) == 30.0
     assert policy.delay_s(ThrottledError("429"), 5000, 0.0) == 4.0  # however often: the deadline ends it
-    assert policy.delay_s(DeadlineExceededError("late"), 3, 0.0) is None
+    assert policy.delay_s(DeadlineExceededError("late"), 1, 0.0) is None
+    assert policy.delay_s(DeadlineExceededError("late"), 1, 0.0, has_time=True) == 0.125
 
 
 def test_throttling_ends_at_the_deadline_and_uses_up_no_attempts():

@@ -38,6 +38,7 @@ class Fault(StrEnum):
     ERROR = "error"  # 500
     SLOW = "slow"  # the reply comes byte by byte, slowly
     RESET = "reset"  # the connection breaks
+    HANG = "hang"  # the reply never comes
 
 
 Plan = Callable[[int, str], Fault | str | None]  # from the number of requests before, and the path
@@ -114,6 +115,8 @@ class FaultyProxy:
                 await _send(writer, _reply("429 Too Many", b"slow down", {"Retry-After": f"{self.storm_s:g}"}))
             case Fault.GATEWAY:
                 await _send(writer, _reply("502 Bad Gateway", PAGE, {"Content-Type": "text/html"}))
+            case Fault.HANG:
+                await asyncio.Event().wait()
             case Fault.ERROR:
                 await _send(writer, _reply("500 Error", b"Internal Server Error", {}))
             case _:

@@ -214,7 +214,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
 
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
     port = free_port()
-    stage = SimpleNamespace(name="probe", waiting=3, in_flight=7)
+    stage = SimpleNamespace(name="probe", waiting=3, in_flight=7, counters=StageCounters(transient=41))
     with open_sinks(config(prometheus_port=port), tmp_path, lambda: [stage]) as sinks:
         assert "spot_async_iteration 0.0" in scrape(port)
         for sink in sinks:
@@ -226,6 +226,7 @@ def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_pat
         'spot_async_metric{name="evaluation/avg@8"} 0.5',
         'spot_async_stage_queue{stage="probe"} 3.0',
         'spot_async_stage_in_flight{stage="probe"} 8.0',
+        'spot_async_stage_failed_attempts_total{failure="transient",stage="probe"} 41.0',
     ):
         assert line in text
     with pytest.raises(urllib.error.URLError):

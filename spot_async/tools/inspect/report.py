@@ -29,6 +29,7 @@ from spot_async.telemetry.totals import (
     stage_names,
     total,
 )
+from spot_async.tools.inspect.failures import failures_by_stage, failures_section
 from spot_async.tools.inspect.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
 from spot_async.tools.inspect.plots import Section, lines, points, present, stacked
 from spot_async.tools.inspect.signal import missing_signal
@@ -63,12 +64,14 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         statistics.add(sample)
     before, after = files.evaluation("before"), files.evaluation("after")
     evaluated = held_out(rows, config, before, after)
+    failed = files.failed_attempts()
     results = result_table(summary, sampling_note(config, after or before))
     sections = (
         learning_section(rows, evaluated),
         probing_section(rows, statistics, PolicySettings.of(config)),
         response_section(rows, statistics),
         time_section(rows, config),
+        failures_section(failed, rows),
         staleness_section(rows),
         optimiser_section(rows, config),
         spending_section(rows),
@@ -80,7 +83,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         notes=notes(
             files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
         ),
-        bottleneck=judge(run_times(rows, config, files.cores)),
+        bottleneck=judge(run_times(rows, config, files.cores, failures_by_stage(failed))),
         missing_signal=missing_signal(rows),
         results=results,
         sections=tuple(section for section in sections if section.plots),

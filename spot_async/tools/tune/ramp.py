@@ -52,7 +52,7 @@ class RampLimits:
 class NoRetries(RetryPolicy, frozen=True):
     """Send nothing again, since a ramp must see what fails."""
 
-    def delay_s(self, error: RequestError, failures: int, jitter: float) -> float | None:
+    def delay_s(self, error: RequestError, failures: int, jitter: float, *, has_time: bool = False) -> float | None:
         return None
 
 

@@ -1,0 +1,133 @@
+"""Adds up attempts that failed, and says so: on the console once a minute, at the end, and in the run's log.
+
+Most are made again and cost only time, so nothing else would tell of them. The report reads the log. What a server
+said is foreign text: whoever shows a reason makes it visible first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from spot_async.base.events import Event
+from spot_async.base.text import shortened, visible
+from spot_async.errors import FailureClass
+from spot_async.loop.events import IterationFinished
+from spot_async.run_directory.layout import ATTEMPTS_FAILED
+from spot_async.stages.events import AttemptFailed, RequestEnded
+from spot_async.telemetry.bottleneck import percent
+
+SAY_EVERY_S = 60.0
+FIRST_AFTER_S = 10.0  # from the first failure on, so that the line is of more than that one
+KINDS_SHOWN = 5
+REASON_CHARACTERS = 160
+
+
+@dataclass
+class StageTally:
+    """The attempts of one stage."""
+
+    attempts: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # by what happened
+    newest: str = ""
+
+    def __str__(self) -> str:
+        """`512 of 3,200 (16 %: HTTP 500, 502, reset)`."""
+        share = percent(self.failed.total() / self.attempts)
+        return f"{self.failed.total():,} of {self.attempts:,} ({share}: {kinds_words(self.failed)})"
+
+
+class Tally:
+    """The attempts of all stages, since it was made."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, StageTally] = {}
+
+    def on(self, event: Event) -> None:
+        match event:
+            case RequestEnded(outcome="done"):
+                self.stages.setdefault(event.stage, StageTally()).attempts += 1
+            case AttemptFailed():
+                stage = self.stages.setdefault(event.stage, StageTally())
+                stage.attempts += 1
+                stage.failed[event.brief] += 1
+                stage.newest = event.reason
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {each}" for name, each in self.stages.items() if each.failed)
+
+
+@dataclass
+class _Logged:
+    """Equal failures at one stage, in one iteration."""
+
+    count: int = 0
+    lost_s: float = 0.0
+    reason: str = ""
+
+
+class FailureLog:
+    """The listener that adds up failed attempts. `close` it when the run ends, whatever ends it."""
+
+    def __init__(self, say: Callable[[str], None], iteration: int = 0) -> None:
+        """`say` gets the lines for people. `iteration` is the last one that an earlier part of the run finished."""
+        self._say = say
+        self._iteration = iteration + 1
+        self._all = Tally()
+        self._lately = Tally()
+        self._said_s: float | None = None
+        self._to_log: dict[tuple[str, FailureClass, str], _Logged] = {}
+
+    def on(self, event: Event) -> None:
+        self._all.on(event)
+        self._lately.on(event)
+        match event:
+            case AttemptFailed():
+                logged = self._to_log.setdefault((event.stage, event.failure, event.brief), _Logged())
+                logged.count += 1
+                logged.lost_s += event.lost_s
+                logged.reason = event.reason
+                if self._said_s is None:
+                    self._said_s = event.failed_s + FIRST_AFTER_S - SAY_EVERY_S
+                if event.failed_s >= self._said_s + SAY_EVERY_S:
+                    self._said_s = event.failed_s
+                    self._tell(event.reason)
+            case IterationFinished():
+                self._write()
+                self._iteration = event.iteration + 1
+
+    def _tell(self, newest: str) -> None:
+        self._write()
+        reason = visible(shortened(newest, REASON_CHARACTERS)).replace("\n", " ")
+        self._say(f"attempts that failed lately: {self._lately}; the newest: {reason}")
+        self._lately = Tally()
+
+    def close(self) -> None:
+        self._write()
+        if failed := str(self._all):
+            self._say(f"attempts that failed in all: {failed}")
+
+    def _write(self) -> None:
+        for (stage, failure, brief), each in self._to_log.items():
+            structlog.get_logger().info(
+                ATTEMPTS_FAILED,
+                iteration=self._iteration,
+                stage=stage,
+                failure=failure.value,
+                brief=brief,
+                count=each.count,
+                lost_s=each.lost_s,
+                reason=each.reason,
+            )
+        self._to_log.clear()
+
+
+def kinds_words(kinds: Counter[str]) -> str:
+    """Return what happened, the most frequent first: `HTTP 500, 502, reset`."""
+    names = [name for name, _ in kinds.most_common(KINDS_SHOWN)]
+    statuses = [name.removeprefix("HTTP ") for name in names if name.startswith("HTTP ")]
+    words = dict.fromkeys(f"HTTP {', '.join(statuses)}" if name.startswith("HTTP ") else name for name in names)
+    return ", ".join(words) + (" and others" if len(kinds) > KINDS_SHOWN else "")
