@@ -1,6 +1,7 @@
-"""Says what this machine lacks for a run: weights, GPUs, cores, and the other nodes of a scheduler's job.
+"""Says what this machine lacks for a run: weights, GPUs, cores.
 
-It reads files and the environment, and starts nothing. All are warnings, since a dry run may be on another machine.
+It reads files and the environment, and starts nothing. Only weights are ever a reason to refuse: a dry run may be on
+another machine than the run.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def training_warnings(
     config: Config, served: Mapping[str, ModelConfig], machine: Machine, *, nodes: int = 1
 ) -> list[str]:
     """Return what is missing for a training run of these models, of which this is one of `nodes` machines."""
+    given = {role: model for role, model in served.items() if role == "student" or model is not config.student}
     return [
-        *(line for role, model in served.items() for line in _without_devices(role, model, machine)),
+        *(line for role, model in given.items() for line in _without_devices(role, model, machine)),
         *_of_ranks(config.training, machine, nodes),
     ]
 

@@ -73,6 +73,12 @@ def test_what_it_has_or_nobody_knows_is_no_line(machine, override):
     assert warned(machine, override) == []
 
 
+def test_a_reference_that_is_the_student_is_not_told_of_twice():
+    config = config_from(RUN, ["student.backend={kind: local, device: 'cuda:0'}"])
+    (line,) = training_warnings(config, {"student": config.student, "reference": config.student}, NO_GPU)
+    assert line.startswith("student.backend.device")
+
+
 def test_ranks_are_those_of_one_node():
     assert warned(TWO_GPUS, "training.ranks=4", nodes=2) == []
     (line,) = warned(TWO_GPUS, "training.ranks=6", nodes=2)
