@@ -25,6 +25,7 @@ from pydantic import Field
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess, foreign_environment
 from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import check_length, private_directory
 from spot_async.base.tasks import while_alive
 from spot_async.config import PositiveInt, Probability
@@ -358,8 +359,8 @@ def _installed_version(
     if code == NO_SUCH_MODULE:
         raise ConfigError(f"launch.python: no {package} in {where}: install it there, or name another interpreter")
     if code:
-        lines = errors.strip().splitlines() or [f"exit code {code}"]
-        raise ConfigError(f"launch.python: {where} cannot look for {package}: {lines[-1]}")
+        reason = headline(readable(errors)) or f"exit code {code}"
+        raise ConfigError(f"launch.python: {where} cannot look for {package}: {reason}")
     return line
 
 

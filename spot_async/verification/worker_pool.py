@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import structlog
 
+from spot_async.base.processes.last_words import headline, readable
 from spot_async.errors import DeadlineExceededError, ProcessDiedError
 
 STARTUP_TIMEOUT_S = 60.0
@@ -210,8 +211,8 @@ class _Worker:
         written, _ = await asyncio.gather(self._stderr.read(), self._process.wait())
         code = self._process.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        last_words = written.decode(errors="replace").strip().splitlines()[-1:]
-        return WorkerDiedError(": ".join([f"verification worker (pid {self._process.pid}) {how}", *last_words]))
+        reason = headline(readable(written.decode(errors="replace")))
+        return WorkerDiedError(f"verification worker (pid {self._process.pid}) {how}{reason and f': {reason}'}")
 
 
 def _note(died: Exception, in_a_row: int, most: int, what: str) -> None:

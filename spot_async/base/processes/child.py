@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import math
 import os
-import re
 import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -23,20 +22,15 @@ import structlog
 
 from spot_async.base.processes import guard
 from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.last_words import error_in, headline, readable
 from spot_async.errors import ProcessDiedError, StorageError
 
 LOG_TAIL_BYTES = 4096
 LOG_SEARCH_BYTES = 1 << 16  # the end of a log that is searched for earlier errors
-LINE_CHARACTERS = 300
-# Last lines of a log that are searched for an error: interpreters write more after the exception that ended a program.
-LAST_WORDS = 5
 STOP_GRACE_S = 5.0
 FOREIGN_GRACE_S = 15.0  # inference servers stop slowly, and leave shared memory behind when killed
 GUARD_MARGIN_S = 5.0  # a guard gets this much longer to stop than its program
 OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # they mislead the interpreter of another environment
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Matches at the start of a line or after a logger's prefix only, since a warning may quote an exception.
-_EXCEPTION = re.compile(r"(?:^|[\])] )((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .*|(?:[\w. -]+: )?error: .*)")
 
 
 class ChildProcess:
@@ -118,13 +112,12 @@ class ChildProcess:
             raise ProcessDiedError(self.describe_end(code))
 
     def describe_end(self, code: int) -> str:
-        """Say in one line which child ended, how, and with which error at the end of its log, or else its last line."""
+        """Say in one line which child ended, how, and the line of its log that says why."""
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
-            lines = self.last_lines(LAST_WORDS)
-            errors = [line for line in lines if _EXCEPTION.search(line)]
-            how = ": ".join([f"exited with code {code}", *(errors or lines)[-1:]])
+            reason = headline(readable(self.log_tail(LOG_SEARCH_BYTES)))
+            how = f"exited with code {code}: {reason}" if reason else f"exited with code {code}"
         return f"{self.name} (pid {self.pid}) {how} (log: {self.log_path})"
 
     def log_tail(self, size: int = LOG_TAIL_BYTES) -> str:
@@ -135,12 +128,12 @@ class ChildProcess:
 
     def last_lines(self, count: int) -> list[str]:
         """Return the log's last `count` lines that are not empty, without terminal colours and old progress bars."""
-        return _readable(self.log_tail())[-count:]
+        return readable(self.log_tail())[-count:]
 
     def earlier_errors(self, count: int, before: int) -> list[str]:
         """Return the messages of exceptions above the last lines, each once. A cause often stands far above."""
-        lines = _readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
-        said = dict.fromkeys(found[1] for line in lines if (found := _EXCEPTION.search(line)))
+        lines = readable(self.log_tail(LOG_SEARCH_BYTES))[:-before]
+        said = dict.fromkeys(error for line in lines if (error := error_in(line)) is not None)
         return [*said][-count:]
 
     async def stop(self, grace_s: float | None = None) -> None:
@@ -178,7 +171,7 @@ class ChildProcess:
 
 def log_lines(path: Path, count: int) -> list[str]:
     """Return a log's last `count` lines that are not empty, as `ChildProcess.last_lines`. Raises OSError."""
-    return _readable(_tail(path, LOG_TAIL_BYTES))[-count:]
+    return readable(_tail(path, LOG_TAIL_BYTES))[-count:]
 
 
 def _tail(path: Path, size: int) -> str:
@@ -190,11 +183,6 @@ def _tail(path: Path, size: int) -> str:
 def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a program of another Python environment: `own` over ours without PYTHONPATH."""
     return {**{name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}, **own}
-
-
-def _readable(text: str) -> list[str]:
-    lines = (_ESCAPE.sub("", line.rstrip().rpartition("\r")[2]) for line in text.split("\n"))
-    return [line[:LINE_CHARACTERS] for line in lines if line.strip()]
 
 
 async def _spawn(
