@@ -28,9 +28,9 @@ Phase = Literal["wait for batch", "train", "wait for weights", "write weights", 
 # What a pump waits for in each phase, in words for people. Stages tell more about supervision.
 WAITS_FOR: dict[Phase, str] = {
     "wait for batch": "supervision",
-    "train": "the trainer",
+    "train": "the training step",
     "wait for weights": "new weights",
-    "write weights": "the trainer, which writes its weights",
+    "write weights": "the weights to be on disk",
     "drain": "requests under way, before the weight update",
     "update weights": "the weight update",
     "evaluate": "the evaluation",

@@ -6,6 +6,7 @@ Nothing is printed unless asked for, and what goes wrong is raised as one of `sp
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -205,5 +206,13 @@ def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, st
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    if isinstance(overrides, str):  # its letters would be taken for overrides
-        raise ConfigError(f"overrides is a list of strings: give [{overrides!r}] in place of {overrides!r}")
+    match overrides:
+        case str():  # its letters would be taken for overrides
+            meant = [overrides]
+        case Mapping():
+            meant = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+        case list() | tuple() if all(isinstance(each, str) for each in overrides):
+            return
+        case _:
+            meant = ["section.key=value"]
+    raise ConfigError(f"overrides is a list of strings: give {meant} in place of {overrides!r}")

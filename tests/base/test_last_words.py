@@ -41,7 +41,9 @@ leaked.close()
 
 @pytest.mark.parametrize(("end", "expected"), ENDS.items())
 def test_the_reason_is_found_before_warnings_leaks_and_ignored_errors(end, expected):
-    done = subprocess.run([sys.executable, "-W", "always", "-c", f"{AFTERWARDS}\n{end}"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", f"{AFTERWARDS}\n{end}"], capture_output=True, text=True
+    )
     lines = readable(done.stderr)
     assert any("leaked" in line for line in lines)
     assert any("Exception ignored in" in line for line in lines)
@@ -49,9 +51,12 @@ def test_the_reason_is_found_before_warnings_leaks_and_ignored_errors(end, expec
 
 
 def test_a_trace_with_a_prefix_is_read_too():
-    lines = ["[rank0]: Traceback (most recent call last):", '[rank0]:   File "x.py", line 1, in <module>',
-             "[rank0]: torch.OutOfMemoryError: CUDA out of memory.",
-             "[rank0]:[W1125 15:00:00.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: destroy_process_group() was not called"]  # fmt: skip
+    lines = [
+        "[rank0]: Traceback (most recent call last):",
+        '[rank0]:   File "x.py", line 1, in <module>',
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory.",
+        "[rank0]:[W1125 15:00:00.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: the process group was not destroyed",
+    ]
     assert headline(lines) == "[rank0]: torch.OutOfMemoryError: CUDA out of memory."
 
 

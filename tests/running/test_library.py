@@ -209,6 +209,19 @@ def test_overrides_in_one_string_are_refused_in_words_that_help():
         spot_async.run(QUICK, "training.iterations=2")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "meant"),
+    [
+        ({"training.iterations": 2, "policy": "opd"}, "['training.iterations=2', 'policy=\"opd\"']"),
+        ([("training.iterations", 2)], "['section.key=value']"),
+        (None, "['section.key=value']"),
+    ],
+)
+def test_overrides_that_are_no_strings_are_refused_in_words_that_help(overrides, meant):
+    with pytest.raises(spot_async.ConfigError, match=re.escape(f"overrides is a list of strings: give {meant} in ")):
+        spot_async.run(QUICK, overrides)
+
+
 async def test_run_in_a_notebook_names_what_to_await():
     with pytest.raises(spot_async.SpotError, match=r"await spot_async\.run_async"):
         spot_async.run(QUICK)

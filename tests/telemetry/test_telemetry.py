@@ -31,7 +31,15 @@ from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
-from spot_async.loop.events import Evaluated, IterationFinished, PhaseBegan, PhaseTimes, ResponseJudged, StepBegan
+from spot_async.loop.events import (
+    WAITS_FOR,
+    Evaluated,
+    IterationFinished,
+    PhaseBegan,
+    PhaseTimes,
+    ResponseJudged,
+    StepBegan,
+)
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.console import RunConsole
@@ -166,6 +174,7 @@ def test_the_panel_of_an_asynchronous_run_shows_both_pumps_their_versions_and_th
     panel = Text.from_ansi(text.getvalue()).plain
     assert "weights: 13 trained, 11 served · lag 0.75 mean, 2 max" in panel
     assert "the trainer waits for supervision · publishing waits for the weight update" in panel
+    assert not any(each in words for each in ("the trainer", "publishing") for words in WAITS_FOR.values())
 
 
 def test_an_evaluation_beside_training_is_shown_with_it(monkeypatch):

@@ -175,6 +175,8 @@ def test_a_comparison_is_printed_and_written_in_every_form(tmp_path):
     assert (tmp_path / "out" / "pass-at-k-macro.svg").exists()
     assert "of an earlier" not in output
     again = shown(str(opd), "-o", str(tmp_path / "out"), "--benchmark", "AMC23")
+    assert "This is one run: give another behind it (NAME=RUN)" in again
+    assert "This is one run" not in output
     left = re.search(r"^of an earlier comparison: (.*)$", again, re.MULTILINE)
     assert left is not None
     assert {"pass-at-k-AIME_24.svg", "pass-at-k-macro.svg"} <= set(left[1].split(", "))

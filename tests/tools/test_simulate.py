@@ -328,5 +328,6 @@ def test_the_command_prints_json_and_writes_a_page(tmp_path):
     assert found["rates"]["teacher"]["replicas"] == 3
     assert [each["max_staleness"] for each in found["outcomes"]] == [0, 1]
     text = page.read_text()
+    assert "<li>* " not in text  # the terminal's bullets
     assert "Simulation of c" in text
     assert text.count('<svg class="plot"') == 6

@@ -139,6 +139,18 @@ def test_a_level_is_drawn_within_the_plot_at_its_value():
     assert "limit: 1" in "".join(root.itertext())
 
 
+@pytest.mark.parametrize("label", ["lag 0", "max_staleness 10", "a token of more letters than any row has room for"])
+def test_labels_of_rows_and_their_figures_are_within_the_drawing(label):
+    narrow = 5.0  # a character is wider than this on average
+    root = parsed(svg.row_plot([label], [("", [0.123456])], format_x=lambda value: f"{value} of everything"))
+    shown, figure = root.iter("text")
+    assert float(shown.get("x")) - narrow * len(shown.text) >= 0
+    assert float(figure.get("x")) + narrow * len(figure.text) <= svg.WIDTH
+    (bar,) = (each for each in root.iter("rect") if "bar" in each.get("class"))
+    assert float(bar.get("width")) > 0
+    assert label in "".join(bar.itertext())
+
+
 def test_names_are_escaped():
     hostile = '</svg><script>alert("x")</script>'
     pages = [

@@ -176,6 +176,8 @@ def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: 
             f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 "
             "out. They say how another set of such problems would differ, not another training run."
         )
+    else:
+        notes.append("This is one run: give another behind it (NAME=RUN) for differences between them.")
     for each in benchmarks:
         said = {run.name: run.figures.benchmarks[each.name].note for run in runs}
         if len(set(said.values())) == 1:

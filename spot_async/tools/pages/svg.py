@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from spot_async.base.text import shortened
 from spot_async.tools.pages.series import (
     SMOOTH_FROM,
     Format,
@@ -28,7 +29,9 @@ from spot_async.tools.pages.series import (
 WIDTH, HEIGHT = 380, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 34
 ROW_HEIGHT = 20
-ROW_LABEL = 92
+CHARACTER = 6.3  # most that a character of labels is wide, on average
+ROW_LABEL = 92  # room for the labels of rows at least, and at most
+MOST_ROW_LABEL = 200
 # Colours of drawings that stand alone. Pages have a style sheet of their own, which also has colours for dark screens.
 COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
@@ -200,18 +203,26 @@ def row_plot(
     if not labels:
         return Markup('<p class="quiet">no data</p>')
     totals = [sum(values[i] for _, values in parts) for i in range(len(labels))]
-    x = Scale(0.0, max([*totals, 1e-12]), ROW_LABEL, WIDTH - 52)
+    width = min(MOST_ROW_LABEL, max(ROW_LABEL, 6 + _width(labels)))
+    figures = [format_x(each) for each in totals]
+    x = Scale(0.0, max([*totals, 1e-12]), width, WIDTH - max(52, 5 + _width(figures)))
     marks: list[Markup] = []
     for i, label in enumerate(labels):
         top = i * ROW_HEIGHT + 4
-        marks.append(_text(ROW_LABEL - 6, top + 11, label, "end"))
+        fitting = shortened(label, int((MOST_ROW_LABEL - 6) / CHARACTER) - 1)  # titles have the whole
+        marks.append(_text(width - 6, top + 11, fitting, "end"))
         start = 0.0
         for number, (name, values) in enumerate(parts):
             title = f"{label}: {name} {format_x(values[i])}".strip()
             marks.append(_box(f"bar {_colour(number)}", x(start), top, x(start + values[i]) - x(start), 14, title))
             start += values[i]
-        marks.append(_text(x(start) + 5, top + 11, format_x(totals[i]), "start"))
+        marks.append(_text(x(start) + 5, top + 11, figures[i], "start"))
     return _figure(marks, _named(parts), _area_keys(_named(parts)), len(labels) * ROW_HEIGHT + 6)
+
+
+def _width(texts: Sequence[str]) -> float:
+    """Return about how much room the longest of the texts takes."""
+    return CHARACTER * max(map(len, texts), default=0)
 
 
 def _named(series: Sequence[tuple[str, Sequence[float]]]) -> list[Series]:
