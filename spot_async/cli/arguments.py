@@ -38,12 +38,13 @@ class ConfiguredCommand(TyperCommand):
     """A command with overrides. Of an option that it does not have, it says which key is meant."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = [option for each in self.params for option in (*each.opts, *each.secondary_opts)] + ["--help"]
-        options = [each for each in options if each.startswith("-")]  # arguments have names there, too
-        for at, given in enumerate(args):
+        options = [option for each in self.params for option in (*each.opts, *each.secondary_opts)]
+        options = ["--help", *(each for each in options if each.startswith("-"))]  # arguments have names there, too
+        for at, given in enumerate(args[: args.index("--")] if "--" in args else args):
             option, _, value = given.partition("=")
-            is_known = option in options or difflib.get_close_matches(option, options, n=1, cutoff=0.8)
-            if len(option) > 2 and option.startswith("-") and option.lstrip("-")[:1].isalpha() and not is_known:
+            is_option = option.startswith("-") and option.lstrip("-")[:1].isalpha() and len(option) > 2
+            is_short = not option.startswith("--") and option[:2] in options  # with its value, as in `-oFILE`
+            if is_option and not is_short and not difflib.get_close_matches(option, options, n=1, cutoff=0.8):
                 value = value or next((each for each in args[at + 1 : at + 2] if not each.startswith("-")), "")
                 fail(ConfigError(unknown_option(option, value, Config)), code=2)
         return super().parse_args(ctx, args)

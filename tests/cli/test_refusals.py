@@ -85,7 +85,8 @@ def test_a_misspelt_option_names_the_option_and_values_are_left_alone(monkeypatc
     said = invoke(monkeypatch, "train", "configs/quickstart.yaml", "--dry_run")
     assert said.exit_code == 2
     assert "--dry-run" in said.stderr
-    assert_refused(invoke(monkeypatch, "train", "--resume", "--lr"), "--lr")
+    assert_refused(invoke(monkeypatch, "tune", "no.yaml", "-oout.yaml"), "no.yaml: cannot read the configuration")
+    assert_refused(invoke(monkeypatch, "train", "--", "no.yaml", "--lr=1"), "no.yaml: cannot read")
 
 
 def test_half_a_cluster_is_one_line_and_a_dry_run_says_which_node_this_is(monkeypatch, tmp_path, refused):
