@@ -19,6 +19,8 @@ rolled-back/             weights and evaluations of iterations that a resumed ru
 weights/step-000012/     published students; `student` points to the newest
 weights/best-000010/     the best student of those evaluated; `best` points to it
 logs/                    the run's own events, and one log per child process
+
+Names that are not the run's, such as `step-000010-good`, are someone's, and are left alone.
 """
 
 from __future__ import annotations
@@ -68,6 +70,9 @@ SUMMARY = "summary.json"
 TIME_NAME = re.compile(r"\d{8}-\d{6}")  # matches what `TIME_FORMAT` writes
 TIME_FORMAT = "%Y%m%d-%H%M%S"
 
+# Of an evaluation during training (its iteration), before it or after it.
+EVALUATION = re.compile(r"evaluation-([0-9]{6,}|before|after)(\.json|\.jsonl|\.jsonl\.partial)")
+
 Purpose = Literal["train", "eval"]
 
 
@@ -88,6 +93,18 @@ def name_of_run(directory: Path) -> str:
     """Return the name of a run's configuration: `my` for `runs/my/<time>`, else the directory's own name."""
     path = directory.resolve()
     return path.parent.name if TIME_NAME.fullmatch(path.name) else path.name
+
+
+def evaluated(run: Path) -> list[str]:
+    """Return the evaluations of which a run has files: `before`, `after`, or an iteration's six digits."""
+    named = {path: EVALUATION.fullmatch(path.name) for path in run.glob("evaluation-*")}
+    return sorted({found[1] for path, found in named.items() if found is not None and path.is_file()})
+
+
+def evaluation_files(run: Path, when: str) -> list[Path]:
+    """Return the files of an evaluation that are there. Copies with names of their own are none of them."""
+    named = {path: EVALUATION.fullmatch(path.name) for path in run.glob(f"evaluation-{when}.*")}
+    return sorted(path for path, found in named.items() if found is not None and path.is_file())
 
 
 class _RunFile(msgspec.Struct):

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from spot_async.base.numbered import all_numbered, numbered
 from spot_async.errors import DataError, StorageError
 from spot_async.models.weight_files import flush_to_disk
 
@@ -61,7 +62,7 @@ def beginning(checkpoint: Checkpoint | None, *, keys: str, data: str) -> Manifes
 
 
 def checkpoint_directory(run: Path, step: int) -> Path:
-    return run / DIRECTORY / f"step-{step:06d}"
+    return numbered(run / DIRECTORY, "step", step)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -74,7 +75,7 @@ def commit(directory: Path, manifest: Manifest) -> tuple[CheckpointFile, ...]:
     When this returns the checkpoint counts, also after a power cut.
     """
     try:
-        files = tuple(_described(path) for path in sorted(directory.iterdir()) if path.name != FILE)
+        files = tuple(_described(path) for path in sorted(directory.iterdir()) if _is_of_checkpoint(path))
         manifest = msgspec.structs.replace(manifest, files=files)
         new, final = directory / f".{FILE}", directory / FILE
         new.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
@@ -106,7 +107,7 @@ def newest(run: Path) -> Checkpoint:
 
 def committed(run: Path) -> list[Path]:
     """Return the directories that have a manifest, the newest first."""
-    return sorted((path.parent for path in (run / DIRECTORY).glob(f"step-*/{FILE}")), reverse=True)
+    return [each for each in reversed(all_numbered(run / DIRECTORY, "step")) if (each / FILE).is_file()]
 
 
 def check(directory: Path) -> Checkpoint:
@@ -156,9 +157,14 @@ def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
 
 def remove_unfinished(run: Path) -> None:
     """Delete checkpoints whose manifest was never written."""
-    for directory in (run / DIRECTORY).glob("step-*"):
+    for directory in all_numbered(run / DIRECTORY, "step"):
         if not (directory / FILE).exists():
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_of_checkpoint(path: Path) -> bool:
+    """Whether the ranks wrote a file, and not the manifest's writer, the file system or somebody else."""
+    return path.is_file() and path.name != FILE and not path.name.startswith(".")
 
 
 def _described(path: Path) -> CheckpointFile:

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from spot_async.base.numbered import all_numbered, numbered
 from spot_async.errors import StorageError
 from spot_async.models.weight_files import complete_directory, delete_weights, has_weights
 
@@ -18,11 +19,11 @@ class RunWeights:
 
     def after(self, iteration: int) -> Path:
         """Return where the trainer publishes the student of an iteration."""
-        return self._run / "weights" / f"step-{iteration:06d}"
+        return numbered(self._run / "weights", "step", iteration)
 
     def best_after(self, iteration: int) -> Path:
         """Return where `keep_best` keeps the student of an iteration."""
-        return self._run / "weights" / f"best-{iteration:06d}"
+        return numbered(self._run / "weights", "best", iteration)
 
     def point_student_to(self, directory: Path) -> None:
         """Let the link `student` point to the newest published weights. The switch is atomic."""
@@ -51,7 +52,7 @@ class RunWeights:
             except OSError as error:
                 raise StorageError(f"cannot keep {weights} as {kept}: {error.strerror or error}") from None
         self._point("best", kept)
-        for each in weights.parent.glob("best-*"):
+        for each in all_numbered(weights.parent, "best"):
             if each != kept:
                 delete_weights(each)
 

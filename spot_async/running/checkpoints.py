@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from spot_async.base.numbered import all_numbered
 from spot_async.base.tasks import in_thread
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
@@ -17,7 +17,7 @@ from spot_async.loop.resuming import Resumption
 from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
-from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_files
 from spot_async.run_directory.ledger import Ledger, PromptRow
 from spot_async.run_directory.manifest import Manifest
 from spot_async.run_directory.room import bytes_of, shortage
@@ -102,7 +102,7 @@ def go_back(
 
 def put_last_evaluation_aside(run: Path) -> None:
     """Make room for the last evaluation of a run that goes on behind its earlier end."""
-    _put_aside(run, run.glob("evaluation-after*"))
+    _put_aside(run, evaluation_files(run, "after"))
 
 
 def _settled(row: PromptRow) -> PromptState | None:
@@ -179,14 +179,15 @@ def _in_lineage(supervision: Supervision, lineage: int) -> Supervision:
 
 def _move_aside(run: Path, step: int) -> None:
     """Move weights and checkpoints of later steps to `rolled-back/`, in place of those that are there."""
+    later = [when for when in evaluated(run) if when.isdigit() and int(when) > step]
     found = [
-        *run.glob("weights/step-*"),
-        *run.glob("weights/best-*"),
-        *run.glob(f"{manifest.DIRECTORY}/step-*"),
-        *run.glob("evaluation-0*"),
+        *all_numbered(run / "weights", "step", above=step),
+        *all_numbered(run / "weights", "best", above=step),
+        *all_numbered(run / manifest.DIRECTORY, "step", above=step),
+        *(path for when in later for path in evaluation_files(run, when)),
     ]
-    _put_aside(run, [each for each in found if int(re.findall(r"\d{6}", each.name)[0]) > step])
-    for half in run.glob("weights/.best-*"):  # a kill cut its copying short
+    _put_aside(run, found)
+    for half in all_numbered(run / "weights", ".best"):  # a kill cut its copying short
         shutil.rmtree(half, ignore_errors=True)
     for link in (run / "best", run / "student"):
         if link.is_symlink() and not link.exists():

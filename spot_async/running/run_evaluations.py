@@ -18,7 +18,7 @@ from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator
 from spot_async.replicas.leasing import ServicePool
-from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.layout import RunDirectory, evaluated
 from spot_async.run_directory.reading import RunFiles, evaluated_iteration, has_evaluation
 from spot_async.running.measuring import finished_evaluation, measure, write_evaluation
 from spot_async.running.summary import RunResults
@@ -59,8 +59,7 @@ class RunEvaluations:
 
     def go_back(self) -> None:
         """Forget all evaluations but those whose files are there."""
-        whens = [path.stem[-6:] for path in self._directory.path.glob("evaluation-??????.json")]
-        found = {int(when): self._finished(when) for when in whens if when.isdigit()}
+        found = {int(when): self._finished(when) for when in evaluated(self._directory.path) if when.isdigit()}
         kept = {iteration: each for iteration, each in found.items() if each is not None}
         self.history.go_back(kept)
         self._untold = {iteration: kept[iteration] for iteration in sorted(kept.keys() - self.told())}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from spot_async.base.numbered import all_numbered, numbered
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights, flush_to_disk
 from spot_async.testing.invariants import require, weights_after
@@ -96,7 +97,7 @@ class StatefulTrainer:
         self._check = check
         try:
             directory.mkdir(exist_ok=True)
-            for leftover in directory.glob(".step-*"):
+            for leftover in all_numbered(directory, ".step"):
                 shutil.rmtree(leftover)
         except OSError as error:
             raise self._cannot_publish(str(error.strerror)) from error
@@ -119,7 +120,7 @@ class StatefulTrainer:
         return WeightSnapshot(directory=str(self.path(step)), version=WeightVersion(self._line.lineage, step))
 
     def path(self, step: int) -> Path:
-        return self._directory / f"step-{step:06d}"
+        return numbered(self._directory, "step", step)
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         require(iteration == self.step, "I4", f"iteration {iteration} is trained after {self.step} steps")
@@ -176,7 +177,7 @@ class StatefulTrainer:
         except OSError as error:
             raise self._cannot_publish(str(error.strerror)) from error
         self.written = step
-        for old in sorted(self._directory.glob("step-*"))[: -self._keep]:
+        for old in all_numbered(self._directory, "step")[: -self._keep]:
             delete_weights(old)
 
     def _cannot_publish(self, reason: str) -> TrainerError:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spot_async.base.numbered import all_numbered, numbered
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
@@ -63,7 +64,7 @@ class WeightPublisher:
         self._remove_leftovers()
 
     def path(self, step: int) -> Path:
-        return self._directory / f"step-{step:06d}"
+        return numbered(self._directory, "step", step)
 
     def try_out(self, model: PreTrainedModel) -> None:
         """Write all but the weights of a student that is not trained yet, and delete it. All ranks must call it.
@@ -167,7 +168,7 @@ class WeightPublisher:
 
     def _add(self, weights: WeightStream, directory: Path) -> None:
         """Put whole weights into a published directory. A reader sees all of them or none."""
-        partial = directory.with_name(f".{directory.name}-whole")
+        partial = directory.with_name(f".{directory.name.replace('step', 'whole')}")
         partial.mkdir()
         try:
             weights.write(partial)
@@ -202,11 +203,11 @@ class WeightPublisher:
 
     def _remove_leftovers(self) -> None:
         """Delete what was half written, or half deleted, by a process that was killed or on a busy disk."""
-        for leftover in self._directory.glob(".step-*"):
+        for leftover in [*all_numbered(self._directory, ".step"), *all_numbered(self._directory, ".whole")]:
             shutil.rmtree(leftover, ignore_errors=True)  # all ranks do this at the start, and some come second
 
     def _published(self) -> list[Path]:
-        return sorted(self._directory.glob("step-*"))
+        return all_numbered(self._directory, "step")
 
     @contextlib.contextmanager
     def _describing_errors(self, final: Path) -> Iterator[None]:

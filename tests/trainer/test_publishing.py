@@ -90,6 +90,21 @@ def test_a_checkpoint_adds_the_whole_student_only_after_its_adapter_is_written(
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(student), f"{snapshot.directory}/adapter")
 
 
+def test_names_beside_published_weights_that_are_not_the_run_s_are_left_alone(
+    make_trainer: Callable[..., StudentTrainer], student: Path, tmp_path: Path, batch: Callable[[int], Batch]
+) -> None:
+    weights = tmp_path / "weights"
+    others = ["step-000001-good", "step-1", ".step-good", "step-000001 (1)"]
+    for name in (*others, ".step-000001"):  # the last one is half written, by a process that was killed
+        (weights / name).mkdir(parents=True)
+    (weights / "step-000000").symlink_to("nowhere")
+    trainer = make_trainer(student, tmp_path, keep_weights=2)
+    for iteration in range(4):
+        trainer.train(batch(iteration))
+    left = sorted(each.name for each in weights.iterdir())
+    assert left == sorted([*others, "step-000000", "step-000003", "step-000004"])
+
+
 def test_a_failed_write_stops_the_next_step(
     make_trainer: Callable[..., StudentTrainer],
     student: Path,

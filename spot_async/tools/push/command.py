@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import access_token, hub_api, refused_token, the_hub
+from spot_async.models.small_files import is_small
 from spot_async.models.weight_files import weight_files
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
@@ -52,12 +54,20 @@ def prepare(run: Path, repository: str, *, is_best: bool) -> Upload:
         raise DataError(f"{run} has no {'best' if is_best else 'trained'} student: it {reason}")
     weight_files(student)  # raises where there are none
     config = files.config()
-    found = {each.relative_to(student).as_posix(): each for each in sorted(student.rglob("*")) if each.is_file()}
+    found = {each.relative_to(student).as_posix(): each for each in _published(student)}
     made = {
         name: _without_path(path, config) for name, path in found.items() if name.rpartition("/")[2] == ADAPTER_CONFIG
     }
     made[CARD] = model_card(files, repository, directory.version or "", is_best=is_best).encode()
     return Upload({name: path for name, path in found.items() if name not in made}, made)
+
+
+def _published(student: Path) -> Iterator[Path]:
+    """Yield the files of a student that may be ours, and not those of an editor or a file system, or copies."""
+    for path in sorted(student.rglob("*")):
+        is_ours = is_small(path.name) or path.name.endswith((".index.json", ".safetensors"))
+        if is_ours and path.is_file() and not path.name.startswith(".") and not path.name.endswith("~"):
+            yield path
 
 
 def _without_path(path: Path, config: dict[str, Any]) -> bytes:
