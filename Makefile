@@ -83,10 +83,13 @@ simulate-soak: install
 fault-soak: install
 	$(BIN)/python tests/support/simulated_methods.py --seeds $(SEEDS)
 
-# Processes of real runs, killed at random moments and resumed. Started again, it goes on where it was stopped.
+# Processes of real runs, killed at random moments and resumed. Started again, it goes on where it was stopped. Then a long
+# run on a bad teacher, whose replicas are killed, must need no more at its end than after a tenth.
 KILLS ?= 100
+ITERATIONS ?= 1000
 kill-soak: install
 	$(BIN)/python tests/support/kill_drill.py runs/kill-soak --kills $(KILLS)
+	$(BIN)/python tests/support/soak.py runs/long-soak --iterations $(ITERATIONS)
 
 servers: $(if $(SPOT_VLLM_PYTHON),,.venv-vllm/installed) $(if $(SPOT_SGLANG_PYTHON),,.venv-sglang/installed)
 
