@@ -132,13 +132,13 @@ class Bottleneck:
     advice: tuple[str, ...] = ()
     brief: str = ""
     staleness: str = ""  # what it would bring a strict run; the last of the advice too
-    is_of_failures: bool = False  # attempts that fail hold it up, so no other figure says what a healthy run would do
+    is_of_failures: bool = False  # servers that fail, are down or refuse: no figure says what a healthy run would do
 
 
 def judge(times: RunTimes) -> Bottleneck:
     """Return what held the run up."""
     found, staleness = _judge(times), gain_words(times.strict)
-    if found.is_of_failures:  # staleness would hide them at best
+    if found.is_of_failures:
         return found
     return replace(found, advice=(*found.advice, staleness), staleness=staleness) if staleness else found
 
@@ -222,9 +222,12 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
     # The first stage's server, which need not be the one that all stages together waited for most.
     of_first = of_servers[STAGE_SERVERS[stages[0]]]
     trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, of_first)
-    advice = dict.fromkeys([*trouble, *finding.lines, *general])
+    advice = dict.fromkeys([*trouble, *_harmless_failures(stages[0], times), *finding.lines, *general])
     return Bottleneck(
-        sentence, tuple(advice), f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}"
+        sentence,
+        tuple(advice),
+        f"{' and '.join(bound)} bound: {_brief(stages[0], times, share, trouble, finding)}",
+        is_of_failures=bool(trouble),
     )
 
 
@@ -260,12 +263,17 @@ def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
             f"throttled by the endpoint{let_in} ({percent(use.throttled_share)} of what is sent is refused for now): "
             f"a higher rate limit there, or another endpoint in {server}.backend.url"
         )
-    if use is not None and use.failed_share >= FAILED and not use.is_failing:
-        found.append(
-            f"{use.failed_words}, which took {percent(use.lost_share or 0.0)} of the requests' time: see why in the "
-            "report's Failures and logs/run.jsonl"
-        )
     return tuple(found)
+
+
+def _harmless_failures(stage: str, times: RunTimes) -> tuple[str, ...]:
+    use = times.stages.get(stage)
+    if use is None or use.failed_share < FAILED or use.is_failing:
+        return ()
+    return (
+        f"{use.failed_words}, which took {percent(use.lost_share or 0.0)} of the requests' time: see why in the "
+        "report's Failures and logs/run.jsonl",
+    )
 
 
 class _Finding(NamedTuple):

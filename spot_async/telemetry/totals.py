@@ -81,6 +81,7 @@ def run_times(
                 limit,
                 stage_slots(config, stage),
                 is_limit_of_servers=limit < own,
+                throttled_share=total(rows, f"stage/{stage}/throttled") / attempts if attempts else 0.0,
                 failed_share=failed / attempts if attempts else 0.0,
                 lost_share=min(1.0, total(rows, f"stage/{stage}/lost_s") / busy_s) if has_lost and busy_s else None,
                 failures=failures.get(stage, ""),

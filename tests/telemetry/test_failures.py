@@ -7,12 +7,14 @@ import contextlib
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from run_files import make_run as run_files
 from run_files import metrics_row
 
 from spot_async.base.retry import RetryPolicy
+from spot_async.config import EvaluationConfig
 from spot_async.errors import (
     DeadlineExceededError,
     Exchange,
@@ -22,6 +24,7 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
+from spot_async.evaluation.runner import ResponseSampler
 from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.leasing import OneService
@@ -33,9 +36,11 @@ from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.failures import FailureLog, kinds_words
 from spot_async.telemetry.live_bottleneck import LiveBottleneck
 from spot_async.telemetry.run_log import log_events_to
+from spot_async.telemetry.totals import run_times
 from spot_async.telemetry.trace import trace_to
+from spot_async.testing.replies import generation
 from spot_async.testing.services import SimulatedTeacher
-from spot_async.testing.simulation import make_policy, make_run, same_limits
+from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.inspect.report import read_report
 from spot_async.tools.pages.templates import report_page
@@ -209,6 +214,46 @@ def test_failures_that_cost_little_are_named_and_do_not_hide_what_holds_the_run_
     assert verdict.sentence.startswith("Teacher bound")
     assert "20 % of the attempts failed (HTTP 500), which took 1 % of the requests' time" in verdict.advice[0]
     assert "concurrency" in " ".join(verdict.advice)
+
+
+def test_refusals_come_first_in_the_report_too_and_say_nothing_of_what_staleness_would_bring():
+    row = metrics_row(1) | {"wait/score_s": 9.0, "stage/score/requests": 59.0, "stage/score/throttled": 41.0,
+                            "stage/score/mean_in_flight": 1.0, "stage/score/lost_s": 0.0}  # fmt: skip
+    row = {name: value for name, value in row.items() if name not in ("wait/probe_s", "wait/rollout_s")}
+    verdict = judge(run_times([row], {"stages": {"score": {"concurrency": 64}}}, cores=64))
+    assert verdict.advice[0].startswith("throttled by the endpoint (41 % of what is sent is refused for now)")
+    assert verdict.staleness == ""
+
+
+def test_failures_of_evaluations_are_told_too_and_a_lost_reply_is_asked_for_again():
+    kept, left = Kept(), iter([refused(500), None])
+
+    class Student:
+        async def generate(self, prompt_ids, sampling, *, deadline, **settings):
+            error = next(left, False)
+            if error:
+                raise error
+            if error is None:
+                await asyncio.Event().wait()
+            return generation([5, 1])
+
+    async def scenario():
+        config = EvaluationConfig(
+            problems={"path": "x.jsonl"}, timeout_s=60.0, attempt_timeout_s=2.0, verifier={"kind": "boxed_match"}
+        )
+        problem = SimpleNamespace(problem=SimpleNamespace(id="p"), token_ids=[1])
+        benchmark = SimpleNamespace(name="b", sources=[problem], max_response_tokens=4, vocab_limit=None)
+        sampler = ResponseSampler(
+            [benchmark], config, generator=Student(), verifiers={}, vocabulary=simulated_vocabulary(), events=kept
+        )
+        return await sampler.sample((0, 0, 0))
+
+    kept.publish = kept.on
+    assert run_on_virtual_time(scenario()).tokens == 2
+    assert [(each.stage, each.brief) for each in kept.of(AttemptFailed)] == [
+        ("evaluation", "HTTP 500"),
+        ("evaluation", "no answer in time"),
+    ]
 
 
 def test_a_teacher_that_fails_two_in_five_is_what_console_and_report_blame(tmp_path):
