@@ -23,7 +23,7 @@ from spot_async.checks.capabilities import check_capabilities, sums_ends
 from spot_async.checks.discovery import NOISE_MARGIN, Asked, Noise
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.prompt_warnings import plan_warnings
-from spot_async.checks.score_rows import check_score_rows
+from spot_async.checks.score_rows import MOST_MASKED, check_score_rows
 from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles
@@ -37,7 +37,6 @@ from spot_async.types import Capabilities, LogprobTemperature, WeightVersion
 PROMPTS = 3
 RESPONSE_TOKENS = 24
 SLOW_ROUND_TRIP_S = 0.25
-MOST_MASKED = 0.5  # share of positions
 UNLIKELY = 1e-6  # a p-value by which an honest server is never refused
 
 Fact: TypeAlias = str | int | float | bool | None

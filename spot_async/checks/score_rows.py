@@ -25,6 +25,7 @@ from spot_async.protocols import Scorer
 from spot_async.types import BoolArray, Float64Array, IntArray, TokenScores
 
 RIGHT = "right"
+MOST_MASKED = 0.5  # share of positions
 PROMPT_TOKENS = 24  # scored of each prompt, since an untrained student's response is no text
 CHANGES = 2  # of each text that show something
 ATTEMPTS = 8  # at that: a server that reads text may cut the changed one otherwise

@@ -16,8 +16,10 @@ from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.figures import finite
 from spot_async.evaluation.results import EvaluationResult, paired_change
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
+from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.evaluation_history import BestCheckpoint
+from spot_async.telemetry.totals import masked_share
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class RunResults:
 
 def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[str, Any]:
     """Return the contents of `summary.json`."""
+    masked = masked_share(RunFiles(outcome.directory).metrics())
     return {
         "policy": config.policy.kind,
         "iterations": outcome.iterations,
@@ -93,6 +96,7 @@ def summarize(config: Config, plan: TrainPlan, outcome: TrainOutcome) -> dict[st
         "after": evaluation_summary(outcome.after),
         "change": change_summary(outcome.before, outcome.after),
         "best": best_summary(outcome.best),
+        **({} if masked is None else {"masked": masked}),
         **outcome.spending,
         **({"trainer_restarts": outcome.trainer_restarts} if outcome.trainer_restarts else {}),
         **({} if outcome.spent is None else {"ended_early": str(outcome.spent)}),

@@ -124,7 +124,7 @@ class RunConsole:
 
     def _show_iteration(self, result: IterationFinished) -> None:
         means = mean_metrics(result.samples)
-        self._accuracy = accuracy_words(means)
+        self._accuracy = " · ".join(filter(None, [accuracy_words(means), masked_words(means)]))
         self._see_progress(result.iteration, self._iterations)
         evaluation, self._evaluation = self._evaluation, None
         if result.made_no_step:
@@ -195,6 +195,12 @@ def lag_words(train: Mapping[str, float]) -> str:
     if "lag_mean" not in train:
         return ""
     return f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max"
+
+
+def masked_words(means: Mapping[str, float]) -> str:
+    """Return which share of the positions the teacher masked; empty if none."""
+    share = means.get("teacher/masked")
+    return f"masked {percent(share)}" if share else ""
 
 
 def no_step_words(result: IterationFinished) -> str:

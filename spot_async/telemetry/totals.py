@@ -233,5 +233,11 @@ def stage_limit(config: Mapping[str, Any], stage: str) -> int:
     return int(config.get("stages", {}).get(stage, {}).get("concurrency", 1))
 
 
+def masked_share(rows: Iterable[Mapping[str, float]]) -> float | None:
+    """Return the mean share of positions that the teacher masked; None if it is one that masks none."""
+    shares = [row["teacher/masked"] for row in rows if "teacher/masked" in row]
+    return sum(shares) / len(shares) if shares else None
+
+
 def total(rows: Iterable[Mapping[str, float]], metric: str) -> float:
     return sum(row.get(metric, 0.0) for row in rows)

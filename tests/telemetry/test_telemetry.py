@@ -83,6 +83,8 @@ def test_nothing_is_opened_or_imported_unless_asked_for(tmp_path):
         ({"rollout/accuracy": 0.25}, "iteration 1/9 · accuracy 25.0 % · loss"),
         ({"teacher/accuracy": 0.75}, "iteration 1/9 · teacher accuracy 75.0 % · loss"),
         ({}, "iteration 1/9 · accuracy – · loss"),
+        ({"teacher/masked": 0.97}, "iteration 1/9 · accuracy – · masked 97.0 % · loss"),
+        ({"teacher/masked": 0.0}, "iteration 1/9 · accuracy – · loss"),
     ],
 )
 def test_a_line_of_progress_says_whose_responses_are_correct(metrics, words):

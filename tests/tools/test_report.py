@@ -244,6 +244,8 @@ def test_the_line_of_results_is_the_row_over_everything():
         ([{"grpo/no_signal": 1.0}] * 2, "All responses of each prompt had the same reward"),
         ([{"grpo/no_signal": 1.0}, {"grpo/no_signal": 0.9}], None),
         ([{"rollout/accuracy": 0.0}], None),
+        ([{"teacher/masked": 1.0}, {"teacher/masked": 0.9}], "The teacher masked 95.0% of the positions"),
+        ([{"teacher/masked": 0.1}] * 2, None),
         ([{"grpo/left_out": 1.0, "train/updates": 0.0}] * 2, "No iteration made a step"),
         ([{"grpo/left_out": 1.0, "train/updates": 0.0}, {"train/updates": 4.0}], None),
     ],
@@ -255,10 +257,16 @@ def test_a_run_whose_outcomes_taught_nothing_says_so(tmp_path, capsys, metrics, 
     write_report(Console(), files.path, None)
     show_outcome(TrainOutcome(files.path, len(rows), None, None, None, {}), files.path)
     shown = " ".join(capsys.readouterr().out.split())
-    assert ("Nothing to learn from outcomes" in page) == (expected is not None)
+    assert ("Little or nothing to learn from" in page) == (expected is not None)
     if expected is not None:
         assert expected in page
         assert shown.count(expected) == 2  # by `report` and at the end of `train`
+
+
+def test_the_masked_share_is_a_fact_and_a_curve(tmp_path):
+    report = read_report(make_run(tmp_path / "run", [], [metrics_row(i) | {"teacher/masked": 0.1 * i} for i in (1, 2)]))
+    assert ("masked", "15 % of the positions, by the teacher's server") in report.facts
+    assert "Masked positions" in {plot.title for section in report.sections for plot in section.plots}
 
 
 def test_figures_that_are_no_numbers_are_left_out(tmp_path):

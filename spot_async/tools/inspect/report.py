@@ -25,6 +25,7 @@ from spot_async.telemetry.totals import (
     SampleStatistics,
     is_strict,
     limit_use,
+    masked_share,
     run_times,
     stage_names,
     total,
@@ -112,6 +113,8 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
              lines(rows, {"advantage 0": "grpo/no_signal", "left out": "grpo/left_out"}, percent, most=1.0)),
             ("Teacher entropy", "Nats per token, mean.",
              lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
+            ("Masked positions", "Share of which the teacher's server gave no log-probabilities; they teach nothing.",
+             lines(rows, {"masked": "teacher/masked"}, fine_percent, from_zero=True, most=1.0)),
         ),
     )  # fmt: skip
 
@@ -300,6 +303,7 @@ def facts(
     training = config.get("training", {})
     prompts = (summary or {}).get("prompts", {})
     seconds = total(rows, "time/iteration_s")
+    masked = masked_share(rows)
     found = {
         "policy": config.get("policy", {}).get("kind"),
         "student": config.get("student", {}).get("model"),
@@ -307,6 +311,7 @@ def facts(
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
         "best": evaluated and evaluated.best_words,
         "staleness": staleness_words(config, rows),
+        "masked": None if masked is None else f"{percent(masked)} of the positions, by the teacher's server",
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from spot_async.checks.score_rows import MOST_MASKED
+from spot_async.telemetry.totals import masked_share
+
 REASONS = (
     "too hard problems, too small a sampling.max_response_tokens, or a verifier that finds no answers; "
     "`spot-async inspect` shows what was written"
@@ -19,6 +22,12 @@ def missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
         return (
             "No iteration made a step: nothing could be trained on, and the weights are those of the start. "
             "`left_out` in samples.jsonl says why of each sample; `spot-async inspect` shows it."
+        )
+    masked = masked_share(rows)
+    if masked is not None and masked > MOST_MASKED:
+        return (
+            f"The teacher masked {masked:.1%} of the positions: little or nothing was learned from it. `spot-async "
+            "doctor` says why; use a server that takes and names tokens by id."
         )
     selected, retained = (sum(row.get(f"spot/{name}", 0.0) for row in rows) for name in ("selected", "retained"))
     if selected and not retained:
