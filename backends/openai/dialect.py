@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from spot_async.base.text import counted
 from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
@@ -18,7 +19,7 @@ from spot_async.errors import (
 )
 from spot_async.types import LogprobTemperature, SamplingSettings
 
-from ..shared.advice import wants_tls
+from ..shared.advice import refuses_key, wants_tls
 from ..shared.failures import FailedReply
 
 if TYPE_CHECKING:  # slow to import
@@ -143,7 +144,7 @@ def read_error(role: str, status: int, body: bytes) -> RequestError | None:
     """
     reply = FailedReply(status, body)
     message = f"{role}: {reply.answer}"
-    if wants_tls(reply.said):
+    if wants_tls(reply.said) or refuses_key(status, reply.said):
         return None
     if status == 404 and "model" in reply.said.lower():
         return PermanentError(f"{message}; set {role}.backend.served_model to a model that it serves")
@@ -172,11 +173,17 @@ def question(path: str, body: Mapping[str, Any] | None = None) -> str:
 
 
 def as_said(answers: Sequence[tuple[str, str]]) -> str:
-    """Write questions and their answers in one line, with each answer only once."""
+    """Write answers in one line, each once and before the questions that it was given to."""
     asked: dict[str, list[str]] = {}
     for each, answer in answers:
         asked.setdefault(answer[:ANSWER_CHARACTERS], []).append(each)
-    return "; ".join(f"asked {' and '.join(each)}: {answer}" for answer, each in asked.items())
+    return "; ".join(f"{answer} (asked {_some(each)})" for answer, each in asked.items())
+
+
+def _some(questions: Sequence[str]) -> str:
+    """Return the first of several questions, of which the rest differ little, and how many more there were."""
+    others = len(questions) - 1
+    return questions[0] if not others else f"{questions[0]}, and {counted(others, 'other question')}"
 
 
 def _stop_texts(sampling: SamplingSettings, tokenizer: PreTrainedTokenizerBase) -> list[str]:

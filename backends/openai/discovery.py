@@ -115,6 +115,8 @@ class _Discovery:
         found = await self._completions(dialect)
         if found is None:
             return await self._chat(dialect)
+        if found.token_id_prompts:
+            await self._check_last_id(found)
         dialect = await self._scoring(await self._generating(found))
         if dialect.scoring is not None:
             dialect = replace(dialect, score_temperature=await self._score_temperature(dialect))
@@ -178,6 +180,16 @@ class _Discovery:
             self._refused.append((question(COMPLETIONS, body), read))
             return None  # it took the list of ids for something else
         return reply
+
+    async def _check_last_id(self, dialect: Dialect) -> None:
+        """Raise `ConfigError` if the endpoint has no token with the last id of the directory's vocabulary."""
+        last, before = self._server.files.vocab_size - 1, len(self._refused)
+        prompt = [*self._prompt_ids[:1], last]
+        if await self._ask({"model": dialect.model, "prompt": prompt, "max_tokens": 1, **dialect.extra}) is None:
+            raise ConfigError(
+                f"{self._server.role}.model: its config.json says vocab_size={last + 1}, but the endpoint refuses "
+                f"token {last}: give the served model's directory: {self._refused[before][1]}"
+            )
 
     async def _generating(self, dialect: Dialect) -> Dialect:
         """Try a generation as a run asks for it. Raises `ConfigError` if that is refused."""

@@ -15,6 +15,12 @@ WANTS_TLS = re.compile(
 TLS_ALERT = r"b'\x15\x03"  # the beginning of a TLS alert, as errors show bytes
 OLD_TLS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL")  # OpenSSL's words
 NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL")
+# Gateways that refuse a key with 400: LiteLLM without a database, Google.
+WRONG_KEY = re.compile(
+    r"no connected db|authentication ?error|(invalid|incorrect|wrong) api[ _-]?key"
+    r"|api[ _-]?key (is )?(not valid|invalid)",
+    re.I,
+)
 BASIC = re.compile(r"(^|,)\s*basic\b", re.IGNORECASE)
 BEARER = re.compile(r"(^|,)\s*bearer\b", re.IGNORECASE)
 
@@ -36,6 +42,8 @@ def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access,
     """
     match status:
         case 401 | 403 if access.credentials is not None:
+            return _of_credentials(status, headers.get("www-authenticate", ""), access.section, access.credentials)
+        case 400 if access.credentials is not None and refuses_key(status, said):
             return _of_credentials(status, headers.get("www-authenticate", ""), access.section, access.credentials)
         case 407:
             return "the proxy wants a password: give it in HTTP_PROXY"
@@ -69,6 +77,11 @@ def of_handshake(reason: str | None) -> str:
     if reason in OLD_TLS:
         return "it speaks TLS 1.1 or older only: have it speak TLS 1.2, or a proxy before it"
     return "is it http, not https?" if reason in NO_TLS else ""
+
+
+def refuses_key(status: int, said: str) -> bool:
+    """Return whether a 400 is about the key, for which there are 401 and 403."""
+    return status == 400 and WRONG_KEY.search(said) is not None
 
 
 def wants_tls(said: str) -> bool:

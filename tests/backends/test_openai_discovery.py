@@ -16,10 +16,18 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_async.backends.openai.dialect import PLAIN_TEXT, Dialect, question, read_error
 from spot_async.backends.openai.discovery import discover
+from spot_async.backends.shared.advice import Access
 from spot_async.backends.shared.failures import UNREADABLE, FailedReply, classify
 from spot_async.checks.capabilities import check_capabilities
 from spot_async.config.loading import validate
-from spot_async.errors import ConfigError, DeadlineExceededError, Exchange, RequestError, TransientError
+from spot_async.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    Exchange,
+    PermanentError,
+    RequestError,
+    TransientError,
+)
 from spot_async.testing.replies import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds
@@ -156,11 +164,11 @@ def test_trouble_that_passes_changes_nothing_of_what_is_found(spoilt: tuple[int,
 def test_a_server_that_only_writes_says_what_it_was_asked_and_what_it_answered() -> None:
     found = asked(Endpoint(transformers_serve))
     assert (found.token_id_prompts, found.scoring, found.lists_models) == (False, None, False)
-    form = "asked /v1/completions {prompt: text, temperature: 1.0, max_tokens"
+    form = "(asked /v1/completions {prompt: text, temperature: 1.0, max_tokens"
     assert found.unscored == (
-        f"{form}: 1, prompt_logprobs: 1, return_token_ids: true}}: HTTP 422: Unexpected fields in the request; "
-        f"{form}: 0, echo: true, logprobs: 1}}: HTTP 500: Internal Server Error; "
-        f"{form}: 1, echo: true, logprobs: 1}}: no log-probabilities of the prompt in the answer"
+        f"HTTP 422: Unexpected fields in the request {form}: 1, prompt_logprobs: 1, return_token_ids: true}}); "
+        f"HTTP 500: Internal Server Error {form}: 0, echo: true, logprobs: 1}}); "
+        f"no log-probabilities of the prompt in the answer {form}: 1, echo: true, logprobs: 1}})"
     )
 
 
@@ -168,39 +176,61 @@ def test_a_model_that_cannot_be_named_is_refused_with_the_answer_to_the_question
     with pytest.raises(ConfigError) as refused:
         asked(Endpoint(transformers_serve, served_model=None))
     assert str(refused.value) == (
-        "teacher.backend.served_model: required, since the endpoint serves no list (asked /v1/models: HTTP 500: "
-        "Internal Server Error)"
+        "teacher.backend.served_model: required, since the endpoint serves no list (HTTP 500: Internal Server "
+        "Error (asked /v1/models))"
     )
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "said"),
     [
-        (lambda path, body: (404, b"Not Found"), ConfigError, "HTTP 404: Not Found; the url is what comes before /v1"),
+        (lambda path, body: (404, b"Not Found"), ConfigError, "HTTP 404: Not Found"),
         (lambda path, body: FAILED, TransientError, "HTTP 500: Internal Server Error"),
         (lambda path, body: (400, b"no such name as m"), ConfigError, "HTTP 400: no such name as m"),
     ],
 )
-def test_an_endpoint_that_understands_nothing_is_refused_with_each_question_and_each_answer_once(
+def test_an_endpoint_that_understands_nothing_is_refused_with_its_answer_before_the_questions(
     answer: Answer, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind) as refused:
         asked(Endpoint(answer))
     assert type(refused.value) is kind
-    asking = [
-        "/v1/models",
-        "/v1/completions {prompt: token ids, max_tokens: 1, return_tokens_as_token_ids: true, return_token_ids: true, "
-        "logprobs: 1}",
-        "/v1/completions {prompt: token ids, max_tokens: 1}",
-        "/v1/completions {prompt: text, max_tokens: 1, return_tokens_as_token_ids: true, return_token_ids: true, "
-        "add_special_tokens: false, logprobs: 1}",
-        "/v1/completions {prompt: text, max_tokens: 1}",
-        "/v1/chat/completions {max_completion_tokens: 16, temperature: 1.0, top_p: 1.0, seed: 1}",
-        "/v1/chat/completions {max_tokens: 16, temperature: 1.0, top_p: 1.0, seed: 1}",
-    ]
+    advice = "; the url is what comes before /v1" if "404" in said else ""
     assert str(refused.value) == (
-        f"teacher.backend.url: answers neither /v1/completions nor /v1/chat/completions: asked {' and '.join(asking)}: "
-        f"{said}"
+        "teacher.backend.url: answers neither /v1/completions nor /v1/chat/completions: "
+        f"{said} (asked /v1/models, and 6 other questions){advice}"
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"error":{"message":"No connected db.","type":"no_db_connection","param":null,"code":"400"}}',  # LiteLLM
+        b'{"error":{"code":400,"message":"API key not valid. Please pass a valid API key."}}',  # Google
+    ],
+)
+def test_a_key_that_is_refused_with_400_is_named_at_the_first_question(said: bytes) -> None:
+    endpoint = Endpoint(lambda path, body: (400, said))
+    with pytest.raises(PermanentError) as refused:
+        asked(endpoint)
+    assert endpoint.asked.total() == 1
+    assert len(str(refused.value)) < 200
+    access = Access("teacher.backend", "http", ["api_key_env"])
+    error = classify("teacher/v1/models", FailedReply(400, said), access=access)
+    assert str(error).endswith("; check the key that teacher.backend.api_key_env names")
+
+
+def test_a_directory_with_more_tokens_than_the_served_model_is_named() -> None:
+    def narrow(path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        if isinstance(body.get("prompt"), list) and max(body["prompt"]) >= VOCAB - 1:
+            return 400, b'{"error":{"message":"Token id 511 is out of vocabulary"}}'
+        return good(path, body)
+
+    with pytest.raises(ConfigError) as refused:
+        asked(Endpoint(narrow))
+    assert str(refused.value) == (
+        "teacher.model: its config.json says vocab_size=512, but the endpoint refuses token 511: give the served "
+        "model's directory: HTTP 400: Token id 511 is out of vocabulary"
     )
 
 
@@ -214,7 +244,7 @@ def test_a_gateway_that_takes_a_list_of_ids_for_as_many_prompts_is_asked_for_tex
 
 
 def test_an_endpoint_that_is_too_slow_says_what_it_answered_until_then() -> None:
-    with pytest.raises(DeadlineExceededError, match=r"before the deadline; asked .*token ids.*: HTTP 500: Unmapped"):
+    with pytest.raises(DeadlineExceededError, match=r"before the deadline; HTTP 500: Unmapped .*token ids"):
         asked(Endpoint(litellm, answer_s=5.0), deadline_s=20.0)
 
 
