@@ -47,8 +47,9 @@ from ..shared.adapters import Adapters
 from ..shared.bodies import largest_reply_bytes
 from ..shared.held_weights import INITIAL, HeldWeights
 from ..shared.http import HttpEndpoint
+from ..shared.other_kind import may_be_other, other_kind
 from ..shared.replies import check_candidates, check_generation, check_scores
-from .adapters import NOT_FOUND, LocalAdapters
+from .adapters import LocalAdapters
 from .bodies import largest_generation, take_frames, time_left
 from .client import LocalClient, error_of
 from .coalescing import Coalescer, Outcome
@@ -106,11 +107,11 @@ class LocalBackend:
         try:
             return self._client.decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
         except (PermanentError, PoisonedReplyError) as error:
-            if isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status != NOT_FOUND:
+            if not may_be_other(error):
                 raise
-            raise ConfigError(
-                f"{self._section}: {self._name} does not answer as `spot-async serve` does (GET {api.HEALTH}); for "
-                "another server use kind: vllm, sglang or openai"
+            expected, others = "`spot-async serve`", "vllm, sglang or openai"
+            raise await other_kind(
+                stranger, self._section, error, expected=expected, others=others, deadline=deadline
             ) from None
 
     async def _load_first(self, adapters: Adapters, deadline: float) -> None:

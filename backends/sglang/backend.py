@@ -48,6 +48,7 @@ from ..shared.behind import ask_behind
 from ..shared.discovery import differences, noise_nats, temperature_convention
 from ..shared.health import Standstill
 from ..shared.held_weights import INITIAL, ReplyNames, WeightNames
+from ..shared.other_kind import may_be_other
 from ..shared.remote import RemoteBackend, RemoteServer
 from ..shared.replies import check_candidates, check_rows
 from ..shared.request_limits import RequestLimits
@@ -57,7 +58,7 @@ from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
 from . import sleeping as sglang_sleeping
 from .adapters import SglangAdapters
-from .discovery import SAYINGS, check_exact, check_ready, check_vocabulary, plain_prompt, server_info
+from .discovery import SAYINGS, check_exact, check_ready, check_vocabulary, not_sglang, plain_prompt, server_info
 from .generation import generate_below
 from .launch import PACKAGE, sglang_command
 from .replies import Scores, TopK, read_scores
@@ -136,9 +137,9 @@ class SglangBackend(RemoteBackend):
                 if self._adapters is not None:
                     stack.push_async_callback(self._adapters.close)
                     await self._adapters.start(deadline=deadline)
-            except (
-                PermanentError
-            ) as error:  # the first requests show wrong flags, a wrong key or another kind of server
+            except PermanentError as error:  # the first requests show wrong flags or a wrong key
+                if may_be_other(error):  # vLLM may have a /server_info too, but not the rest
+                    raise await not_sglang(self._server, error, deadline=deadline) from None
                 raise ConfigError(str(error)) from None
             self._exit_stack = stack.pop_all()
         return self

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, ThrottledError
 from spot_async.types import Generation, IntArray, SamplingSettings
 
 from ..shared.behind import PROCESS, Saying
+from ..shared.other_kind import may_be_other, other_kind
 from ..shared.remote import RemoteServer
 from .weights import ServerInfo
 
@@ -28,7 +29,6 @@ SAYINGS = {
     "version": Saying(SERVER_INFO, re.compile(rb'"version":\s*"([^"]*)"')),
     "weights": Saying("/model_info", re.compile(rb'"weight_version":\s*"([^"]*)"')),
 }
-NO_ROUTE = (404, 405)
 CHOSEN_IDS_CHECKED = (0, 5, 14)  # from here on; before, a chosen id outside the vocabulary crashed the server
 PLAIN_TEXT = "The sum of two and three is five, and the product of two and three is six."
 
@@ -42,12 +42,15 @@ async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
     try:
         return await server.get(SERVER_INFO, ServerInfo, deadline=deadline)
     except (PermanentError, PoisonedReplyError) as error:
-        if isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status not in NO_ROUTE:
+        if not may_be_other(error):
             raise
-        raise ConfigError(
-            f"{server.section}: {server.endpoint.name} does not answer as SGLang does (GET {SERVER_INFO}); for another "
-            "server use kind: vllm or openai"
-        ) from None
+        raise await not_sglang(server, error, deadline=deadline) from None
+
+
+async def not_sglang(server: RemoteServer, error: RequestError, *, deadline: float) -> ConfigError:
+    return await other_kind(
+        server.endpoint, server.section, error, expected="SGLang", others="vllm or openai", deadline=deadline
+    )
 
 
 async def check_ready(server: RemoteServer, *, deadline: float) -> None:

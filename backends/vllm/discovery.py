@@ -20,6 +20,7 @@ from spot_async.models.alignment import decision_row
 
 from ..shared.behind import PROCESS, Saying
 from ..shared.discovery import noise_nats
+from ..shared.other_kind import may_be_other, other_kind
 from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, VllmClient
 from .weights import DEVELOPER_MODE
@@ -90,7 +91,10 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
         weights = await _first_answer(client, deadline)
     except NoSuchRouteError:
         client.use_completions()
-        weights = await _first_answer(client, deadline)
+        try:
+            weights = await _first_answer(client, deadline)
+        except NoSuchRouteError as error:
+            raise await _not_vllm(client, error, deadline) from None
     await _compare_vocabulary_sizes(client, deadline)
     max_logprobs = await _max_logprobs(client, deadline)
     settings = client.server.settings
@@ -116,11 +120,19 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
 async def _software_version(client: VllmClient, deadline: float) -> str:
     try:
         return str((await client.server.get("/version", dict[str, Any], deadline=deadline))["version"])
-    except (PermanentError, PoisonedReplyError, KeyError):
-        raise ConfigError(
-            f"{client.server.section}: {client.server.endpoint.name} does not answer as vLLM does (GET /version); "
-            "for another server use kind: sglang or openai"
-        ) from None
+    except (PermanentError, PoisonedReplyError) as error:
+        if not may_be_other(error):
+            raise
+        raise await _not_vllm(client, error, deadline) from None
+    except KeyError:
+        raise await _not_vllm(client, PermanentError("no version"), deadline) from None
+
+
+async def _not_vllm(client: VllmClient, error: RequestError, deadline: float) -> ConfigError:
+    server = client.server
+    return await other_kind(
+        server.endpoint, server.section, error, expected="vLLM", others="sglang or openai", deadline=deadline
+    )
 
 
 async def _refuse_paused(client: VllmClient, deadline: float) -> None:
