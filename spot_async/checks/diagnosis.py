@@ -261,10 +261,14 @@ class _ServerDiagnosis:
             return
         lines = [f"{self.section}: {fault}" for fault in found.faults]
         if found.masked is not None and found.masked > MOST_MASKED:
-            lines.append(
-                f"{self.section}: {found.masked:.0%} of the positions are masked, so most of every response would "
-                f"teach nothing{self._why_masked}: use a server that takes and names tokens by id"
+            line = (
+                f"{self.section}: {found.masked:.0%} of the positions of the student's responses are masked: they "
+                f"would teach nothing{self._why_masked}; use a server that takes and names tokens by id"
             )
+            if self.plan.policy.needs.teacher_responses:  # these are trained on, and perhaps easier to read
+                self.warnings.append(line)
+            else:
+                lines.append(line)
         if found.alike is not None and self.role == "teacher":
             lines.append(f"{self.section}: {found.alike}: it has nothing to teach; serve the model that was trained")
         elif found.alike is not None:  # a student may start so

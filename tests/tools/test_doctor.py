@@ -303,7 +303,7 @@ async def test_a_teacher_that_masks_most_positions_is_refused_and_no_figure_of_n
     text_only = {"token_id_prompts": False, "every_position": False, "exact_entropy": False, "generation": False}
     found = await diagnosis_of(services, teacher=kind(services["teacher"], **text_only))
     (refusal,) = found.refusals
-    assert refusal.startswith(f"teacher.backend: {share}% of the positions are masked")
+    assert refusal.startswith(f"teacher.backend: {share}% of the positions of the student")
     assert "the server reads text, and cuts it into other tokens" in refusal
     assert ["it could not be checked that scores are of the rows" in line for line in found.warnings] == [True]
     shown = [line.split() for line in screen_text(found).splitlines()]
