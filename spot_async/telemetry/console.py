@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -41,6 +41,7 @@ from spot_async.stages.wait_clock import busiest
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
 from spot_async.telemetry.run_log import mean_metrics
+from spot_async.telemetry.screen import Screen
 from spot_async.types import Verdict
 
 REFRESH_PER_S = 4
@@ -74,12 +75,15 @@ class RunConsole:
     @contextmanager
     def live(self) -> Iterator[None]:
         """Keep the panel on screen while inside."""
-        with Live(
-            get_renderable=self._render,
-            console=self.console,
-            refresh_per_second=REFRESH_PER_S,
-            transient=True,
-            auto_refresh=self.console.is_interactive,
+        with (
+            self.console.unhurried() if isinstance(self.console, Screen) else nullcontext(),
+            Live(
+                get_renderable=self._render,
+                console=self.console,
+                refresh_per_second=REFRESH_PER_S,
+                transient=True,
+                auto_refresh=self.console.is_interactive,
+            ),
         ):
             yield
 

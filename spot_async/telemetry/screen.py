@@ -6,14 +6,22 @@ import codecs
 import io
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
 # What stands for our own characters on a screen that has only others. Any other character becomes a question mark.
 NEAREST = {"·": "-", "–": "-", "—": "-", "−": "-", "±": "+-", "×": "x", "…": "...", "“": '"', "”": '"', "’": "'",
            "█": "#", "░": ".", "▏": "|", "▸": ">", "→": "->", "≥": ">=", "≤": "<="}  # fmt: skip
+
+
+LAST_LINES_S = 5.0
+MOST_WAITING = 1000  # pieces of output behind a reader who takes nothing
 
 
 class Screen(Console):
@@ -28,12 +36,79 @@ class Screen(Console):
         except (OSError, ValueError):  # rich itself only handles broken pipes; a file that was closed is a ValueError
             self.on_broken_pipe()
 
+    @contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Print on a thread of its own while inside, so that a reader who takes nothing holds up nobody.
+
+        What such a reader has not taken soon after the end is given up, and the screen falls silent.
+        """
+        before, relay = self._file, Relay(cast(TextIO, self.file))
+        self.file = cast(TextIO, relay)
+        try:
+            yield
+        finally:
+            is_taken = relay.finish(LAST_LINES_S)
+            self._file = before
+            if not is_taken:
+                self.on_broken_pipe()
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
         if self.file.closed:
             return
         with Path(os.devnull).open("wb") as nowhere:  # takes what Python has buffered, and writes when it ends
             os.dup2(nowhere.fileno(), self.file.fileno())
+
+
+class Relay:
+    """A text file in front of another one, which a thread writes. Too much that waits is left out."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._texts: SimpleQueue[str | None] = SimpleQueue()
+        self._error: OSError | ValueError | None = None
+        self._thread = threading.Thread(target=self._work, name="screen", daemon=True)
+        stream.flush()
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Take the text. Raises what an earlier one has met with."""
+        if self._error is not None:
+            raise self._error
+        if self._texts.qsize() < MOST_WAITING:
+            self._texts.put(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass  # the thread does
+
+    def finish(self, seconds: float) -> bool:
+        """Return whether everything was taken within this time."""
+        self._texts.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (text := self._texts.get()) is not None:
+            if self._error is None:
+                try:
+                    self._show(text)
+                except (OSError, ValueError) as error:
+                    self._error = error
+
+    def _show(self, text: str) -> None:
+        try:
+            descriptor = self._stream.fileno()
+        except OSError:  # a file of Python's own
+            self._stream.write(text)
+            return
+        # Past the stream's buffer, whose lock Python would wait for when it exits.
+        data = text.encode(self._stream.encoding, self._stream.errors or "strict")
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def show_nearest_characters() -> None:

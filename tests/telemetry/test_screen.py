@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -39,3 +41,48 @@ def test_a_screen_that_was_closed_falls_silent(tmp_path):
         screen.print("shown")
     screen.print("not shown")
     assert (tmp_path / "screen").read_text() == "shown\n"
+
+
+TAKES_NOTHING = """
+from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.screen import Screen
+import spot_async.telemetry.screen as module
+import sys
+module.LAST_LINES_S = 0.5
+screen = RunConsole(Screen(width=200), 9)
+with screen.live():
+    for line in range(3000):  # more than a pipe holds
+        screen.say(f"line {line} " + 100 * "x")
+    sys.stderr.write("the run continued\\n")
+screen.say("the end")
+sys.stderr.write("and ended\\n")
+"""
+
+
+def test_a_reader_that_takes_nothing_holds_up_neither_the_run_nor_its_end():
+    unread, screen = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TAKES_NOTHING], stdout=screen, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(unread)
+        os.close(screen)
+    assert (done.returncode, done.stderr) == (0, "the run continued\nand ended\n")
+
+
+def test_a_slow_reader_gets_every_line_in_order():
+    shows = TAKES_NOTHING.replace("range(3000)", "range(500)").replace("0.5", "60")
+    with subprocess.Popen([sys.executable, "-c", shows], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        time.sleep(0.2)
+        lines = process.stdout.read().decode().splitlines()
+    assert [line.split()[1:3] for line in lines] == [*(["line", str(i)] for i in range(500)), ["the", "end"]]
+
+
+def test_a_reader_that_leaves_is_no_failure():
+    shows = f"{TAKES_NOTHING}\nsys.exit(7)"
+    with subprocess.Popen([sys.executable, "-c", shows], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b"the run continued\nand ended\n"
+    assert process.returncode == 7
