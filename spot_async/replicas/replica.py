@@ -95,6 +95,7 @@ class Replica(Generic[B]):
         # Requests whose connections failed since the last answer, and the time of the first of these failures.
         self._unanswered: dict[Errand, None] = {}
         self._failing_s = now_s
+        self._failing: set[Errand] = set()  # all of these, whenever they were sent
         # For how long it has had requests since its last sign of life. While it has none, the first counts; while it
         # has some, the time since the second.
         self._silence_s = 0.0
@@ -192,6 +193,7 @@ class Replica(Generic[B]):
     def answered(self, now_s: float) -> None:
         self.showed_life(now_s)
         self._unanswered.clear()
+        self._failing.clear()
         self.life.answered(now_s)
 
     def unanswered(self, lease: HeldLease[B], error: SpotError, now_s: float) -> None:
@@ -204,7 +206,10 @@ class Replica(Generic[B]):
             self._failing_s = now_s
         if lease.granted_s < self._failing_s:
             self._unanswered[lease.errand] = None
+        self._failing.add(lease.errand)
         if self.life.failed(lease.granted_s, now_s):
+            # One request that fails again and again may itself be the reason, so its trial says nothing of the server.
+            self.life.failed_trial = self.life.failed_trial and len(self._failing) > 1
             self._changed.set()
 
     def late(self, lease: HeldLease[B]) -> None:
@@ -219,6 +224,7 @@ class Replica(Generic[B]):
             for errand in dict.fromkeys(lease.errand for lease in self.leases) | self._unanswered:
                 errand.losses += 1
         self._unanswered.clear()
+        self._failing.clear()
         for lease in self.leases:
             lease.revoke(reason)
 

@@ -140,6 +140,40 @@ def test_a_frozen_server_is_noticed_before_its_requests_have_used_up_their_attem
     assert run_on_virtual_time(scenario()) == 1  # it answers again, and was not started anew
 
 
+def test_a_request_whose_connection_breaks_each_time_does_not_restart_a_server_that_answers():
+    """Failures in a row, and a trial after them, say something of a server only if they are of different requests."""
+
+    async def scenario():
+        server = SimulatedServer("student-1", SLOW)
+        stage = Stage(
+            "probe",
+            pool_of_servers([server]),
+            concurrency=8,
+            timeout_s=60.0,
+            retry=RetryPolicy(attempts=8),
+            mailbox_capacity=8,
+            jitter=lambda: 0.5,
+        )
+
+        async def broken(backend, deadline):
+            raise TransientError("connection reset")
+
+        async def work():
+            for prompts in (1, 2):
+                asked = [stage.ask((i,), broken) for i in range(prompts)]
+                await asyncio.gather(*asked, return_exceptions=True)
+                starts.append(server.starts)
+
+        starts = []
+        async with stage._pool as pool:
+            await watched(work(), [pool.watch])
+        return starts
+
+    one, two = run_on_virtual_time(scenario())
+    assert one == 1
+    assert two > 1
+
+
 async def nothing(servers):
     await asyncio.Event().wait()
 
