@@ -18,7 +18,7 @@ from pydantic import Field
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.gpus import torch_has_gpus
-from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import while_alive
 from spot_async.config import OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
@@ -239,7 +239,6 @@ class LocalServer:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> Address:
         directory = stack.enter_context(private_directory("spot-async-"))
-        check_length(directory)
         uds = None if self._settings.port else str(directory / "http")
         listen = ["--uds", uds] if uds else ["--port", str(self._settings.port)]
         credentials = Credentials.of_new_server()

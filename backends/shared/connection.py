@@ -6,6 +6,8 @@ As with httpx, the environment counts where settings are not given. `http.py` ma
 from __future__ import annotations
 
 import base64
+import contextlib
+import ipaddress
 import os
 import ssl
 import urllib.request
@@ -44,7 +46,7 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
     """
     target = httpx.URL(url)
     if proxy is None:
-        if is_loopback(target.host) or urllib.request.proxy_bypass(target.host):
+        if is_loopback(target.host) or urllib.request.proxy_bypass(target.host) or _is_in_no_proxy(target.host):
             return None
         named = urllib.request.getproxies()
         proxy = named.get(target.scheme) or named.get("all")
@@ -56,6 +58,15 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
             f"{role}.backend.proxy: {address.scheme} proxies are not supported; give an http or https one"
         )
     return httpx.Proxy(address)
+
+
+def _is_in_no_proxy(host: str) -> bool:
+    """Whether a host is an address in one of NO_PROXY's networks, such as 10.0.0.0/8, which urllib does not know."""
+    for entry in urllib.request.getproxies().get("no", "").split(","):
+        with contextlib.suppress(ValueError):  # the host or the entry is a name
+            if ipaddress.ip_address(host) in ipaddress.ip_network(entry.strip(), strict=False):
+                return True
+    return False
 
 
 def check_url(url: str) -> str:

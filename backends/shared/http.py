@@ -78,6 +78,8 @@ class HttpEndpoint:
         self.traffic = Traffic()
         self._read_error = read_error
         self._access = access
+        # A proxy may answer in the server's place, so whatever cannot be the server's own words names it.
+        self.through = "" if proxy is None else f"; asked through the proxy {_place(proxy.url)}: see NO_PROXY"
         self._base_url = base_url.rstrip("/")
         self._uds = uds
         is_replaced = "authorization" in map(str.lower, secret_headers or {})
@@ -187,16 +189,21 @@ class HttpEndpoint:
             ) from None
         except (TimeoutError, httpx.HTTPError, aiohttp.ClientError, OSError) as failure:
             found = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
-            words = self._redacted(str(found).encode()).decode()
+            words = self._redacted(f"{found}{self.through}".encode()).decode()
             raise with_exchange(found.reworded(words), self.exchange(method, path, body, status=status)) from None
         # Redact before anything is made of the content: servers may repeat the key that they were sent.
         content = self._redacted(content)
         reply = FailedReply(response.status_code, content, dict(response.headers))
-        own = self._read_error(reply.status, content) if self._read_error else None
         raise with_exchange(
-            own or classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access),
-            self.exchange(method, path, body, status=status, received=content),
+            self._refusal(path, reply), self.exchange(method, path, body, status=status, received=content)
         )
+
+    def _refusal(self, path: str, reply: FailedReply) -> RequestError:
+        own = self._read_error(reply.status, reply.body) if self._read_error else None
+        if own is not None:
+            return own
+        found = classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access)
+        return found.reworded(f"{found}{self.through}")
 
     def exchange(
         self, method: str, path: str, body: bytes | None, *, status: int | None = 200, received: bytes = b""
@@ -260,6 +267,10 @@ class HttpEndpoint:
                 raise
             response = await self._transport.handle_async_request(request)
         return response
+
+
+def _place(url: httpx.URL) -> str:
+    return f"{url.host}:{url.port or {'http': 80, 'https': 443}[url.scheme]}"
 
 
 def _session(uds: str | None, context: ssl.SSLContext) -> aiohttp.ClientSession:

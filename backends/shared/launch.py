@@ -26,7 +26,7 @@ from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess, foreign_environment
 from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.last_words import headline, readable
-from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import while_alive
 from spot_async.config import PositiveInt, Probability
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
@@ -175,7 +175,6 @@ class Doorway:
     @property
     def uds(self) -> str:
         """The path of a Unix socket, to use in place of the port if the server can."""
-        check_length(self.directory)
         return str(self.directory / "http")
 
 
@@ -242,7 +241,8 @@ class LaunchedServer:
             self._name,
             command.argv,
             log_path=self._log_path,
-            environment=command.environment,
+            # Servers put sockets of their own there, whose paths may not be long either.
+            environment={"TMPDIR": short_temporary_directory(), **command.environment},
             cores=self._cores,
             secret=self.key,
         )

@@ -42,7 +42,7 @@ async def other_kind(
     try:
         models = msgspec.json.decode(await endpoint.get(MODELS, deadline=deadline), type=_Models).data
     except (RequestError, msgspec.MsgspecError):
-        return ConfigError(f"{line}; for another server use kind: {others}")
+        return ConfigError(f"{line}; for another server use kind: {others}{endpoint.through}")
     name, kind = next((OWNERS[each.owned_by] for each in models if each.owned_by in OWNERS), ("", "openai"))
     if name == expected:
         return ConfigError(f"{line}, though it says that it is: update it, or give its own url, not a router's")

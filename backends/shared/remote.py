@@ -313,8 +313,10 @@ class RemoteServer:
                 self.endpoint.exchange(method, path, sent, received=reply),
             ) from None
         except UNREADABLE as failure:
+            unreadable = classify(f"{self.name}{path}", failure)
             raise with_exchange(
-                classify(f"{self.name}{path}", failure), self.endpoint.exchange(method, path, sent, received=reply)
+                unreadable.reworded(f"{unreadable}{self.endpoint.through}"),
+                self.endpoint.exchange(method, path, sent, received=reply),
             ) from failure
 
     def _launch(self, launch: LaunchSettings) -> LaunchedServer:

@@ -19,7 +19,7 @@ import msgspec
 
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.child import ChildProcess
-from spot_async.base.processes.private_directory import check_length, private_directory
+from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.processes.ray_messages import ANSWER, SHELLS, Placed, Request
 from spot_async.base.tasks import while_alive
 from spot_async.config import ClusterConfig, ModelConfig, resources_of
@@ -60,7 +60,6 @@ async def placed(
         yield RayPlaces(served, {})
         return
     with private_directory("spot-ray-") as sockets, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as answers:
-        check_length(sockets)
         answers.setblocking(False)
         answers.bind(str(sockets / ANSWER))
         helper = await ChildProcess.start(

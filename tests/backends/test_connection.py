@@ -19,8 +19,16 @@ from deadlines import soon
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.shared.connection import access, proxy_for, tls_context
 from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.backends.shared.remote import AttachedSettings, RemoteServer
 from spot_async.config.loading import dump_yaml, validate
-from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError, UnreachableError
+from spot_async.errors import (
+    ConfigError,
+    PermanentError,
+    RequestError,
+    ThrottledError,
+    TransientError,
+    UnreachableError,
+)
 
 KEY = "sk-a-key-that-nobody-may-read"
 PROXY_VARIABLES = [
@@ -233,6 +241,23 @@ async def test_a_proxy_that_is_not_there_is_what_the_error_names_not_the_server_
             await endpoint.get("/x", deadline=soon())
 
 
+@pytest.mark.parametrize("status", [200, 403, 503])
+async def test_a_proxy_that_answers_in_the_servers_place_is_named(status: int, tmp_path: Path) -> None:
+    def page(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        return (
+            status,
+            {"Content-Type": "text/html"},
+            b"<html><body>Log in to the network</body></html>",
+        )
+
+    async with http_server(page) as proxy:
+        settings = AttachedSettings(kind="vllm", url="http://10.0.0.5:8000", proxy=proxy)
+        model = str(Path("examples/running_sum/teacher"))
+        async with RemoteServer(settings, role="teacher", model=model, run_directory=tmp_path) as server:
+            with pytest.raises(RequestError, match=f"through the proxy {proxy.removeprefix('http://')}: see NO_PROXY"):
+                await server.get("/models", dict, deadline=soon())
+
+
 def test_the_environments_proxy_is_for_what_lies_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "proxy.example:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
@@ -241,6 +266,11 @@ def test_the_environments_proxy_is_for_what_lies_beyond_this_machine(monkeypatch
     assert str(chosen.url) == "http://proxy.example:3128"
     for url in ("http://api.example", "https://inside.example", "https://127.0.0.1:8000", "https://localhost"):
         assert proxy_for("teacher", url, None) is None
+    monkeypatch.setenv("no_proxy", "inside.example, 10.0.0.0/8,fd00::/8,192.168.7.9/24")
+    for url in ("http://10.1.2.3:8000", "http://192.168.7.1", "http://[fd00::7]:8000", "http://inside.example"):
+        assert proxy_for("teacher", url.replace("http:", "https:"), None) is None
+    for url in ("https://11.0.0.1", "https://192.168.8.1", "https://api.example"):
+        assert proxy_for("teacher", url, None) is not None
     given = proxy_for("teacher", "https://localhost", "http://other.example:80")
     assert given is not None
     assert given.url.host == "other.example"

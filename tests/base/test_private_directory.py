@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,3 +46,13 @@ def test_what_a_killed_process_left_is_swept_by_the_next_and_nothing_else(tempor
             assert ours.exists()
     assert sorted(path.name for path in temporary_directory.iterdir()) == ["spot-async-link", "spot-async-main"]
     assert (others / "kept").exists()
+
+
+@pytest.mark.parametrize("characters", [30, 72, 120])
+def test_a_socket_has_room_in_a_private_directory_however_long_tmpdir_is(tmp_path, monkeypatch, characters):
+    long = tmp_path / ("j" * characters)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with private_directory("spot-trainer-") as path, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path / "published.sock"))
+    assert not path.exists()

@@ -62,6 +62,7 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
 }
+ONE_TASK = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
 # A batch script is on the first node of its job and no step: man sbatch, "OUTPUT ENVIRONMENT VARIABLES", and seen.
 BATCH_SCRIPT = {"SLURM_JOB_ID": "1234567", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "node[1-4]", "SLURM_NODEID": "0"}
 # Kubernetes, Job of batch/v1 with completionMode Indexed (stable since 1.24): nothing else is set. Below a JobSet the
@@ -102,7 +103,7 @@ def which(environ: Mapping[str, str], **keys: Any) -> tuple[int, int, str, int, 
         pytest.param(SLURM, {"nodes": 1}, None, id="one node wanted"),
         pytest.param({}, {}, None, id="no scheduler"),
         pytest.param(BATCH_SCRIPT, {}, None, id="a batch script"),
-        pytest.param(SLURM | {"SLURM_STEP_NUM_NODES": "1"}, {}, None, id="a step of one node"),
+        pytest.param(SLURM | ONE_TASK, {}, None, id="a step of one node"),
         pytest.param(INDEXED_JOB, {}, None, id="an indexed job of runs of their own"),
         pytest.param(SKYPILOT | {"SKYPILOT_NUM_NODES": "1"}, {}, None, id="SkyPilot with one node"),
     ],
@@ -117,6 +118,11 @@ def test_the_node_is_what_configuration_and_scheduler_say(environ, keys, expecte
         (KUBEFLOW | {"PET_NNODES": "2:4"}, {}, "PET_NNODES=2:4: the number of nodes cannot change"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, {}, "torchrun started 8 processes on this node: give it --nproc-per-n"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "24"}, {}, "srun started 24 tasks on 3 nodes: start one on each"),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"},
+            {},
+            "srun started 8 tasks on one node, which each begin the run: start one, by --ntasks-per-node=1",
+        ),
         (SLURM | {"SLURM_NODEID": "a"}, {}, "SLURM_NODEID=a in the environment is no number"),
         (SLURM, {"nodes": 2}, r"cluster.nodes=2, but this is node 2 \(Slurm\)"),
         ({}, {"nodes": 2, "address": "a"}, "cluster.node_rank: say which of the 2 nodes this is, 0 to 1"),

@@ -15,9 +15,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from spot_async.errors import ConfigError, StorageError
+from spot_async.errors import StorageError
 
 SOCKET_PATH_BYTES = 100  # operating systems allow 104 to 108
+NAME_BYTES = 40  # of a directory here and a socket in it
+SHORT = "/tmp"
 
 _SWEPT = "spot-"  # the names' prefix
 _LOCK = "owner"  # a directory without this file is left alone: it may be somebody else's, or be on a disk without locks
@@ -29,33 +31,35 @@ _open: set[Path] = set()
 def private_directory(prefix: str) -> Iterator[Path]:
     """Make a directory (mode 0700) with a path short enough for a Unix socket in it, and remove it on leaving.
 
-    Raises StorageError where none can be made.
+    It is in $TMPDIR, or in /tmp where that path is too long, as those of batch systems are. Raises StorageError where
+    none can be made.
     """
+    parent = short_temporary_directory()
     with contextlib.ExitStack() as stack:
         try:
-            _sweep(Path(tempfile.gettempdir()))
-            path = Path(tempfile.mkdtemp(prefix=prefix))
+            _sweep(Path(parent))
+            path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             _open.add(path)
             stack.callback(_remove, path)
             _lock(path, stack)
         except OSError as error:
             raise StorageError(
-                f"no private directory can be made in {tempfile.gettempdir()}: {error.strerror}: set TMPDIR to one "
-                "that can be written"
+                f"no private directory can be made in {parent}: {error.strerror}: set TMPDIR to a short path that can "
+                "be written"
             ) from None
         yield path
+
+
+def short_temporary_directory() -> str:
+    """Return $TMPDIR, or /tmp where its path is too long for a socket in a directory of its own."""
+    given = tempfile.gettempdir()
+    return given if len(os.fsencode(given)) + NAME_BYTES <= SOCKET_PATH_BYTES else SHORT
 
 
 def remove_private_directories() -> None:
     """Remove this process's directories. For a process that is about to exit without any other clean-up."""
     for path in list(_open):
         _remove(path)
-
-
-def check_length(directory: Path) -> None:
-    """Raise `ConfigError` for a directory whose path is too long for a socket in it."""
-    if len(os.fsencode(directory)) + len("/ready") > SOCKET_PATH_BYTES:
-        raise ConfigError(f"{directory} is too long for a socket's path: set TMPDIR to a shorter directory")
 
 
 def _remove(path: Path) -> None:

@@ -165,10 +165,14 @@ def _skypilot(environ: Environ) -> _Told | None:
 def _slurm(environ: Environ) -> _Told | None:
     """Read what srun tells a step. A batch script is no step: what it starts without srun is on one node."""
     nodes, tasks = _number(environ, "SLURM_STEP_NUM_NODES"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    if nodes is not None and tasks is not None and tasks != nodes:
+        where = f"{nodes} nodes: start one on each" if nodes > 1 else "one node, which each begin the run: start one"
+        raise ConfigError(
+            f"srun started {tasks} tasks on {where}, by --ntasks-per-node=1 (SLURM_STEP_NUM_TASKS={tasks}): "
+            "training.ranks are started by the run itself"
+        )
     if nodes is None or nodes == 1:
         return None
-    if tasks is not None and tasks != nodes:
-        raise ConfigError(f"srun started {tasks} tasks on {nodes} nodes: start one on each, by --ntasks-per-node=1")
     job = _number(environ, "SLURM_JOB_ID")
     return _Told(
         "Slurm",
