@@ -5,7 +5,7 @@ of server and for backends of third parties. Two texts that differ in one token 
 predicts this token has the same text before it in both, and the next row has not.
 
 A server alone cannot show everything. If its top-K leaves much of the probability out, neither the base of its
-logarithms nor a temperature of its own can be seen (docs/remote-teachers.md).
+logarithms nor a temperature of its own can be seen (docs/backends/doctor.md).
 
 Axes: N known positions, T tokens, K top-k.
 """
@@ -30,6 +30,7 @@ PROMPT_TOKENS = 24  # scored of each prompt, since an untrained student's respon
 CHANGES = 2  # of each text that show something
 ATTEMPTS = 8  # at that: a server that reads text may cut the changed one otherwise
 LEAST_CHANGE_NATS = 1e-3
+HIDING_NATS = 0.25  # noise of so much may hide a change
 UNIFORM_NATS = 0.1  # no token is likelier than 1 / V by more than this
 SLACK = 0.05  # of probabilities and log-probabilities, for bfloat16
 COARSE_DECIMALS = (0, 1, 2)
@@ -226,13 +227,15 @@ def row_offset(one: TokenScores, other: TokenScores, at: int, noise_nats: float)
     """Return how many rows too late the first one changes between two texts that differ in token `at`.
 
     Row `at` predicts this token. It and all before it must be equal, and row `at + 1` must differ: that is 0. Infinity
-    means that no row changes, None that it cannot be seen.
+    means that no row changes, None that it cannot be seen, such as for noise.
     """
     nats = differences(one, other)
     if not (np.isfinite(nats[at]) and np.isfinite(nats[at + 1])):
         return None
-    changed = np.flatnonzero(nats > max(LEAST_CHANGE_NATS, NOISE_MARGIN * noise_nats))  # false where unknown
-    return float(changed[0] - (at + 1)) if changed.size else math.inf
+    least = max(LEAST_CHANGE_NATS, NOISE_MARGIN * noise_nats)
+    changed = np.flatnonzero(nats > least)  # false where unknown
+    offset = float(changed[0] - (at + 1)) if changed.size else math.inf
+    return None if offset > 0 and least > HIDING_NATS else offset
 
 
 def order_words(offset: float) -> str:

@@ -122,6 +122,13 @@ def test_a_reply_with_a_hole_is_poisoned() -> None:
         with pytest.raises(PoisonedReplyError, match=reason):
             scores_of(prompt_rows(broken, PROMPT), at)
     echo = choice(VLLM["ids_echo"])
+    rest = {name: getattr(echo.logprobs, name)[1:] for name in ("tokens", "token_logprobs", "top_logprobs")}
+    for lists in (rest, {"token_logprobs": rest["token_logprobs"]}):  # the first token's entry left out, or its value
+        shorter = msgspec.structs.replace(
+            echo, prompt_token_ids=None, logprobs=msgspec.structs.replace(echo.logprobs, **lists)
+        )
+        with pytest.raises(PoisonedReplyError, match="differ in number"):
+            echoed_rows(shorter, None, tokens=len(PROMPT))
     for value in (None, -9999.0, float("nan"), float("-inf")):
         values = [*echo.logprobs.token_logprobs[:5], value, *echo.logprobs.token_logprobs[6:]]
         broken = msgspec.structs.replace(echo, logprobs=msgspec.structs.replace(echo.logprobs, token_logprobs=values))

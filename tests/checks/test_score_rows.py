@@ -178,6 +178,12 @@ async def test_a_server_that_knows_no_row_is_not_called_right() -> None:
     assert await found_of(Server(change=masked(1.0))) == RowFindings(masked=1.0, order=None)
 
 
+async def test_a_server_whose_noise_hides_all_changes_is_called_neither_right_nor_wrong() -> None:
+    flat = Server(lambda text, at: softmax(tuple(text[:at]), scale=0.2), noise=0.4)
+    found = await found_of(flat, noise_nats=0.8)
+    assert (found.order, found.faults) == (None, [])
+
+
 async def test_an_answer_of_no_tokens_leaves_no_share() -> None:
     found = await found_of(Server(), asked=asked(response_tokens=0))
     assert (found.masked, found.order) == (None, RIGHT)
