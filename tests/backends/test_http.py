@@ -10,10 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 from deadlines import soon
+from faulty_proxy import Fault, FaultyProxy
 
 from spot_async.backends.shared.failures import error_message
 from spot_async.backends.shared.http import HttpEndpoint
 from spot_async.backends.shared.replies import check_generation, check_scores
+from spot_async.base.retry import RetryPolicy
 from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
@@ -21,6 +23,8 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
+from spot_async.replicas.leasing import OneService
+from spot_async.stages.stage import Stage
 from spot_async.testing.replies import token_scores
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
@@ -64,6 +68,32 @@ async def test_a_status_decides_what_may_be_done_about_it(status: int, headers: 
                 await endpoint.get("/x", deadline=soon())
     if isinstance(caught.value, ThrottledError):
         assert caught.value.retry_after_s == (7.0 if status == 429 else 0.0)
+
+
+async def test_a_reply_that_trickles_and_one_that_hangs_are_asked_for_again_in_time() -> None:
+    """The time-out is of the whole attempt: bytes that keep coming do not put it off."""
+    server = await reply_once(200, "", b"answer")
+    faults = {0: Fault.SLOW, 1: Fault.HANG}
+    with contextlib.closing(server):
+        async with (
+            FaultyProxy(
+                ("127.0.0.1", server.sockets[0].getsockname()[1]), lambda n, path: faults.get(n), byte_s=1.0
+            ) as proxy,
+            HttpEndpoint("teacher", proxy.url) as endpoint,
+        ):
+            stage = Stage(
+                "score",
+                OneService(endpoint),
+                concurrency=1,
+                timeout_s=60.0,
+                attempt_timeout_s=0.2,
+                retry=RetryPolicy(50),
+                mailbox_capacity=1,
+                jitter=lambda: 0.0,
+            )
+            assert await stage.ask((0,), lambda each, deadline: each.get("/x", deadline=deadline)) == b"answer"
+    assert {*faults.values()} <= proxy.met.keys()
+    assert stage.counters.transient >= 2
 
 
 async def test_an_endpoint_that_is_not_there_is_transient_and_a_silent_one_ends_at_the_deadline() -> None:
