@@ -130,20 +130,26 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
     run.define_metric(EVALUATION_ITERATION)
     run.define_metric(f"{EVALUATION}*", step_metric=EVALUATION_ITERATION)
     next_iteration = run.step  # a resumed run's is the one after the last that W&B has
-    newest: Mapping[str, float] = {}  # what the step before that was given, if this process gave it
+    is_open = False  # whether the step before that is this process's, and has no held-out figures yet
 
     class Sink:
         def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-            nonlocal next_iteration, newest
+            nonlocal next_iteration, is_open
             if iteration < next_iteration:  # W&B would ignore it with a complaint on the screen
                 return
-            whose = {EVALUATION_ITERATION: evaluated_iteration(iteration, metrics)} if has_evaluation(metrics) else {}
-            run.log({**metrics, **whose}, step=iteration)
-            next_iteration, newest = iteration + 1, metrics
+            rest, evaluated = dict(metrics), evaluated_iteration(iteration, metrics)
+            if has_evaluation(metrics):
+                figures = {name: rest.pop(name) for name in metrics if name.startswith(EVALUATION)}
+                figures[EVALUATION_ITERATION] = evaluated
+                if evaluated < iteration and is_open:  # its own step stays open for the evaluation after training
+                    run.log(figures, step=next_iteration - 1)
+                else:
+                    rest |= figures
+            run.log(rest, step=iteration)
+            next_iteration, is_open = iteration + 1, not has_evaluation(rest)
 
         def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
             """Add the figures to the last step, or to one after it if that has others, or is not this process's."""
-            is_open = bool(newest) and not has_evaluation(newest)
             step = next_iteration - 1 if is_open else next_iteration
             run.log({**figures, EVALUATION_ITERATION: iteration}, step=step)
             run.summary.update(dict(figures))

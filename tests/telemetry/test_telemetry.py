@@ -357,7 +357,7 @@ def test_wandb_draws_held_out_figures_over_the_iteration_whose_weights_were_meas
         for each in wandb_items(records)
         if "evaluation/avg@8" in each
     ]
-    assert steps == [(0, 0, 0.1, 0.1), (2, 1, 0.2, 0.2), (3, 3, 0.4, 0.4)]
+    assert steps == [(0, 0, 0.1, 0.1), (1, 1, 0.2, 0.2), (3, 3, 0.4, 0.4)]
     assert ("evaluation/*", "evaluation/iteration") in {(r.metric.glob_name, r.metric.step_metric) for r in records}
     summary = {item.key: item.value_json for each in records for item in each.summary.update}
     assert summary["evaluation/avg@8"] == "0.4"
