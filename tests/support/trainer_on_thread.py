@@ -25,6 +25,7 @@ class RankOnThread:
     def __init__(self, trainer: TrainerProcess, channel_directory: str) -> None:
         settings = trainer._settings
         assert (settings.training.ranks, settings.training.sharding) == (1, "none"), "needs processes of its own"
+        self.pid = 0  # no process: nothing stands below it
         self.log_path = settings.save().parent / "logs" / "trainer.log"
         self.log_path.parent.mkdir(exist_ok=True)
         self.log_path.write_text("trained by a thread of the test\n")
