@@ -17,6 +17,7 @@ import jinja2
 import msgspec
 import numpy as np
 
+from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.seeds import derive_seed
 from spot_async.base.text import first_line
 from spot_async.config import PromptConfig
@@ -119,6 +120,7 @@ def template_line(error: Exception) -> int | None:
 
 def read_template(path: Path) -> str:
     """Return the text of a Jinja file. Raises DataError if it cannot be read."""
+    refuse_pointer(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -75,7 +75,8 @@ class WeightPublisher:
         if not self._writes:
             return
         trial = self._directory / ".trial"
-        shutil.rmtree(trial, ignore_errors=True)  # left by a process that was killed
+        if trial.exists():  # left by a process that was killed
+            shutil.rmtree(trial)
         with self._describing_errors(self._directory):
             try:
                 trial.mkdir()

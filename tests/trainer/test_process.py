@@ -358,7 +358,7 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
 @pytest.mark.long
 async def test_a_student_that_cannot_be_loaded_is_named(tmp_path: Path, trainer_settings: MakeSettings) -> None:
     missing = tmp_path / "no-such-student"
-    with pytest.raises(TrainerError, match=f"DataError: student {missing} cannot be loaded") as caught:
+    with pytest.raises(TrainerError, match=f"DataError: student {missing}: cannot be loaded") as caught:
         async with TrainerProcess(trainer_settings(missing, tmp_path)):
             pytest.fail("entered without a student")
     assert "\n" not in str(caught.value)

@@ -17,7 +17,6 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import access_token, hub_api, refused_token, the_hub
 from spot_async.models.small_files import is_small
-from spot_async.models.weight_files import weight_files
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
 from spot_async.tools.push.card import model_card, on_hub
@@ -52,7 +51,9 @@ def prepare(run: Path, repository: str, *, is_best: bool) -> Upload:
     if not student.is_dir():
         reason = "was not evaluated during training" if is_best else "has trained nothing"
         raise DataError(f"{run} has no {'best' if is_best else 'trained'} student: it {reason}")
-    weight_files(student)  # raises where there are none
+    from spot_async.models.causal_model import check_files, empty_model  # imports torch
+
+    check_files(student, empty_model(student))
     config = files.config()
     found = {each.relative_to(student).as_posix(): each for each in _published(student)}
     made = {
