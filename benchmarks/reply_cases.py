@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
 import struct
 import tempfile
@@ -21,6 +22,7 @@ import httpx
 import numpy as np
 
 from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.local.client import read_error
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.openai.dialect import Dialect
 from spot_async.backends.sglang.backend import SglangBackend
@@ -124,7 +126,7 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
         made._client.model = "m"
         if completions:
             made._client.use_completions()
-        made._found = ServerFacts("0.32.0", 2048, 64, False, chosen_tokens, True, False, "default", 1e-5)
+        made._found = ServerFacts("0.32.0", 2048, 64, False, chosen_tokens, True, False, "default", None, 1e-5)
         made._names.start("default")
         return made
 
@@ -288,8 +290,9 @@ def local_cases(wire_: Wire, model: Path) -> Iterator[Case]:
         version=V0,
     )  # fmt: skip
     backend = LocalBackend(LocalBackend.Settings(), role="student", model=str(model), run_directory=model)
-    backend._endpoint = HttpEndpoint("server", "http://server", read_error=backend._read_error)
-    backend._endpoint._transport = wire_  # type: ignore[assignment]
+    reads = functools.partial(read_error, "server")
+    backend._client.endpoint = HttpEndpoint("server", "http://server", read_error=reads)
+    backend._client.endpoint._transport = wire_  # type: ignore[assignment]
     backend._held = HeldWeights("student", V0)
     backend._capabilities = capabilities()
 
