@@ -219,16 +219,18 @@ class _Discovery:
                 return False
             return True
 
-        # All at once first, which may take a single request.
-        fields = {name: values[0] for name, values in wanted.items()}
-        if not await takes(fields):
-            fields = {}
-            for name, values in wanted.items():
-                for value in values:
-                    if await takes({name: value}):
-                        fields[name] = value
-                        break
-        return replace(dialect, neutral=fields)
+        async def taken(names: Sequence[str]) -> dict[str, Any]:
+            """Return which of these fields it takes. Halves are asked for, since each answer may cost something."""
+            for values in zip(*(wanted[name] for name in names), strict=False):
+                fields = dict(zip(names, values, strict=True))
+                if await takes(fields):
+                    return fields
+            if len(names) == 1:
+                return {}
+            half = len(names) // 2
+            return await taken(names[:half]) | await taken(names[half:])
+
+        return replace(dialect, neutral=await taken(list(wanted)) if wanted else {})
 
     async def _scoring(self, dialect: Dialect) -> Dialect:
         ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")
