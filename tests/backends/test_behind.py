@@ -67,7 +67,7 @@ def model(random_model):
 async def found(model, tmp_path, started, *, keeps_sessions=False, versions=("0.32.0", "0.32.0")) -> BehindUrl:
     servers = []
     for start, version in zip(started, versions, strict=False):
-        servers.append(Process(model, load_tokenizer(str(model)), version=version))
+        servers.append(Process(model, load_tokenizer(model), version=version))
         servers[-1].started = start
     async with balancer(servers, keeps_sessions=keeps_sessions) as url:
         backend = VllmBackend(VllmBackend.Settings(url=url), role="teacher", model=str(model), run_directory=tmp_path)

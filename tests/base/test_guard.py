@@ -169,7 +169,7 @@ async def test_a_second_ctrl_c_ends_a_run_at_once_says_what_is_saved_and_leaves_
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == f"stopped at once by SIGINT; nothing was trained yet; logs are in {server.parent}\n"
+    assert err == f"stopped at once by SIGINT\nnothing was trained yet; logs are in {server.parent}\n"
     assert await gone(pids)
 
 

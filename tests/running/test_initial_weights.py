@@ -129,17 +129,17 @@ async def test_it_is_given_the_student_before_anything_is_measured_and_what_was_
     written = [json.loads(line) for line in (tmp_path / "attached" / "spending.jsonl").read_text().splitlines()]
     assert [(row["iteration"], row["answered"]) for row in written] == [(None, 7), (0, 7), (None, 12)]  # 0: the start
 
-    config, directory = configure("trained", with_budget(38), "evaluation.eval_every=1")
+    config, directory = configure("trained", with_budget(53), "evaluation.eval_every=1")
     outcome = await train(config, plan_training(config), directory, QUIET)
     assert outcome.before.responses == expected.responses
     assert (outcome.iterations, outcome.after) == (1, None)
-    assert "student.backend.budget=38 USD is spent" in str(outcome.spent)
+    assert "student.backend.budget=53 USD is spent" in str(outcome.spent)
     assert len((directory.path / "metrics.jsonl").read_text().splitlines()) == 1
     at_start = json.loads((directory.path / "spending.jsonl").read_text().splitlines()[0])["answered"]
     before, trained_on = 12, 4
-    assert count_kept(directory.path / "evaluation-000001.jsonl") == 38 - at_start - before - trained_on
+    assert count_kept(directory.path / "evaluation-000001.jsonl") == 53 - at_start - before - trained_on
     *spent, written = summary("trained")
-    assert (spent, written["iterations"], written["after"]) == ([38, True], 1, None)
+    assert (spent, written["iterations"], written["after"]) == ([53, True], 1, None)
     assert "all" in written["before"]["tiers"]
 
 
