@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from spot_async.base.git_lfs import refuse_pointer
 from spot_async.errors import DataError
+from spot_async.models.small_files import CONFIG_FILE
 from spot_async.models.vocabulary import without_code
 from spot_async.models.weight_files import names_in_model, weight_files, weight_headers
 
@@ -35,6 +37,7 @@ def _refusing(directory: Path) -> Iterator[None]:
 
 def read_config(directory: Path) -> PreTrainedConfig:
     """Return what transformers makes of a directory's config.json. Raises `DataError`."""
+    refuse_pointer(directory / CONFIG_FILE)
     with _refusing(directory):
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
@@ -89,6 +92,8 @@ def check_files(directory: Path, model: PreTrainedModel) -> None:
                 f"{directory}: tensor {file_name!r} is of type {kind}, and config.json has no quantization_config"
             )
     unknown = [file_name for name, file_name in names.items() if name not in own]
+    if doubled := [name for name in unknown if f"{model.base_model_prefix}.{name}" in own]:
+        raise DataError(f"{directory}: holds tensor {doubled[0]!r} with and without its prefix: take one of them out")
     there = {own[name] for name in names if name in own}
     missing = [name for name, each in own.items() if each not in there and not _matches(name, model, "missing")]
     if missing and (not unknown or not there):
@@ -147,7 +152,7 @@ def _refuse_unused(directory: Path, name: str, model: PreTrainedModel) -> None:
 def _check_ties(directory: Path, own: dict[str, Tensor], names: dict[str, str]) -> None:
     """Raise `DataError` if the files have one tied tensor twice, with different numbers."""
     first: dict[Tensor, str] = {}
-    for name in own.keys() & names.keys():
+    for name in filter(names.__contains__, own):
         other = first.setdefault(own[name], name)
         if other != name and not _are_equal(directory, names[name], names[other]):
             one, two = sorted((names[name], names[other]))
@@ -161,4 +166,5 @@ def _are_equal(directory: Path, *names: str) -> bool:
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(directory)]
         one, two = (next(file.get_tensor(name) for file in files if name in file.keys()) for name in names)  # noqa: SIM118
-        return torch.equal(one, two.to(one.dtype))
+        kind = min(one.dtype, two.dtype, key=lambda dtype: dtype.itemsize)  # one may be the other, rounded
+        return torch.equal(one.to(kind), two.to(kind))

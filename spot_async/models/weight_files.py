@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / SINGLE_FILE]
     if not index.is_file():
         raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    refuse_pointer(index)
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -69,18 +70,21 @@ def weight_headers(directory: Path) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     for path in weight_files(directory):
         try:
+            size = path.stat().st_size
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
+                if length > size:
+                    raise ValueError("its header would be longer than the file")
                 found = json.loads(file.read(length))
             found.pop("__metadata__", None)
             end = max((each["data_offsets"][1] for each in found.values()), default=0)
             headers |= {name: Header(each["dtype"], tuple(each["shape"])) for name, each in found.items()}
         except FileNotFoundError:
             raise DataError(f"{directory}: {INDEX_FILE} names {path.name}, which is not there") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: is no safetensors file: {error}") from error
-        if path.stat().st_size < 8 + length + end:
-            raise DataError(f"{path}: is cut off: it has {path.stat().st_size} of {8 + length + end} bytes")
+        if size < 8 + length + end:
+            raise DataError(f"{path}: is cut off: it has {size} of {8 + length + end} bytes")
     return headers
 
 
@@ -89,16 +93,17 @@ def weight_shapes(directory: Path) -> Shapes:
     return {name: each.shape for name, each in weight_headers(directory).items()}
 
 
-def names_in_model(found: Iterable[str], own: Collection[str]) -> dict[str, str]:
+def names_in_model(found: Collection[str], own: Collection[str]) -> dict[str, str]:
     """Return the files' names of tensors by their names in a model, without buffers that it computes.
 
-    The files of a base model lack its prefix. Names that are not the model's stay as they are.
+    The files of a base model lack its prefix. Names that are not the model's stay as they are, and so does one without
+    a prefix beside the same with it.
     """
     prefixes = sorted({name.partition(".")[0] for name in own})
     names = {}
     for name in found:
         inside = next((f"{prefix}.{name}" for prefix in prefixes if f"{prefix}.{name}" in own), None)
-        if name not in own and inside is not None:
+        if name not in own and inside is not None and inside not in found:
             names[inside] = name
         elif name in own or not COMPUTED.search(name):
             names[name] = name

@@ -184,7 +184,7 @@ def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
     ids = torch.arange(min(4, model.config.get_text_config().vocab_size))[None]
     logits = model(input_ids=ids, use_cache=False).logits
     ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if not logits.isfinite().all():
+        raise DataError(f"{directory}: computes numbers that are not finite: its weights are damaged")
     if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
-        raise DataError(
-            f"student {directory}: {type(model).__name__} changes logits after its output layer; not supported"
-        )
+        raise DataError(f"{directory}: {type(model).__name__} changes logits after its output layer; not supported")

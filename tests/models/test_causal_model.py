@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from spot_async.checks.plan import check_weights
 from spot_async.config import ModelConfig
 from spot_async.errors import DataError
+from spot_async.models.causal_model import read_config
 from spot_async.serving.engine.model import load_model
 from spot_async.serving.engine.weights import Parameters
 from spot_async.serving.settings import EngineSettings
@@ -51,6 +52,9 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     ),
     "another kind of layer": (
         lambda own: own | {"model.layers.0.self_attn.sinks": torch.ones(4)}, {}, "no layer uses tensor .*sinks",
+    ),
+    "names with and without prefix": (
+        lambda own: own | {UP.removeprefix("model."): own[UP] + 1}, {}, "with and without its prefix",
     ),
     "numbers of 8 bits": (lambda own: own | {UP: torch.ones(64, 32, dtype=torch.int8)}, {}, "is of type I8"),
 }  # fmt: skip
@@ -88,20 +92,32 @@ def test_trainer_engine_and_plan_refuse_the_same_by_name(
         assert str(directory) in said
 
 
-@pytest.mark.parametrize("fault", ["pointer", "cut off", "no such shard"])
+@pytest.mark.parametrize("fault", ["pointer", "a pointer as index", "a web page", "cut off", "no such shard"])
 def test_files_that_are_not_whole_are_named(random_model: Callable[..., Path], tmp_path: Path, fault: str) -> None:
     directory = changed(random_model(), tmp_path / "model", dict, {})
     file = directory / "model.safetensors"
     if fault == "pointer":
         file.write_bytes(POINTER)
+    elif fault == "a pointer as index":
+        file.rename(directory / "model-1.safetensors")
+        (directory / "model.safetensors.index.json").write_bytes(POINTER)
+    elif fault == "a web page":
+        file.write_bytes(b"<!DOCTYPE html>" + bytes(500))
     elif fault == "cut off":
         file.write_bytes(file.read_bytes()[:-100])
     else:
         names = dict.fromkeys(load_file(file), "model-1.safetensors") | {UP: "model-2.safetensors"}
         (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
         file.rename(directory / "model-1.safetensors")
-    message = {"pointer": "git lfs pull", "cut off": "is cut off", "no such shard": "names model-2.safetensors"}[fault]
-    assert all(message in said for said in refusals(directory))
+    messages = {"a web page": "its header would be longer", "cut off": "is cut off"}
+    messages |= {"no such shard": "names model-2.safetensors"}
+    assert all(messages.get(fault, "git lfs pull") in said for said in refusals(directory))
+
+
+def test_a_pointer_as_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(POINTER)
+    with pytest.raises(DataError, match="git lfs pull"):
+        read_config(tmp_path)
 
 
 def test_a_mixture_that_lacks_a_tensor_is_refused_when_it_is_loaded(
@@ -113,13 +129,16 @@ def test_a_mixture_that_lacks_a_tensor_is_refused_when_it_is_loaded(
         new_student(str(directory))
 
 
-@pytest.mark.parametrize("extra", ["computed buffers", "the tied head", "no prefix", "another head"])
+@pytest.mark.parametrize(
+    "extra", ["computed buffers", "the tied head", "the tied head, rounded", "no prefix", "another head"]
+)
 def test_what_older_checkpoints_have_or_lack_is_no_reason_to_refuse(
     random_model: Callable[..., Path], tmp_path: Path, extra: str
 ) -> None:
     changes: dict[str, Callable[[Tensors], Tensors]] = {
         "computed buffers": lambda own: own | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
         "the tied head": lambda own: own | {HEAD: own[EMBEDDING].clone()},
+        "the tied head, rounded": lambda own: own | {HEAD: own[EMBEDDING].bfloat16()},
         "no prefix": lambda own: {name.removeprefix("model."): each for name, each in own.items()},
         "another head": lambda own: own | {"score.weight": torch.ones(2, 32)},
     }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -155,3 +156,11 @@ def test_a_cut_off_file_is_one_clear_line(random_model: Callable[..., Path]) -> 
     with pytest.raises(DataError, match=rf"^student {file}: is cut off: ") as caught:
         new_student(str(directory))
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_not_finite_are_named(random_model: Callable[..., Path]) -> None:
+    file = random_model() / "model.safetensors"
+    own = load_file(file)
+    save_file(own | {"model.norm.weight": own["model.norm.weight"] * torch.nan}, file, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=rf"^student {file.parent}: computes numbers that are not finite"):
+        new_student(str(file.parent))
