@@ -31,6 +31,7 @@ CHANGES = 2  # of each text that show something
 ATTEMPTS = 8  # at that: a server that reads text may cut the changed one otherwise
 LEAST_CHANGE_NATS = 1e-3
 HIDING_NATS = 0.25  # noise of so much may hide a change
+SURE_NATS = 0.05  # a row whose likeliest token costs less may stay as it is, as between the tokens of a chat template
 UNIFORM_NATS = 0.1  # no token is likelier than 1 / V by more than this
 SLACK = 0.05  # of probabilities and log-probabilities, for bfloat16
 COARSE_DECIMALS = (0, 1, 2)
@@ -124,7 +125,7 @@ async def check_score_rows(
         for text, each in zip(texts, scores, strict=True)
         for offset in await _offsets(scorer, asked, text, each, noise_nats, special)
     ]
-    # A row may stay as it is by chance, where a model is sure of the next token, but none changes by chance.
+    # A row may stay as it is by chance, but none changes by chance.
     if offsets and (min(offsets) <= 0 or len(offsets) > 1):
         found.order = order_words(min(offsets))
         if found.order != RIGHT:
@@ -196,8 +197,9 @@ async def _offsets(
             other = await text.scored(scorer, asked, top_k, given)
             offset = row_offset(scores, other, at, noise_nats)
             if offset:  # the noise may be more than was seen before
-                again = [await text.scored(scorer, asked, top_k, each) for each in (text.given, given)]
-                nats = [differences(*pair) for pair in zip((scores, other), again, strict=True)]
+                # In the other order, since two servers may answer in turn at one address.
+                again = [await text.scored(scorer, asked, top_k, each) for each in (given, text.given)]
+                nats = [differences(*pair) for pair in zip((other, scores), again, strict=True)]
                 offset = row_offset(scores, other, at, max(noise_nats, *(float(np.nanmax(each)) for each in nats)))
         except PermanentError:  # it does not take this token
             continue
@@ -210,10 +212,13 @@ async def _offsets(
 def _changes(
     text: _Text, scores: TokenScores, vocab_limit: int | None, special: Container[int]
 ) -> Iterator[tuple[int, int]]:
-    """Yield positions in the middle of the text, each with a token that is likely there, but is not there."""
-    has_row = known(scores)
+    """Yield positions in the middle of the text, each with a token that is likely there, but is not there.
+
+    Those before a token that is as good as certain come last, since its row may stay as it is.
+    """
+    has_row, best = known(scores), scores.topk_logprobs[:, 0]
     places = [at for at in range(1, len(text.given) - 1) if has_row[at] and has_row[at + 1]]
-    places.sort(key=lambda at: abs(at - len(text.given) // 2))
+    places.sort(key=lambda at: (best[at + 1] > -SURE_NATS, abs(at - len(text.given) // 2)))
     for at in places:
         likely = [*scores.topk_ids[at].tolist(), *text.given.tolist()]
         for token_id in likely:
@@ -227,7 +232,8 @@ def row_offset(one: TokenScores, other: TokenScores, at: int, noise_nats: float)
     """Return how many rows too late the first one changes between two texts that differ in token `at`.
 
     Row `at` predicts this token. It and all before it must be equal, and row `at + 1` must differ: that is 0. Infinity
-    means that no row changes, None that it cannot be seen, such as for noise.
+    means that no row changes, None that it cannot be seen, such as for noise, or where both texts have the next token
+    as good as certain.
     """
     nats = differences(one, other)
     if not (np.isfinite(nats[at]) and np.isfinite(nats[at + 1])):
@@ -235,7 +241,8 @@ def row_offset(one: TokenScores, other: TokenScores, at: int, noise_nats: float)
     least = max(LEAST_CHANGE_NATS, NOISE_MARGIN * noise_nats)
     changed = np.flatnonzero(nats > least)  # false where unknown
     offset = float(changed[0] - (at + 1)) if changed.size else math.inf
-    return None if offset > 0 and least > HIDING_NATS else offset
+    is_sure = min(one.topk_logprobs[at + 1, 0], other.topk_logprobs[at + 1, 0]) > -max(SURE_NATS, least)
+    return None if offset > 0 and (is_sure or least > HIDING_NATS) else offset
 
 
 def order_words(offset: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,40 @@ async def test_rows_that_are_off_are_found_and_it_is_said_by_how_many(by: int, s
     (fault,) = found.faults
     assert fault.startswith(said)
     assert "use another server" in fault
+
+
+def as_in_a_template(text: list[int], at: int) -> Float64Array:
+    """Where prompts end, each token is as good as certain, whatever stands directly before it."""
+    if not 12 <= at < 26:
+        return right(text, at)
+    row = right(text, at)
+    row[at] = row.max() + 12.0
+    return np.asarray(row - np.log(np.exp(row).sum()))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 16])
+async def test_tokens_that_are_certain_anyway_do_not_make_a_right_server_wrong(top_k: int) -> None:
+    assert await found_of(Server(as_in_a_template), top_k=top_k) == RowFindings(masked=0.0, order=RIGHT)
+
+
+async def test_a_model_that_is_certain_everywhere_is_called_neither_right_nor_wrong() -> None:
+    def certain(text: list[int], at: int) -> Float64Array:
+        row = right(text, at)
+        row[at] = 20.0
+        return np.asarray(row - np.log(np.exp(row).sum()))
+
+    found = await found_of(Server(certain), top_k=1)
+    assert (found.order, found.faults) == (None, [])
+
+
+async def test_two_servers_that_answer_in_turn_are_noise_and_not_rows_that_are_off() -> None:
+    servers = cycle([Server(), Server(lambda text, at: softmax(tuple(text[:at]), scale=2.01))])
+
+    class InTurn:
+        async def score(self, *texts: Any, **more: Any) -> TokenScores:
+            return await next(servers).score(*texts, **more)
+
+    assert await found_of(InTurn()) == RowFindings(masked=0.0, order=RIGHT)
 
 
 def only_own_late(scores: TokenScores) -> TokenScores:
