@@ -207,6 +207,8 @@ def test_an_endpoint_that_understands_nothing_is_refused_with_its_answer_before_
     [
         b'{"error":{"message":"No connected db.","type":"no_db_connection","param":null,"code":"400"}}',  # LiteLLM
         b'{"error":{"code":400,"message":"API key not valid. Please pass a valid API key."}}',  # Google
+        b'{"error":{"code":400,"message":"API key expired. Please renew the API key."}}',  # Google
+        b'{"error":{"message":"Malformed API Key passed in.","code":"400"}}',  # LiteLLM
     ],
 )
 def test_a_key_that_is_refused_with_400_is_named_at_the_first_question(said: bytes) -> None:
