@@ -30,16 +30,20 @@ def load_comparison() -> Callable[[str, str, float], bool]:
     """Import Math-Verify and return `equal(gold, answer, relative_tolerance)`."""
     import sympy
     from math_verify import parse, verify
+    from sympy.core.relational import Relational
 
     def numbers(found: list[Any]) -> list[Any] | None:
         """Return the answer's numbers, those of a list or an interval in order; None if it holds anything else.
 
+        Of an equation or an inequality they are the sides that are numbers.
         They are sympy's own, whose exponents have no limit: as floats 1e-400 would be 0.
         """
         each = found[0] if found else None
         if isinstance(each, sympy.Tuple | sympy.FiniteSet | sympy.Interval):
             inner = [numbers([arg]) for arg in each.args if arg not in (sympy.true, sympy.false)]
             return None if None in inner else [number for part in inner for number in part or ()]
+        if isinstance(each, Relational):
+            return [number for side in each.args for number in numbers([side]) or ()]
         if not (isinstance(each, sympy.Expr) and each.is_number):
             return None
         with suppress(TypeError, ValueError, ArithmeticError):
@@ -59,7 +63,8 @@ def load_comparison() -> Callable[[str, str, float], bool]:
         if wanted is None or given is None or len(wanted) != len(given):
             return is_equal
         if not is_equal:
-            return len(wanted) == 1 and near(wanted[0], given[0], relative_tolerance)
+            are_plain = len(wanted) == 1 and not any(isinstance(each[0], Relational) for each in parsed)
+            return are_plain and near(wanted[0], given[0], relative_tolerance)
         # A set has no order, so its tiny numbers are compared by size.
         tiny = [sorted((n for n in each if sympy.Abs(n) < TINY), key=sympy.Abs) for each in (wanted, given)]
         tolerance = max(relative_tolerance, TINY)

@@ -28,14 +28,15 @@ _COMMANDS = {  # LaTeX command -> its replacement; all others stay
 }
 # A character, or one after a backslash. Spacing becomes a blank, which keeps the digits beside it apart.
 _SYMBOLS = {"~": " ", "$": " ", "\N{MINUS SIGN}": "-"}
-_ESCAPED = {"!": "", ",": " ", ":": " ", ";": " ", " ": " ", "$": " ", "%": "%"}
+_ESCAPED = {"!": "", ",": " ", ":": " ", ";": " ", " ": " ", "$": "$", "%": "%"}
 _DEGREE = r"\^\s*(?: \{\s*\\(?:circ|degree)\s*\} | \\(?:circ|degree)(?![A-Za-z]) )"
 _TOKEN = re.compile(rf"{_DEGREE} | \\([A-Za-z]+) | \\(.) | [$~\N{{MINUS SIGN}}]", re.DOTALL | re.VERBOSE)
 
 _UNIT = re.compile(
     r"(?:(?<=[0-9)}])|(?<=\\pi)) ?(?P<mark>[°%]?) ?"
-    r"(?:\\text ?\{(?P<words>[A-Za-z./ ]*)\}(?:\^(?:(?P<power>[0-9])|\{(?P<braced>[0-9])\}))?)?$"
+    r"(?:\\text ?\{(?P<words>[A-Za-z./() -]*)\}(?:\^(?:(?P<power>[0-9])|\{(?P<braced>-?[0-9]+)\}))?)?$"
 )
+_UNIT_MARKS = str.maketrans("()-", "   ", ".")
 _OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # what is no longer the same in radians
 UNITS = {  # each spelling of a unit -> the first of them
     spelling: spellings[0]
@@ -83,9 +84,11 @@ UNITS = {  # each spelling of a unit -> the first of them
     for spelling in spellings
 }
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+_MONEY = "dollar"
 # Other words behind a gold are taken for a unit too, such as `dogs`, but for these, which are part of what it says.
-NO_UNIT = frozenset(
-    {"dozen", "hundred", "thousand", "million", "billion", "trillion", "more", "less", "least", "most", "than", "mod"}
+_NO_UNIT = frozenset(
+    {"dozen", "hundred", "thousand", "million", "billion", "trillion", "mln", "bn"}
+    | {"lakh", "crore", "tenth", "hundredth", "thousandth", "more", "less", "least", "most", "than", "mod"}
     | {"base", "or", "and", "not", "no", "is", "are", "if", "wrong", "incorrect", "false"}
 )
 
@@ -111,6 +114,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+_APART = re.compile(r"[0-9]\s*\\q?quad\s*[0-9]")  # two numbers: no digits are grouped so
 _NUMBER_SPACING = re.compile(r"\\[,;: ]|~")
 _LONGEST_PLAIN = 1000  # digits before or behind the point of a number that is written out
 
@@ -131,19 +135,21 @@ def normal_form(answer: str) -> NormalForm:
     2. Drop `\left`, `\right`, `\big` and `$`. Spacing commands become blanks, `^\circ` and `\degree` a degree sign.
     3. Replace `\dfrac` by `\frac`, `\mathrm` and its like by `\text`, `\leq` by `\le`.
     4. Take a unit (degree or per cent sign, words in `\text`) from behind a value; unwrap every other `\text{..}`.
+       `\$` is a unit wherever it stands.
     5. Take `x=` from before a value that does not hold x.
     6. Write a number without thousands separators, leading zeros, and decimals that are zero.
     7. Otherwise spell out `\frac12`, `\sqrt3`, `1/2` and `\frac{-1}{2}`, shorten `x^{2}`, drop the brackets of a choice
        `(C)`, and drop all white space that does not stand between two digits.
     """
-    text = " ".join(_TOKEN.sub(_rewrite, strip_answer(answer)).split())
-    text, unit = _split_unit(text)
+    text = _TOKEN.sub(_rewrite, strip_answer(answer))
+    money = _MONEY if "$" in text else ""
+    text, unit = _split_unit(" ".join(text.replace("$", " ").split()))
     text = strip_answer(" ".join(_TEXT.sub(r"\1", text).split()).replace("{,}", ","))
     variable = ""
     if (match := _ASSIGNMENT.match(text)) and match[1] not in _COMMAND.sub("", text[match.end() :]):
         variable, text = match[1], text[match.end() :]
-    number = parse_number(text)
-    return NormalForm(variable, _tidy(text) if number is None else _plain(number), unit)
+    number = None if _APART.search(answer) else parse_number(text)
+    return NormalForm(variable, _tidy(text) if number is None else _plain(number), unit or money)
 
 
 def normalize_answer(answer: str) -> str:
@@ -161,9 +167,16 @@ def same_answer(gold: str, answer: str) -> bool:
     wanted, given = normal_form(gold), normal_form(answer)
     if wanted.value != given.value or not variables_agree(wanted, given):
         return False
-    if not given.unit:
-        return not NO_UNIT & set(wanted.unit.split())
-    return wanted.unit == given.unit or (not wanted.unit and given.unit.partition("^")[0] in UNITS)
+    unit, _, power = given.unit.partition("^")
+    # `\$8` lacks the rest of `8\text{ dollars per hour}`, but is not `8\text{ cents}`.
+    if not unit or (unit == _MONEY and wanted.unit.partition("^")[0] not in UNITS):
+        return not changes_value(wanted.unit)
+    return wanted.unit == given.unit or (not wanted.unit and unit in UNITS and power in ("", "2", "3"))
+
+
+def changes_value(unit: str) -> bool:
+    """Return whether a word behind a value makes it another, or none: `million`, `or more`, `is wrong`."""
+    return any(not _NO_UNIT.isdisjoint((word, word.removesuffix("s"))) for word in unit.lower().split())
 
 
 def variables_agree(wanted: NormalForm, given: NormalForm) -> bool:
@@ -199,12 +212,17 @@ def _split_unit(text: str) -> tuple[str, str]:
     match = _UNIT.search(text)
     if match is None or match.end() == match.start() or (match["mark"] == "°" and _OF_ANGLE.search(text)):
         return text, ""
-    words = [word if len(word) == 1 else word.lower() for word in (match["words"] or "").replace(".", "").split()]
+    words = list(map(_lower_unit, (match["words"] or "").translate(_UNIT_MARKS).split()))
     power = match["power"] or match["braced"] or "1"
     if words and words[0] in _POWERS:
         power = _POWERS[words.pop(0)]
     name = " ".join(filter(None, [match["mark"], *words]))
     return text[: match.start()], UNITS.get(name, name) + (f"^{power}" if power != "1" else "")
+
+
+def _lower_unit(word: str) -> str:
+    """Return a unit's word in small letters, but for short ones that could be another unit: `MW` is not `mW`."""
+    return word.lower() if len(word) > 3 or (len(word) > 1 and word.lower() in UNITS) else word
 
 
 def _tidy(text: str) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 
-from spot_async.verification.normalization import NO_UNIT, UNITS, NormalForm, variables_agree
+from spot_async.verification.normalization import UNITS, NormalForm, changes_value, variables_agree
 
 _MARKUP = re.compile(r"</?(?:sub|sup|br|em|strong|span|div)\b[^<>]*>|&#?[a-z0-9]+;", re.IGNORECASE)
 _SUFFIXED = re.compile(r"[+-]?[0-9A-F]+_(?:([0-9])\Z|\{\s*([0-9]+)\s*\}\Z|[({\\])")
-_RELATION = re.compile(r"[=<>≤≥≠∈]|\\(?:leq?|geq?|neq?|lt|gt|leqslant|geqslant|not|in|equiv)(?![A-Za-z])")
+_RELATION = re.compile(r"[=<>≤≥≠∈]|\\(?:leq?|geq?|neq?|lt|gt|leqslant|geqslant|neg|lnot|not|in|equiv)(?![A-Za-z])")
 _EQUATION = re.compile(r"[^=]*[A-Za-z)}]\s*[-+*/^][^=]*=")
 _NAMED_IN_LIST = re.compile(r"[0-9}]\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}\s*,")
 _TWO_NUMBERS = re.compile(r"[0-9] [0-9]+(?![0-9/])")
@@ -45,7 +45,7 @@ def _units_differ(wanted: str, given: str) -> bool:
     """Any words may be a unit here, since evaluations ask for many. Two known units must be the same."""
     if wanted == given:
         return False
-    if NO_UNIT & {*wanted.split(), *given.split()}:
+    if changes_value(wanted) or changes_value(given):
         return True
     return {wanted.partition("^")[0], given.partition("^")[0]} <= UNITS.keys() and "%" not in (wanted, given)
 

@@ -296,7 +296,13 @@ WRONG = [
     ("43_5", "43_7"),
     ("2.88e-19", "5.76e-19"),
     ("2.88e-19", r"5.76 \times 10^{-19} \mathrm{~J}"),  # Math-Verify rounds both to 0
+    ("x=10^{-400}", r"x=2\cdot10^{-400}"),
     ("1.234", "1,234"),
+    ("3", r"3\text{ millions}"),
+    ("3", r"3\text{-million}"),
+    ("3", r"3\text{ (wrong)}"),
+    ("3", r"\neg 3"),
+    (r"3\text{ s}", r"3\text{ s}^{-1}"),
     ("[1,2]", r"1 \le x \le 2"),  # not symmetric
     ("x", r"\frac{}"),
     ("5", "\x00\u200b\ud800"),
@@ -321,10 +327,16 @@ async def test_math_verify_judges_mathematics_not_spelling() -> None:
 
 async def test_a_relative_tolerance_is_kept_whatever_the_spelling() -> None:
     near = [("4.5e33", r"4.52 \times 10^{33} \text{ erg/s}"), ("4.5e33", "4.52e33"), (r"\frac{1}{3}", "0.333")]
-    far = [("4.5e33", r"4.6 \times 10^{33} \text{ erg/s}"), ("4.5e33", "4.6e33"), ("x", "y"), ("(1,2)", "(1,2.001)")]
+    far = [
+        ("4.5e33", r"4.6 \times 10^{33} \text{ erg/s}"),
+        ("4.5e33", "4.6e33"),
+        ("x", "y"),
+        ("(1,2)", "(1,2.001)"),
+        ("4.5", "x>4.501"),
+    ]
     async with math_verify(workers=1, relative_tolerance=0.01, timeout_s=20.0) as judge:
         assert [await judge(gold, rf"\boxed{{{answer}}}") for gold, answer in near] == [Verdict.CORRECT] * 3
-        assert [await judge(gold, rf"\boxed{{{answer}}}") for gold, answer in far] == [Verdict.WRONG] * 4
+        assert [await judge(gold, rf"\boxed{{{answer}}}") for gold, answer in far] == [Verdict.WRONG] * 5
 
 
 async def test_a_hostile_answer_times_out_while_the_loop_runs_on() -> None:

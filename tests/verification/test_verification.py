@@ -216,6 +216,10 @@ DIFFERENT = [
     ("x=5", "y=5"),
     ("2x+1", "x=2x+1"),
     ("12", r"1 \quad 2"),
+    ("111222", r"111\quad222"),
+    (r"\$5", r"5\text{ cents}"),
+    (r"5\text{ MW}", r"5\text{ mW}"),
+    ("3", r"3\text{ s}^{-1}"),
     ("12", "1\n2"),
     ("12", "1~2"),
     ("12/3", "1 2/3"),
@@ -242,6 +246,7 @@ def test_mathematics_is_not_forgiven(gold: str, answer: str) -> None:
 def test_any_words_behind_a_gold_are_its_unit_but_not_those_that_a_policy_puts_behind_its_answer() -> None:
     assert boxed_match(r"10\text{ dogs}", r"\boxed{10}") is Verdict.CORRECT
     assert boxed_match("10", r"\boxed{10\text{ dogs}}") is Verdict.WRONG
+    assert boxed_match(r"10\text{ dollars per hour}", r"\boxed{\$10}") is Verdict.CORRECT
 
 
 VALUES = st.one_of(
