@@ -18,6 +18,7 @@ from spot_async.base import registry
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set, require_answers
+from spot_async.data.golds import gold_doubts
 from spot_async.data.overlap import count_identical
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
@@ -48,6 +49,7 @@ class TrainPlan:
     schedule: PromptSchedule
     problems: int
     rows: Mapping[str, int]  # what became of the rows of data.train: read, dropped, mended
+    doubts: Sequence[str]  # a line for each kind of answer in data.train that no response can meet
     filtered: int  # how many problems have prompts that are too long
     policy: Policy
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
@@ -140,6 +142,7 @@ def plan_training(config: Config) -> TrainPlan:
         schedule=schedule,
         problems=len(problems),
         rows=training_set.counts,
+        doubts=gold_doubts(problems, "data.train"),
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=evaluation,

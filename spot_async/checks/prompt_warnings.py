@@ -1,4 +1,7 @@
-"""Warns about a run's prompts and tokenizers, from files alone. What only a server can show is `diagnosis.py`'s."""
+"""Warns about a run's prompts, answers and tokenizers, from files alone.
+
+What only a server can show is `diagnosis.py`'s.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ def plan_warnings(plan: TrainPlan) -> list[str]:
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
+        *plan.doubts,
         *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),
@@ -40,6 +44,7 @@ def _of_benchmarks(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> l
     for benchmark in benchmarks:
         prompts = [source.token_ids for source in benchmark.sources[:PROMPTS_READ]]
         warnings += _unknown_tokens(benchmark.key, vocabulary, prompts)
+        warnings += benchmark.doubts
         warnings += [benchmark.warning] if benchmark.warning is not None else []
     return warnings
 

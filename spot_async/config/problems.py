@@ -28,6 +28,7 @@ Layout: TypeAlias = Literal[
     "mmlu_pro",
     "alpaca_eval",
 ]
+_MAY_BE_NULL = ("id", "tier", "category")
 Duplicates: TypeAlias = Literal["conflicting", "exact", "spacing", "keep"]
 
 
@@ -42,10 +43,11 @@ class ProblemSetConfig(Section):
     subset: str | None = Field(None, description="which subset, for a data set on the hub that has several")
     split: str | None = Field(None, description="which split, for a data set on the hub that has several")
     revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
-    fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str] = Field(
+    fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str | None] = Field(
         {},
         description="columns that hold a problem's parts, if they are not those of the layout; `a.b` is b inside a. In "
-        "chat messages, `answer` is the box in the assistant's last message",
+        "chat messages, `answer` is the box in the assistant's last message. `id: null` numbers the rows, whatever "
+        "columns they have; `tier` and `category` may be null too",
     )
     duplicates: Duplicates | None = Field(
         None,
@@ -53,6 +55,13 @@ class ProblemSetConfig(Section):
         "these, and all but the first of equal rows; `spacing`: as `exact`, with any white space as one space; `keep`: "
         "none. Default: `exact` for DAPO, `keep` for benchmarks that are taken whole, else `conflicting`",
     )
+
+    @pydantic.field_validator("fields")
+    @classmethod
+    def _null_leaves_out(cls, fields: dict[str, str | None]) -> dict[str, str | None]:
+        if needed := [part for part, column in fields.items() if column is None and part not in _MAY_BE_NULL]:
+            raise ValueError(f"{needed[0]}: null, but only {', '.join(_MAY_BE_NULL)} may be; name a column")
+        return fields
 
     @pydantic.model_validator(mode="before")
     @classmethod

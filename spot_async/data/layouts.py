@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spot_async.config import Duplicates
 from spot_async.data.parts import EXACT_FLOATS, Draft, Part
-from spot_async.data.rows import Columns
+from spot_async.data.rows import Columns, literal, only_value
 from spot_async.verification.extraction import extract_boxed, strip_answer
 from spot_async.verification.multiple_choice import chosen_option
 
@@ -121,6 +121,15 @@ def tidy_answer(draft: Draft) -> str | None:
         return None
     draft.answer = bare
     return "braces or full stop around the answer removed"
+
+
+def only_of_list(draft: Draft) -> str | None:
+    """Take the answer out of a list of one that its column spells as text, `["18"]`."""
+    value = only_value(literal(draft.gold))
+    if not isinstance(value, str | int | float):
+        return None
+    draft.answer = value
+    return "answer taken out of a list of one"
 
 
 def unboxed(draft: Draft) -> str | None:
@@ -233,7 +242,7 @@ _COLUMNS: dict[Part, tuple[str, ...]] = {
     "category": ("category", "subject", "type", "problem_type"),
 }  # fmt: skip
 _WITH_SOLUTION: dict[Part, tuple[str, ...]] = {**_COLUMNS, "solution": _SOLUTION}
-_ANSWER = (narrow_digits, behind_hashes, unboxed, tidy_answer)
+_ANSWER = (only_of_list, narrow_digits, behind_hashes, unboxed, tidy_answer)
 _TEXT = (last_turn_only, remove_instruction, *_ANSWER)
 
 LAYOUTS: dict[str, Layout] = {

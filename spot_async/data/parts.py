@@ -15,7 +15,7 @@ import msgspec
 from spot_async.base.text import shortened
 from spot_async.data.chat import Messages, asked, is_chat, last_of_assistant
 from spot_async.data.keys import setting
-from spot_async.data.rows import Columns, Row
+from spot_async.data.rows import Columns, Row, literal, only_value
 from spot_async.errors import DataError
 from spot_async.types import ChatTurn, Problem
 from spot_async.verification.extraction import extract_boxed
@@ -49,6 +49,7 @@ class Draft(msgspec.Struct, kw_only=True):
     choices: tuple[str, ...] = ()
     solution: str | None = None
     history: tuple[ChatTurn, ...] = ()
+    chat_in_string: bool = False  # a column holds its chat messages as text
     lacks_box: bool = False  # the answer should be in the assistant's last message, but that has no box
 
     @property
@@ -78,21 +79,32 @@ def as_text(value: str | int | float) -> str:
 
 
 def read_draft(
-    row: Row, columns_of: Mapping[Part, tuple[str, ...]], chosen: Mapping[Part, str], key: str, needs: Collection[Part]
+    row: Row,
+    columns_of: Mapping[Part, tuple[str, ...]],
+    chosen: Mapping[Part, str | None],
+    key: str,
+    needs: Collection[Part],
 ) -> Draft:
     """Return the parts of `row`, each from the first of its columns that is not empty. `chosen` columns must exist.
+
+    A part whose chosen column is None is not read.
 
     Raises DataError naming the row and the part that is missing or has a wrong type.
     """
     parts: dict[str, Any] = {}
     for part in dict.fromkeys([*columns_of, *chosen]):
-        names = (chosen[part],) if part in chosen else columns_of[part]
+        column = chosen.get(part)
+        names = columns_of[part] if part not in chosen else (column,) if column is not None else ()
         found = {name: value for name in names if (value := _look_up(row.columns, name)) is not _ABSENT}
-        if not found and part in chosen:
+        if not found and column is not None:
             raise DataError(
-                f"{row.where}: no column {chosen[part]!r}, which {setting(key, f'fields.{part}')} names; {_has(row)}"
+                f"{row.where}: no column {column!r}, which {setting(key, f'fields.{part}')} names; {_has(row)}"
             )
         name = next((name for name, value in found.items() if not _is_empty(value)), None)
+        if name is not None and part in ("problem", "answer", "solution"):
+            chat = literal(found[name]) if isinstance(found[name], str) and "role" in found[name] else None
+            if is_chat(chat):
+                found[name], parts["chat_in_string"] = chat, True
         if name is not None and is_chat(found[name]) and part in ("problem", "answer", "solution"):
             parts |= _of_chat(part, found[name], name, row)
         elif name is not None:
@@ -143,7 +155,7 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
     """Convert `value` of the column `name` to the type that a draft has for `part`."""
     types, words = _ACCEPTED[part]
     try:
-        found = msgspec.convert(value, types)
+        found = msgspec.convert(only_value(value) if part == "answer" else value, types)
     except msgspec.ValidationError:
         shown = shortened(_shown.repr(value), SHOWN_CHARS)
         raise DataError(

@@ -77,8 +77,8 @@ def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: boo
             continue
         if (other := where_of_id.setdefault(problem.id, where)) != where:
             raise DataError(
-                f"{about(key)}{where}: id {problem.id!r} was used in {other} already; correct it, or name another "
-                f"column in {setting(key, 'fields.id')}"
+                f"{about(key)}{where}: id {problem.id!r} was used in {other} already; correct it, name another column "
+                f"in {setting(key, 'fields.id')}, or set that to null, which numbers the rows"
             )
         found.problems.append(problem)
     if not found.problems:
@@ -148,6 +148,8 @@ def _problem(
     needs = [part for part in layout.needs if part != "answer" or needs_answers]
     draft = read_draft(row, layout.columns_of, settings.fields, key, needs)
     found.mended.update(done for mend in layout.mends if (done := mend(draft)))
+    if draft.chat_in_string:
+        found.mended["chat messages in a string"] += 1
     reason = next((reason for refuses in layout.refusals if (reason := refuses(draft))), None)
     if reason is None and draft.lacks_box and needs_answers:
         reason = "no box in the assistant's last message"

@@ -6,6 +6,7 @@ size, because a few megabytes of gzip can hold gigabytes.
 
 from __future__ import annotations
 
+import ast
 import codecs
 import csv
 import gzip
@@ -29,6 +30,7 @@ Columns: TypeAlias = dict[str, Any]
 
 MAX_ROW_BYTES = 16 << 20  # as encoded in the file; worked solutions of a million characters fit
 MAX_INFLATED_BYTES = 256 << 20  # of a .gz whose format must be in memory as a whole
+_LONGEST_LITERAL_CHARS = 1 << 20
 _BATCH_ROWS = 1024  # rows of Parquet that are Python objects at the same time
 
 _NO_NUMBER = re.compile(rb"[:,\[]\s*-?(?:NaN|Infinity)\s*[,}\]]")  # Python's json writes these, but JSON has no such
@@ -185,6 +187,27 @@ def _read_parquet(path: str, stream: BinaryIO) -> Iterator[Row]:
                 yield Row(f"{path}: row {number}", number, columns)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # it raises OSError for damaged pages
         raise DataError(f"{path}: not valid Parquet: {first_line(error)}") from None
+
+
+def literal(text: str) -> Any:
+    """Return the list or object that a text spells in JSON, or in Python's own spelling; None if it spells neither."""
+    text = text.strip()
+    if text[:1] + text[-1:] not in ("[]", "{}") or len(text) > _LONGEST_LITERAL_CHARS:
+        return None
+    for read in (msgspec.json.decode, ast.literal_eval):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, msgspec.DecodeError):
+            continue
+        return found if isinstance(found, list | dict) else None
+    return None
+
+
+def only_value(found: object) -> object:
+    """Return what a list of one holds. Anything else is returned as it is."""
+    return (
+        found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str | int | float) else found
+    )
 
 
 def _decode(content: bytes, where: str, kind: Any) -> Any:

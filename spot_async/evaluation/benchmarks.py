@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
 from spot_async.config.evaluation import ALL_TIERS, ONLY
 from spot_async.data import load_problem_set, require_answers
+from spot_async.data.golds import gold_doubts
 from spot_async.data.prompts import PromptRenderer, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.formats import WorkedExamples, gold_index, order_choices, with_options
@@ -36,6 +37,7 @@ class Benchmark:
     note: str | None = None  # what people must know who compare its figures
     counts: Mapping[str, int] = field(default_factory=dict)  # rows of its file: read, and dropped by reason
     reads_clock: bool = False  # whether the prompts have today's date in them
+    doubts: Sequence[str] = ()  # a line for each kind of answer that no response can meet
     warning: str | None = None  # about settings that are allowed, but hardly meant
     problems: Sequence[Problem] = ()  # as its file has them
     vocab_limit: int | None = None  # `SamplingSettings.vocab_limit`, as in training
@@ -102,6 +104,7 @@ def _plan(
         note=_note(settings, evaluation, config.prompt),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
+        doubts=gold_doubts(problems, key) if is_judged else (),
         warning=_letters_alone(verifier, settings, key),
         problems=found.problems,
     )

@@ -87,9 +87,9 @@ async def test_golds_that_cannot_be_right_are_found():
     assert (found.tried, found.have_choices, [p.id for p in found.unclear_choices]) == (6, 3, ["same"])
     assert [(p.id, v) for p, v in found.unverifiable] == [
         ("empty after tidying", Verdict.NO_ANSWER),
-        ("long", Verdict.WRONG),
         ("no letter", Verdict.WRONG),
     ]
+    assert found.oversized == 1
 
 
 def test_rows_repeated_but_for_white_space_are_counted():
@@ -147,7 +147,11 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     assert (code, "unverifiable" in output, "prose: 1" in output) == (0, False, True), output
     assert "warning: 1 answer in prose, which a response would have to repeat word for word: row-1; name" in output
     code, output = check(write(tmp_path, [{"problem": "p", "answer": "It sold clips. " * 50}], "long.jsonl"))
-    assert (code, "0 tried, 1 unverifiable" in output) == (1, False), output
+    assert (code, "1 answer in prose" in output, "1 so long that only the same words are right" in output) == (
+        0,
+        True,
+        True,
+    )
     code, output = check(train, "--verifier", "boxd_match")
     assert (code, "--verifier boxd_match: no verifier called 'boxd_match'; did you mean" in output) == (2, True), output
 

@@ -442,8 +442,8 @@ async def test_real_golds_equal_themselves_also_when_they_are_parsed() -> None:
     golds = [gold for gold in golds if parse_number(gold) is None]  # numbers never reach a parser
     assert len(golds) > 70
     async with math_verify(workers=2) as judge:
-        # \displaystyle keeps equal strings from deciding it before Math-Verify has parsed both
-        verdicts = await asyncio.gather(*(judge(gold, rf"\boxed{{\displaystyle {gold}}}") for gold in golds))
+        # quotation marks keep equal normal forms from deciding it before Math-Verify has parsed both
+        verdicts = await asyncio.gather(*(judge(gold, rf'\boxed{{"{gold}"}}') for gold in golds))
     assert [gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict is not Verdict.CORRECT] == []
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from spot_async.data.overlap import identity
 from spot_async.protocols import Verifier
 from spot_async.types import Problem, Verdict
+from spot_async.verification import MathVerify
 from spot_async.verification.extraction import is_oversized
 from spot_async.verification.normalization import normalize_answer, parse_number
 
@@ -85,6 +86,7 @@ class GoldCheck:
     tried: int  # how many were tried, without prose
     unverifiable: tuple[tuple[Problem, Verdict], ...]  # not right even word for word, so that no response gets a reward
     spelling_only: tuple[Problem, ...]  # right word for word, but not read as mathematics
+    misread: tuple[Problem, ...]  # right with another digit too, so that they are read as something else
     prose: tuple[Problem, ...]  # sentences; these are right word for word, but no response would repeat them so
     oversized: int
     have_choices: int  # how many of those tried have choices
@@ -92,16 +94,21 @@ class GoldCheck:
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
-    r"""Verify every answer against itself: word for word, and behind a `\displaystyle`, which changes no meaning.
+    r"""Verify every answer against itself: word for word, and as Math-Verify reads it.
 
-    If there are choices, the answer must be the letter of one. Problems without an answer are left out. `verifier` must
-    have been entered.
+    Math-Verify is asked again with quotation marks around, which it drops but no normal form does, and with another
+    digit. If there are choices, the answer must be the letter of one. Problems without an answer are left out.
+    `verifier` must have been entered.
     """
     tried = [problem for problem in problems if problem.answer]
     unverifiable: list[tuple[Problem, Verdict]] = []
     spelling_only: list[Problem] = []
+    misread: list[Problem] = []
     prose: list[Problem] = []
     waiting = iter(tried)
+
+    async def judge(problem: Problem, answer: str) -> Verdict:
+        return await verifier.verify(problem, rf"\boxed{{{answer}}}", deadline=float("inf"))
 
     async def work() -> None:
         for problem in waiting:
@@ -109,15 +116,18 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
                 if problem.answer not in list(ascii_uppercase[: len(problem.choices)]):
                     unverifiable.append((problem, Verdict.WRONG))
                 continue
-            verdict = await verifier.verify(problem, rf"\boxed{{{problem.answer}}}", deadline=float("inf"))
+            verdict = await judge(problem, problem.answer)
+            if verdict.is_missing:  # its worker may have been killed
+                verdict = await judge(problem, problem.answer)
             if verdict is not Verdict.CORRECT:
                 unverifiable.append((problem, verdict))
             elif answer_type(problem) == "prose":
                 prose.append(problem)
-            elif parse_number(problem.answer) is None:
-                respelled = rf"\boxed{{\displaystyle {problem.answer}}}"
-                if await verifier.verify(problem, respelled, deadline=float("inf")) is not Verdict.CORRECT:
+            elif parse_number(problem.answer) is None and isinstance(verifier, MathVerify):
+                if await judge(problem, f'"{problem.answer}"') is not Verdict.CORRECT:
                     spelling_only.append(problem)
+                elif await judge(problem, f'"{_with_another_digit(problem.answer)}"') is Verdict.CORRECT:
+                    misread.append(problem)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(at_a_time):
@@ -127,11 +137,18 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
         tried=len(tried) - len(prose),
         unverifiable=tuple(sorted(unverifiable, key=lambda found: order[found[0].id])),
         spelling_only=tuple(sorted(spelling_only, key=lambda problem: order[problem.id])),
+        misread=tuple(sorted(misread, key=lambda problem: order[problem.id])),
         prose=tuple(sorted(prose, key=lambda problem: order[problem.id])),
         oversized=sum(is_oversized(problem.answer) for problem in tried),
         have_choices=sum(bool(problem.choices) for problem in tried),
         unclear_choices=tuple(problem for problem in problems if has_unclear_choices(problem)),
     )
+
+
+def _with_another_digit(answer: str) -> str:
+    """Return another answer: one whose last digit is greater by one, or that has an x more if it has no digit."""
+    at = max((at for at, character in enumerate(answer) if character in "0123456789"), default=None)
+    return f"x {answer}" if at is None else f"{answer[:at]}{(int(answer[at]) + 1) % 10}{answer[at + 1 :]}"
 
 
 def has_unclear_choices(problem: Problem) -> bool:

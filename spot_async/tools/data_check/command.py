@@ -18,6 +18,7 @@ from spot_async.base.text import counted, shortened, visible
 from spot_async.checks.plan import make_policy
 from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptConfig
 from spot_async.config.loading import apply_override, load_config, parse_yaml, validate_as
+from spot_async.data.golds import gold_doubts
 from spot_async.data.keys import about, setting
 from spot_async.data.overlap import Overlap, find_overlaps, too_short
 from spot_async.data.problem_set import ProblemSet, load_problem_set, require_answers
@@ -150,8 +151,10 @@ def run(screen: Console, check: Check) -> bool:
             screen, f"no run that learns from outcomes, and no evaluation, takes those without an answer; see {field}"
         )
     _show_samples(screen, found.problems, renderer)
-    for key, checked, kind in golds:
+    for (key, found_there, _), (_, checked, kind) in zip(answers, golds, strict=True):
         _show_golds(screen, key, checked, kind, setting(key, "fields.answer"))
+        for line in gold_doubts(found_there.problems, key):
+            _warn(screen, line)
     if others:
         overlaps = [find_overlaps(found.problems, each.problems) for each in others]
         _show_overlaps(screen, list(zip([each.name for each in check.against], others, overlaps, strict=True)))
@@ -240,11 +243,16 @@ def _show_golds(screen: Console, key: str, golds: GoldCheck, kind: str, column: 
     if golds.spelling_only:
         ids = _ids([problem.id for problem in golds.spelling_only])
         screen.print(shown(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
+    if golds.misread:
+        ids = _ids([problem.id for problem in golds.misread])
+        _warn(
+            screen, f"{counted(len(golds.misread), 'answer')} read as something else, right with another digit: {ids}"
+        )
     if golds.unclear_choices:
         ids = _ids([problem.id for problem in golds.unclear_choices])
         screen.print(shown(f"{len(golds.unclear_choices)} with an empty choice, or two that are the same: {ids}"))
     if golds.oversized:
-        screen.print(f"{golds.oversized} longer than any answer that is read", highlight=False)
+        screen.print(f"{golds.oversized} so long that only the same words are right", highlight=False)
 
 
 def _show_overlaps(screen: Console, found: Sequence[tuple[str, ProblemSet, Sequence[Overlap]]]) -> None:

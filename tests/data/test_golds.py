@@ -1,0 +1,164 @@
+"""Answers that no response can meet: which are mended, which are named, and where a user reads of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from problem_files import FEW, load, write
+from typer.testing import CliRunner
+
+from spot_async.checks.plan import plan_training
+from spot_async.checks.prompt_warnings import plan_warnings
+from spot_async.cli import app
+from spot_async.config.loading import load_config
+from spot_async.data.golds import as_boxed, gold_doubts
+from spot_async.errors import DataError
+from spot_async.tools.data_check.check import check_golds
+from spot_async.types import Problem, Verdict
+from spot_async.verification import MathVerify
+
+QUICKSTART = Path("configs/quickstart.yaml")
+
+
+def problems(*answers, **more):
+    return [Problem(id=f"row-{i}", text=f"p {i}", answer=answer, **more) for i, answer in enumerate(answers, 1)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "boxed"),
+    [
+        (r"\(7\)", "7"),
+        (r"\[7\]", "7"),
+        (r"$\(7\)$", "7"),
+        ("**7**", "7"),
+        ("`7`", "7"),
+        ('"7"', "7"),
+        ("b'7'", "7"),
+        ("Answer: 7", "7"),
+        ("The final answer is 7", "7"),
+        (r"\boxed{7}", "7"),
+        ("9 - 2 = 7 #### 7", "7"),
+        ('["18"]', "18"),
+        ("['18']", "18"),
+        ("\N{MINUS SIGN}7", "-7"),
+        ("\N{FULLWIDTH DIGIT SEVEN}", "7"),
+        ("\N{ARABIC-INDIC DIGIT SEVEN}", "7"),
+        ("\N{ZERO WIDTH SPACE}7", "7"),
+        ("x<sup>2</sup>", "x^{2}"),
+        ("<b>7</b>", "7"),
+        ("a &lt; b", "a < b"),
+        ('["1", "2"]', '["1", "2"]'),  # not to be mended, but named
+        ("{'value': '7'}", "{'value': '7'}"),
+    ],
+)
+def test_an_answer_that_no_response_writes_so_is_named_with_what_a_response_writes(answer, boxed):
+    assert as_boxed(answer) == boxed
+    (line,) = gold_doubts(problems(answer, "1", "2"), "data.train")
+    assert "data.train: 1 answer of 3 not spelled as a response would box it: row-1 has" in line
+    assert repr(boxed) in line
+    assert "data.train.fields.answer" in line
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("7", "-7", "7.", "$7$", r"\$36", "1,234", "x = 7", "7\N{NO-BREAK SPACE}", "1\N{NARROW NO-BREAK SPACE}234"),
+        *("[1, 2]", "{1, 2}", "(1,2)", r"\{1,2\}", "[0, 1)", r"x^{2}", "x<y>z", "a < b", r"\text{None of these}"),
+        *("New York", r"\text{Saturday}", "f'(x)", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "½", "50\\%", "no", "C"),
+    ],
+)
+def test_answers_of_mathematics_are_not_named(answer):
+    assert gold_doubts(problems(answer, "1", "2"), "") == []
+    assert gold_doubts(problems(answer, choices=("x", "y")), "") == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["proof", "notfound", "Not found.", "N/A", "None", "null", "nan", "-", "?", "see solution", "Multiple answers"],
+)
+def test_words_for_no_answer_are_named_and_how_often_they_stand(answer):
+    (line,) = gold_doubts(problems(answer, "7", answer), "")
+    assert f"2 answers of 3 may say that there is none: {answer!r} (2)" in line
+
+
+def test_an_answer_that_is_much_of_the_file_is_named():
+    numbers = [str(i) for i in range(20)]
+    (line,) = gold_doubts(problems(*numbers, *["ask the teacher"] * 3), "")
+    assert "3 of 23 answers are 'ask the teacher'" in line
+    (line,) = gold_doubts(problems(*numbers, *["42"] * 21), "")
+    assert "22 of 41 answers are '42'" not in line
+    assert "21 of 41 answers are '42'" in line
+    assert gold_doubts(problems(*["yes", "no"] * 10), "") == []
+    assert gold_doubts(problems(*["7"] * 10), "") == []  # perhaps a set of one kind of problem
+
+
+def test_a_list_of_one_is_its_answer_also_in_a_string(tmp_path):
+    answers = [["18"], [18], '["18"]', "['18']", "[18]", '[" 18 "]']
+    found = load(tmp_path, [{"problem": f"p {i}", "answer": answer} for i, answer in enumerate(answers)])
+    assert {problem.answer for problem in found.problems} == {"18"}
+    assert found.mended["answer taken out of a list of one"] == 4  # a list that is no string needs no mending
+    verl = [{"prompt": [{"role": "user", "content": "p"}], "reward_model": {"ground_truth": '["18"]'}}]
+    assert load(tmp_path, verl).problems[0].answer == "18"
+    with pytest.raises(DataError, match=r"problems.jsonl:1: column 'answer' is \['1', '2'\]"):
+        load(tmp_path, [{"problem": "p", "answer": ["1", "2"]}])
+    plain = load(tmp_path, [{"problem": "p", "answer": '["18"]'}], layout="plain").problems
+    assert plain[0].answer == '["18"]'  # as it stands, and named
+    assert gold_doubts(plain, "") != []
+
+
+@pytest.mark.parametrize("spelled", [json.dumps, repr], ids=["JSON", "Python"])
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_a_chat_in_a_string_is_a_chat(tmp_path, spelled, column):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "It's what?"}]
+    found = load(tmp_path, [{column: spelled(chat), "answer": "7"}])
+    assert found.problems[0].text == "It's what?"
+    assert found.mended["chat messages in a string"] == 1
+
+
+def test_ids_may_be_the_rows_numbers(tmp_path):
+    rows = [{"problem": f"p {i}", "answer": i, "id": "same", "level": 3} for i in (1, 2)]
+    with pytest.raises(DataError, match=r"data.train.fields.id, or set that to null, which numbers the rows"):
+        load(tmp_path, rows)
+    found = load(tmp_path, rows, fields={"id": None, "tier": None}).problems
+    assert [(problem.id, problem.tier) for problem in found] == [("row-1", None), ("row-2", None)]
+    with pytest.raises(ValueError, match="problem: null, but only id, tier, category may be"):
+        load(tmp_path, rows, fields={"problem": None})
+
+
+async def test_golds_that_math_verify_reads_as_something_else_are_found():
+    golds = problems(r"\frac{3}{4}", r"40\text{ a}, 60\text{ b}", r"\text{Sunday}", "3(1)2")
+    async with MathVerify(MathVerify.Settings(workers=1, timeout_s=20.0)) as verifier:
+        found = await check_golds(golds, verifier)
+    assert [problem.answer for problem in found.spelling_only] == [r"40\text{ a}, 60\text{ b}"]
+    assert not found.unverifiable
+
+
+async def test_a_gold_whose_worker_is_killed_once_is_asked_again():
+    verdicts = [Verdict.ERROR, Verdict.CORRECT]
+
+    class Killed:
+        async def verify(self, problem, response_text, *, deadline):
+            return verdicts.pop(0)
+
+    assert not (await check_golds(problems("7"), Killed())).unverifiable
+
+
+def test_training_evaluation_and_the_check_all_name_them(tmp_path):
+    train = write(tmp_path, [{"problem": f"a{i}", "answer": f"Answer: {i}"} for i in range(4)], "train.jsonl")
+    held = write(tmp_path, [{"problem": f"b{i}", "answer": "N/A" if i else "1"} for i in range(4)], "held.jsonl")
+    overrides = [
+        f"data.train={train}",
+        f"evaluation.problems={held}",
+        "training.batch_size=2",
+        "training.mini_batch_size=2",
+    ]
+    lines = plan_warnings(plan_training(load_config(QUICKSTART, overrides)))
+    assert any("data.train: 4 answers of 4 not spelled" in line for line in lines), lines
+    assert any("evaluation.problems: 3 answers of 4 may say that there is none" in line for line in lines), lines
+    assert not any("answers" in line for line in plan_warnings(plan_training(load_config(QUICKSTART, [FEW]))))
+    result = CliRunner().invoke(app, ["data", "check", train, "--against", held], env={"COLUMNS": "200"})
+    assert (
+        "warning: 4 answers of 4 not spelled as a response would box it: row-1 has 'Answer: 0' for '0'" in result.output
+    )
