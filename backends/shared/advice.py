@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 # The words of nginx, Apache, Go's servers, Jetty and Tomcat. Others close the connection or send a TLS alert.
 WANTS_TLS = re.compile(
@@ -41,6 +43,8 @@ def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access,
     `is_page` says that the body was a page for people, which gateways send and inference servers do not.
     """
     match status:
+        case 301 | 302 | 307 | 308:
+            return _of_redirect(headers.get("location", ""), access.section)
         case 401 | 403 if access.credentials is not None:
             return _of_credentials(status, headers.get("www-authenticate", ""), access.section, access.credentials)
         case 400 if access.credentials is not None and refuses_key(status, said):
@@ -57,6 +61,18 @@ def of_reply(status: int, said: str, headers: Mapping[str, str], access: Access,
         case _ if wants_tls(said) and access.scheme == "http":
             return f"it speaks TLS: write https:// in {access.section}.url"
     return ""
+
+
+def _of_redirect(location: str, section: str) -> str:
+    """Name no more of the new address than its place: the rest may hold what was sent."""
+    with contextlib.suppress(ValueError):
+        place = urlsplit(location)
+        if place.hostname is not None:
+            host = place.netloc.rpartition("@")[2]
+            return (
+                f"it redirects to {place.scheme or 'https'}://{host}: if that is the server, write it in {section}.url"
+            )
+    return f"it redirects to another path, perhaps to log in: give the server's own address in {section}.url"
 
 
 def _of_credentials(status: int, wanted: str, section: str, given: Sequence[str]) -> str:

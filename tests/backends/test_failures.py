@@ -177,6 +177,11 @@ HTTP = Access("teacher.backend", "http", ())
         (403, b"no", {}, Access("teacher.backend", "http", ("api_key_env", "secret_headers")),
          "no; check the key that teacher.backend.api_key_env and teacher.backend.secret_headers names"),
         (401, b"no", BASIC, Access(), "no"),  # a server whose settings hold no keys
+        (308, b"moved", {"location": "https://user:pw@gpu.example:8443/version?key=sk-1"}, HTTP,
+         "moved; it redirects to https://gpu.example:8443: if that is the server, write it in teacher.backend.url"),
+        (302, b"found", {"location": "/login?next=/version"}, HTTP,
+         "found; it redirects to another path, perhaps to log in: give the server's own address in "
+         "teacher.backend.url"),
         (413, NGINX % ((b"413 Request Entity Too Large",) * 2), {}, HTTP,
          "413 Request Entity Too Large nginx/1.24.0; the request is larger than the server, or a proxy before it, "
          "takes: raise that limit (of nginx client_max_body_size), or lower sampling.max_response_tokens"),
