@@ -91,7 +91,8 @@ class FaultyProxy:
         assert task is not None
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        # The end of the proxy cancels it, which asyncio's streams would print.
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             request, path = await _read_request(reader)
             number, self.requests = self.requests, self.requests + 1
             planned = Fault.STORM if self._is_stormy and path not in NOT_ASKED else self.plan(number, path)

@@ -31,13 +31,13 @@ BAD, HANGING = 0.14, 0.024  # shares of the teacher's replies
 BAD_FAULTS = [Fault.CUT, Fault.CORRUPT, Fault.NAN, Fault.DUPLICATE, Fault.GATEWAY, Fault.ERROR, Fault.RESET]
 HANGS_S = 3600.0
 LOOK_S = 0.5
-LOOKS = 20  # whose median is compared: a server that was just killed holds something for a while
+LOOKS = 120  # whose median is compared, those of a minute: with each kill figures rise and fall
 MOST_GROWTH = 1.05
 SAID = Console(highlight=False, soft_wrap=True)
 KEYS = (
     "training.batch_size=16",
     "training.mini_batch_size=16",
-    "training.checkpoint_every=50",
+    "training.checkpoint_every=20",
     "training.warmup_iterations=0",
     "training.lora={rank: 4, targets: all}",
     "student.backend={kind: local, replicas: 2, weights: {transport: adapter}}",

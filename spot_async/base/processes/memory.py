@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# New objects between two collections of the youngest generation; Python's own is 700. Requests leave nothing in cycles,
-# not even failed ones. A lost connection leaves five small objects. So some 50 MB of them may wait for a collection.
-COLLECTION_THRESHOLD = 500_000
+# New objects between two collections of the youngest generation; Python's own is 700. Our requests leave nothing in
+# cycles, not even failed ones, but a connection that ends leaves some 20 of aiohttp's objects, 4 KB in all. So some 10
+# MB may wait for a collection, which takes some milliseconds.
+COLLECTION_THRESHOLD = 50_000
 # Of a prompt in flight, with SPOT's rollout and eight probes. Examining them is in vain, so as many more objects may
 # wait as prompts can be in flight.
 PROMPT_OBJECTS = 400
