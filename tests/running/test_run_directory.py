@@ -239,7 +239,7 @@ def test_the_later_of_two_starts_that_both_saw_an_empty_directory_is_refused(run
         ("file/run", "Not a directory"),
         ("/proc/nowhere/run", "No such file or directory"),
         ("n" * 300, "File name too long"),
-        ("zero\0byte", "embedded null byte"),
+        ("zero\0byte", "embedded null (byte|character in path)"),  # before Python 3.13, and since
     ],
 )
 def test_a_directory_that_cannot_be_made_is_found_before_anything_else_is_done(tmp_path, name, why):
