@@ -128,11 +128,13 @@ def test_ids_may_be_the_rows_numbers(tmp_path):
 
 
 async def test_golds_that_math_verify_reads_as_something_else_are_found():
-    golds = problems(r"\frac{3}{4}", r"40\text{ a}, 60\text{ b}", r"\text{Sunday}", "3(1)2")
+    sound = ("52_8", r"15\mbox{ cm}^2")
+    golds = problems(r"\frac{3}{4}", r"40\text{ a}, 60\text{ b}", r"\text{Sunday}", "3(1)2", *sound)
     async with MathVerify(MathVerify.Settings(workers=1, timeout_s=20.0)) as verifier:
         found = await check_golds(golds, verifier)
     assert [problem.answer for problem in found.spelling_only] == [r"40\text{ a}, 60\text{ b}"]
     assert not found.unverifiable
+    assert not {problem.answer for problem in found.misread} & set(sound)
 
 
 async def test_a_gold_whose_worker_is_killed_once_is_asked_again():

@@ -125,7 +125,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "stopped at once by SIGTERM; saved: step-" in said
+    assert "stopped at once by SIGTERM\nsaved: step-" in said
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid, _ in below))
 
 

@@ -96,8 +96,8 @@ class GoldCheck:
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
     r"""Verify every answer against itself: word for word, and as Math-Verify reads it.
 
-    Math-Verify is asked again with quotation marks around, which it drops but no normal form does, and with another
-    digit. If there are choices, the answer must be the letter of one. Problems without an answer are left out.
+    `math_verify` is asked again with quotation marks around, which it drops but no normal form does, and without them
+    with another digit. If there are choices, the answer must be the letter of one. Problems without an answer are left out.
     `verifier` must have been entered.
     """
     tried = [problem for problem in problems if problem.answer]
@@ -126,7 +126,7 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
             elif parse_number(problem.answer) is None and isinstance(verifier, MathVerify):
                 if await judge(problem, f'"{problem.answer}"') is not Verdict.CORRECT:
                     spelling_only.append(problem)
-                elif await judge(problem, f'"{_with_another_digit(problem.answer)}"') is Verdict.CORRECT:
+                elif await judge(problem, _with_another_digit(problem.answer)) is Verdict.CORRECT:
                     misread.append(problem)
 
     async with asyncio.TaskGroup() as group:
