@@ -43,10 +43,11 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     refuse_pointer(path)
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        found.keys()
-    except (OSError, ValueError, AttributeError) as error:
+        found: object = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(f"{path.parent}: cannot read {path.name}: {first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path.parent}: cannot read {path.name}: it is no JSON object")
     return found
 
 

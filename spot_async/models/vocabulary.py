@@ -74,11 +74,16 @@ def without_code(error: Exception) -> str:
 
 
 def end_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end a response by tokenizer and generation config; empty when neither names one."""
+    """Return the ids that end a response by tokenizer and generation config; empty when neither names one.
+
+    Raises `DataError` for what is no token id.
+    """
     ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     configured = read_json(directory / GENERATION_CONFIG).get("eos_token_id")
     if configured is not None:
         ends += configured if isinstance(configured, list) else [configured]
+    if not all(type(each) is int and each >= 0 for each in ends):
+        raise DataError(f"{directory}: {GENERATION_CONFIG} has eos_token_id={configured!r}, which is no token id")
     return tuple(dict.fromkeys(ends))
 
 

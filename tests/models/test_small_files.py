@@ -11,7 +11,7 @@ import pytest
 
 from spot_async.errors import DataError
 from spot_async.models.small_files import publish_small_files
-from spot_async.models.vocabulary import load_tokenizer
+from spot_async.models.vocabulary import Vocabulary, load_tokenizer
 
 HUBS_CONFIG = {  # as transformers 4 wrote it; version 5 would write rope_theta in a form that 4 reads as 10000
     "architectures": ["Qwen3ForCausalLM"],
@@ -91,3 +91,17 @@ def test_a_pointer_in_place_of_a_tokenizer_is_named(given: Callable[..., Path]) 
     student = given(**{"tokenizer.json": "version https://git-lfs.github.com/spec/v1\noid sha256:7\nsize 9\n"})
     with pytest.raises(DataError, match=r"tokenizer\.json: is a Git LFS pointer.*git lfs pull"):
         load_tokenizer(student)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [('{"eos_token_id": "2"}', "is no token id"), ('{"eos_token_id": [[2]]}', "is no token id")]
+    + [('{"eos_token_id": -1}', "is no token id"), ("[2]", "is no JSON object")],
+)
+def test_a_generation_config_that_names_no_token_is_one_clear_line(
+    random_model: Callable[..., Path], content: str, said: str
+) -> None:
+    directory = random_model()
+    (directory / "generation_config.json").write_text(content)
+    with pytest.raises(DataError, match=rf"generation_config\.json.* {said}"):
+        Vocabulary.load(directory)
