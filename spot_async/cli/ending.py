@@ -156,7 +156,7 @@ def leave_at_once(message: str, code: int, directory: RunDirectory | None = None
     kept = in_time(lambda: saved(directory), LAST_WORDS_S) if directory is not None else None
     show_cursor = "\x1b[?25h" if screen.is_terminal else ""
     lines = "\n".join([f"{show_cursor}{message}", *([kept] if kept is not None else []), ""])
-    in_time(lambda: os.write(2, lines.encode()), LAST_WORDS_S)
+    in_time(lambda: os.write(2, lines.encode(errors="replace")), LAST_WORDS_S)
     in_time(remove_private_directories, LAST_WORDS_S)
     os._exit(code)
 

@@ -215,8 +215,8 @@ def _all_overrides(resume: str | None, config: Path | None, overrides: Sequence[
         return list(overrides)
     if "=" not in str(config):
         raise ConfigError(
-            f"{config}: --resume goes on with {resume}/config.yaml: take CONFIG away (what may change is given as "
-            "section.key=value), or give --resume auto, which goes on with the run in CONFIG's run.directory"
+            f"{config}: --resume continues {resume}/config.yaml: take CONFIG away (what may change is given as "
+            "section.key=value), or give --resume auto, which continues the run in CONFIG's run.directory"
         )
     return [str(config), *overrides]
 

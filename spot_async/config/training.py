@@ -48,8 +48,8 @@ class TrainingConfig(Section):
     )
     schedule_iterations: PositiveInt | None = Field(
         None,
-        description="the iteration after which the cosine is 0; default: the run's last. Give a run that is to go on "
-        "later its final number of iterations from the beginning, or its learning rate rises where it goes on",
+        description="the iteration after which the cosine is 0; default: the run's last. If more iterations "
+        "are to follow later, give the final number from the beginning; otherwise the learning rate rises on resuming",
     )
     warmup_iterations: int = Field(0, ge=0, description="iterations in which the learning rate rises from 0")
     weight_decay: NonNegativeFloat = Field(0.01, description="AdamW's weight decay")

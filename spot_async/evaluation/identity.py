@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def model_fingerprint(directory: Path) -> str:
     try:
         for path in sorted(each for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")):
             size = path.stat().st_size
-            digest.update(f"{path.name}\t{size}\n".encode())
+            digest.update(os.fsencode(path.name) + f"\t{size}\n".encode())
             step = max(BLOCK_BYTES, size // BLOCKS)
             with path.open("rb") as file:
                 for offset in range(0, size, step):

@@ -71,7 +71,7 @@ TIME_NAME = re.compile(r"\d{8}-\d{6}")  # matches what `TIME_FORMAT` writes
 TIME_FORMAT = "%Y%m%d-%H%M%S"
 
 # Of an evaluation during training (its iteration), before it or after it.
-EVALUATION = re.compile(r"evaluation-([0-9]{6,}|before|after)(\.json|\.jsonl|\.jsonl\.partial)")
+EVALUATION = re.compile(r"evaluation-([0-9]{6}|[1-9][0-9]{6,}|before|after)(\.json|\.jsonl|\.jsonl\.partial)")
 
 Purpose = Literal["train", "eval"]
 

@@ -59,7 +59,7 @@ def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
     with run.locked():
         assert_refused(resume(str(run.path)), "is in use")
     for given in ([str(run.path), "configs/quickstart.yaml"], [str(run.path), "my.yaml", "training.iterations=3"]):
-        assert_refused(resume(*given), f"{given[1]}: --resume goes on with {run.path}/config.yaml: take CONFIG away")
+        assert_refused(resume(*given), f"{given[1]}: --resume continues {run.path}/config.yaml: take CONFIG away")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from spot_async.config.loading import load_config
 from spot_async.data.prompts import PromptSource
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
-from spot_async.evaluation.identity import identity_of
+from spot_async.evaluation.identity import identity_of, model_fingerprint
 from spot_async.evaluation.response_log import (
     Identity,
     JudgedResponse,
@@ -61,6 +61,12 @@ responses = st.builds(
     finish_reason=st.sampled_from(["stop", "length"]),
     response=st.text(max_size=8),  # line breaks of every kind included
 )
+
+
+def test_a_model_directory_may_hold_names_that_are_no_utf_8(tmp_path):
+    before = model_fingerprint(tmp_path)
+    (tmp_path / os.fsdecode(b"notes \xff.txt")).write_text("someone's")
+    assert model_fingerprint(tmp_path) != before
 
 
 @settings(max_examples=60)

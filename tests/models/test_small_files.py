@@ -95,8 +95,12 @@ def test_a_pointer_in_place_of_a_tokenizer_is_named(given: Callable[..., Path]) 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [('{"eos_token_id": "2"}', "is no token id"), ('{"eos_token_id": [[2]]}', "is no token id")]
-    + [('{"eos_token_id": -1}', "is no token id"), ("[2]", "is no JSON object")],
+    [
+        ('{"eos_token_id": "2"}', "is no token id"),
+        ('{"eos_token_id": [[2]]}', "is no token id"),
+        ('{"eos_token_id": -1}', "is no token id"),
+        ("[2]", "is no JSON object"),
+    ],
 )
 def test_a_generation_config_that_names_no_token_is_one_clear_line(
     random_model: Callable[..., Path], content: str, said: str

@@ -76,7 +76,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_deletes_nobody_else_s(run: Pa
 def test_going_back_moves_the_run_s_own_weights_checkpoints_and_evaluations(run: Path) -> None:
     others = [*strewn(run / "checkpoints"), *strewn(run / "weights")]
     own = ["evaluation-000006.json", "evaluation-000006.jsonl", "evaluation-after.json", "evaluation-after.jsonl"]
-    copies = ["evaluation-0.txt", "evaluation-000006 (1).json", "evaluation-000006.json~", "evaluation-after-good.json"]
+    copies = ["evaluation-0.txt", "evaluation-000006 (1).json", "evaluation-0000006.json", "evaluation-after-good.json"]
     for name in (*own, *copies):
         (run / name).write_text("{}")
     (run / "evaluation-000008.json").mkdir()

@@ -207,6 +207,12 @@ def test_curves_are_pictures_too_where_matplotlib_is(tmp_path):
         assert min(struct.unpack(">II", data[16:24])) > 400
 
 
+def test_a_path_with_an_equals_sign_is_a_run_if_it_exists(tmp_path):
+    run = written(tmp_path / "lr=1e-4", {"amc23": [4, 0]})
+    assert read_evaluated(str(run)).name == str(run)
+    assert read_evaluated(f"slow={run}").name == "slow"
+
+
 def test_what_cannot_be_paired_is_refused_in_one_line(tmp_path):
     one = written(tmp_path / "one", {"AMC23": [0, 1], "AIME24": [3]})
     other = written(tmp_path / "other", {"AMC23": [0, 1, 2]})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -286,6 +288,14 @@ def test_damage_elsewhere_is_named_by_its_line(tmp_path):
     path.write_bytes(path.read_bytes().replace(b'"x"', b'1, "problem_id": "\xff"', 1))
     with pytest.raises(DataError, match=r"samples.jsonl:1: .*can't decode byte"):
         list(files.samples())
+
+
+def test_a_page_about_a_run_whose_name_is_no_utf_8_is_written(tmp_path):
+    directory = tmp_path / os.fsdecode(b"run \xff")
+    make_run(directory, [spot_sample()], [metrics_row(1)])
+    # A process of its own, since only a whole one prepares its screen for such names.
+    subprocess.run([sys.executable, "-m", "spot_async", "report", directory], check=True, capture_output=True)
+    assert "<title>" in (directory / "report.html").read_text()
 
 
 def test_the_commands_write_pages_and_fail_in_one_line(tmp_path):

@@ -87,7 +87,7 @@ def write(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            (directory / name).write_text(text, encoding="utf-8")
+            (directory / name).write_text(text, encoding="utf-8", errors="replace")
         return write_curves(directory, comparison.methods, curves)
     except OSError as error:
         raise DataError(f"--output {directory}: cannot be written: {error.strerror}") from None

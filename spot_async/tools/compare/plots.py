@@ -24,7 +24,7 @@ def write_curves(directory: Path, methods: Sequence[str], curves: Sequence[PassC
     earlier = set(directory.glob("pass-at-k-*"))
     for each in curves:
         path = directory / f"pass-at-k-{MACRO if each.benchmark == MEAN_COLUMN else each.benchmark}.svg"
-        path.write_text(curve_svg(methods, each), encoding="utf-8")
+        path.write_text(curve_svg(methods, each), encoding="utf-8", errors="replace")
         if has_matplotlib:
             write_png(path.with_suffix(".png"), methods, each)
         earlier -= {path, path.with_suffix(".png")} if has_matplotlib else {path}

@@ -44,8 +44,11 @@ class PairedBenchmark:
 
 
 def read_evaluated(argument: str) -> Evaluated:
-    """Read `RUN` or `NAME=RUN`, where RUN is a run directory or one of its figures files. Raises DataError."""
-    name, separator, where = argument.partition("=")
+    """Read `RUN` or `NAME=RUN`, where RUN is a run directory or one of its figures files. Raises DataError.
+
+    What exists under the whole argument is a RUN, so that its path may have an equals sign.
+    """
+    name, separator, where = ("", "", argument) if Path(argument).exists() else argument.partition("=")
     path = Path(where if separator else argument)
     if path.is_dir():
         found = [path / name for name in FIGURES_FILES if (path / name).is_file()]

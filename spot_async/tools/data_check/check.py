@@ -97,8 +97,8 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
     r"""Verify every answer against itself: word for word, and as Math-Verify reads it.
 
     `math_verify` is asked again with quotation marks around, which it drops but no normal form does, and without them
-    with another digit. If there are choices, the answer must be the letter of one. Problems without an answer are left out.
-    `verifier` must have been entered.
+    with another digit. If there are choices, the answer must be the letter of one. Problems without an answer are left
+    out. `verifier` must have been entered.
     """
     tried = [problem for problem in problems if problem.answer]
     unverifiable: list[tuple[Problem, Verdict]] = []

@@ -105,7 +105,7 @@ def refuse_evaluation(files: RunFiles) -> None:
 
 def write_page(screen: Console, path: Path, page: str) -> None:
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="replace")  # names of files may be no UTF-8
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with --html") from None
     screen.print(Text(f"page: {path}"))
