@@ -138,9 +138,9 @@ def test_leaving_at_once_takes_the_private_directories_along(monkeypatch, capfd)
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         (path / "socket").touch()
         with pytest.raises(SystemExit, match="130"):
-            leave_at_once("stopped at once", 130)
+            leave_at_once("stopped at once in \udcff", 130)
         assert not path.exists()
-    assert capfd.readouterr().err == "stopped at once\n"
+    assert capfd.readouterr().err == "stopped at once in ?\n"
 
 
 def test_where_no_directory_for_sockets_can_be_made_it_is_said(monkeypatch):
