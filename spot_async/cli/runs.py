@@ -148,6 +148,7 @@ def train(
 def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) -> tuple[Topology, Config] | None:
     """Return which node of a run on several machines this is, and its configuration; None for a run on one."""
     from spot_async.run_directory.manifest import committed
+    from spot_async.trainer.nodes.authentication import cluster_secret
     from spot_async.trainer.nodes.topology import check_ranks, topology
 
     if resume is None or resume == "auto":
@@ -167,6 +168,7 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
     if found is None:
         return None
     check_ranks(found, settings.training.ranks)
+    found = replace(found, secret=cluster_secret(os.environ, settings.cluster))
     if settings.cluster.kind == "ray":
         found = replace(found, address=_own_address(found.address))
     return found, settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, Self
 
 import pydantic
@@ -48,8 +49,13 @@ class ClusterConfig(Section):
     port: int | None = Field(
         None,
         ge=1,
-        le=65534,
-        description="node 0 listens on this port and on the next one; default: the scheduler's, else 29600",
+        le=65535,
+        description="node 0 listens on this port; default: the scheduler's, else 29600",
+    )
+    secret_file: Path | None = Field(
+        None,
+        description="file with the run's secret, readable by its owner alone; default: $SPOT_ASYNC_CLUSTER_SECRET. Who "
+        "does not know it cannot join. With kind=ray the run makes one where none is given",
     )
     run_id: str | None = Field(
         None, min_length=1, description="the same on all nodes of a run; tells runs apart that meet at one address"

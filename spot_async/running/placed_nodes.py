@@ -21,6 +21,7 @@ from spot_async.base.tasks import alongside
 from spot_async.config import ClusterConfig
 from spot_async.errors import ProcessDiedError
 from spot_async.trainer.nodes.agent import agent_command
+from spot_async.trainer.nodes.authentication import SECRET_VARIABLE
 from spot_async.trainer.nodes.joined import JoinedNodes
 
 PAUSE_S = 2.0  # before an agent that has ended is started again
@@ -40,7 +41,13 @@ class PlacedNode:
         """Run the agent for ever. Raises `ProcessDiedError` if it ends before the trainer has begun."""
         topology = replace(self.nodes.topology, node_rank=self.node_rank)
         command = agent_command(topology, self.cluster)
-        program = FarProgram(self.prefix, sys.executable, command, {}, self.cluster.heartbeat_timeout_s)
+        program = FarProgram(
+            self.prefix,
+            sys.executable,
+            command,
+            {SECRET_VARIABLE: topology.secret.value.decode()},
+            self.cluster.heartbeat_timeout_s,
+        )
         name = f"node-{self.node_rank}"
         while True:
             agent = await ChildProcess.start_far(name, program, log_path=self.logs / f"{name}.log")

@@ -2,12 +2,12 @@
 
     python -m spot_async.trainer.launcher SETTINGS_FILE CHANNEL_DIRECTORY [--nodes 2 --node-rank 1 --address A ...]
 
-It adds three things to `torchrun`. It dies with its parent, and the ranks die with it. Ranks of one node meet through
+It adds three things to `torchrun`. It dies with its parent, and the ranks die with it. A launcher meets itself through
 files in a private directory, so that nothing listens on the network. When a rank dies, the log's last line says which
 one and how.
 
-Launchers of several nodes meet at a store that node 0's has. They never restart ranks: then all nodes begin again, with
-other launchers (`nodes/`).
+Launchers of several nodes do not meet: torch's would unpickle what anybody writes to their store. Each knows its own
+node's ranks. They never restart ranks: then all nodes begin again, with other launchers (`nodes/`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from spot_async.base.processes.exits import exit_with_parent
 from spot_async.base.processes.memory import without_gc
@@ -31,11 +30,10 @@ with without_gc():
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from spot_async.base.addresses import interface_of, own_address_towards
-from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, WAS_KILLED
+from spot_async.base.addresses import LOOPBACK, interface_of, own_address_towards
+from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STORE_PORT_VARIABLE, WAS_KILLED
 from spot_async.trainer.settings import TrainerSettings
 
-MEETING_TIMEOUT_S = 600  # the other nodes' launchers may take long to import torch
 MONITOR_INTERVAL_S = 0.1
 # Torch logs these warnings when it is stopped, as at the end of every run. `main` and `describe` say it in one line.
 _OF_EVERY_END = ("Received %s death signal", "Sending process %s closing signal")
@@ -50,24 +48,25 @@ def main(words: Sequence[str]) -> int:
         logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(_OF_EVERY_END))
     os.environ.update(
         SPOT_ASYNC_PARENT=str(os.getpid()),  # the ranks must not outlive this process
-        # Ranks must not use the launchers' store. On one node it would listen on every interface. On several, launchers
-        # that had met before would give a node that comes back no address of it (torch 2.13), and all would fail. Ours
-        # meet once, but that is no reason to rely on it.
+        # Ranks must not use the launcher's store, which would listen on every interface.
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         OMP_NUM_THREADS=str(settings.training.threads),
     )
     ranks = settings.training.ranks // given.nodes
-    meeting = among_nodes(given) if given.nodes > 1 else on_one_node(given)
+    os.environ.update(among_nodes(given) if given.nodes > 1 else alone())
     launch = elastic_launch(
         LaunchConfig(
-            min_nodes=given.nodes,
-            max_nodes=given.nodes,
+            min_nodes=1,
+            max_nodes=1,
             nproc_per_node=ranks,
+            run_id="trainer",
             rdzv_backend="c10d",
+            rdzv_endpoint=f"{given.channel_directory}/rendezvous",
+            rdzv_configs={"store_type": "file"},
+            local_addr=LOOPBACK,
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
             logs_specs=DefaultLogsSpecs(log_dir=f"{given.channel_directory}/logs"),
-            **meeting,
         ),
         entrypoint=sys.executable,
     )
@@ -89,39 +88,30 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)
     parser.add_argument("--address", help="node 0's")
-    parser.add_argument("--port", type=int, help="of the store on node 0")
-    parser.add_argument("--run-id", help="of this meeting")
+    parser.add_argument("--store-port", help="of loopback, where ranks reach the process group's store")
     return parser.parse_args(words)
 
 
-def on_one_node(given: argparse.Namespace) -> dict[str, Any]:
-    """Return how the only node's launcher meets itself."""
+def alone() -> dict[str, str]:
+    """Return the variables of ranks that are all on this node."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.update(GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
-    return {
-        "run_id": "trainer",
-        "rdzv_endpoint": f"{given.channel_directory}/rendezvous",
-        "rdzv_configs": {"store_type": "file"},
-        "local_addr": "127.0.0.1",
-    }
+    return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
-def among_nodes(given: argparse.Namespace) -> dict[str, Any]:
-    """Return how launchers of several nodes meet, and tell the ranks which node this is.
+def among_nodes(given: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of ranks that are on several nodes.
 
     gloo would take the address of this machine's name, which is often loopback. NCCL looks for fast networks itself.
     """
-    own = own_address_towards(given.address)
-    if (interface := interface_of(own)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.update({NODES_VARIABLE: str(given.nodes), NODE_RANK_VARIABLE: str(given.node_rank)})
-    return {
-        "run_id": given.run_id,
-        "rdzv_endpoint": f"{given.address}:{given.port}",
-        # By itself torch compares names and addresses to find out who has the store, and may find nobody.
-        "rdzv_configs": {"is_host": given.node_rank == 0, "read_timeout": MEETING_TIMEOUT_S},
-        "local_addr": own,
+    variables = {
+        NODES_VARIABLE: str(given.nodes),
+        NODE_RANK_VARIABLE: str(given.node_rank),
+        STORE_PORT_VARIABLE: given.store_port,
     }
+    interface = interface_of(own_address_towards(given.address))
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    return variables
 
 
 def describe(failures: dict[int, ProcessFailure], first_rank: int = 0) -> str:

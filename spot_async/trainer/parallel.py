@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -28,11 +29,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.exits import exit_at_once
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch
-from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE
+from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STORE_PORT_VARIABLE
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
@@ -54,16 +56,10 @@ class RankPlace(NamedTuple):
 
 
 def rank_place() -> RankPlace:
-    """Return where this process is, from its environment.
-
-    torch numbers nodes by their addresses. Here rank 0 is on node 0, whatever its address: it talks to the
-    orchestrator, and its disk gets the weights.
-    """
-    ranks, nodes = int(os.environ["WORLD_SIZE"]), int(os.environ.get(NODES_VARIABLE, "1"))
-    if nodes == 1:
-        return RankPlace(int(os.environ["RANK"]), ranks, nodes)
-    before = int(os.environ[NODE_RANK_VARIABLE]) * (ranks // nodes)
-    return RankPlace(before + int(os.environ["LOCAL_RANK"]), ranks, nodes)
+    """Return where this process is, from its environment. torch's launcher knows the ranks of its own node alone."""
+    here, nodes = int(os.environ["WORLD_SIZE"]), int(os.environ.get(NODES_VARIABLE, "1"))
+    before = int(os.environ.get(NODE_RANK_VARIABLE, "0")) * here
+    return RankPlace(before + int(os.environ["RANK"]), here * nodes, nodes)
 
 
 def rank_device() -> torch.device:
@@ -72,9 +68,9 @@ def rank_device() -> torch.device:
         return torch.device("cpu")
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= devices:
-        wanted, nodes = os.environ["WORLD_SIZE"], os.environ.get(NODES_VARIABLE, "1")
-        on = "" if nodes == "1" else f" on {nodes} nodes"
-        raise ConfigError(f"training.ranks={wanted}{on} needs as many GPUs, but only {devices} are visible")
+        place = rank_place()
+        on = "" if place.nodes == 1 else f" on {place.nodes} nodes"
+        raise ConfigError(f"training.ranks={place.ranks}{on} needs as many GPUs, but only {devices} are visible")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     # It plans attention anew for each length of a document: 1.3 s of an update (docs/performance.md).
@@ -86,7 +82,7 @@ def rank_device() -> torch.device:
 def process_group(channel_directory: str, device: torch.device, sharding: Sharding) -> Iterator[None]:
     """Make the ranks' process group: gloo for CPU tensors, NCCL for GPU tensors.
 
-    Ranks of one node meet through a file, those of several at the address that torch's launcher gave them.
+    Ranks of one node meet through a file, those of several at a store of rank 0's, to which other nodes have a tunnel.
 
     A single rank has no group, because gloo would listen on a TCP port even then. Only FSDP needs one all the same.
 
@@ -122,9 +118,12 @@ def process_group(channel_directory: str, device: torch.device, sharding: Shardi
 def _meeting_place(channel_directory: str, place: RankPlace) -> Store:
     if place.nodes == 1:
         return FileStore(f"{channel_directory}/group", place.ranks)
-    # The address is of the node that torch counts first.
-    host, port, is_host = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ["RANK"] == "0"
-    return TCPStore(host, port, place.ranks, is_master=is_host, timeout=TRAINING_TIMEOUT)
+    port, is_host = int(os.environ[STORE_PORT_VARIABLE]), place.rank == 0
+    # By itself torch would listen on every interface.
+    listening = socket.create_server((LOOPBACK, port)).detach() if is_host else None
+    return TCPStore(
+        LOOPBACK, port, place.ranks, is_master=is_host, timeout=TRAINING_TIMEOUT, master_listen_fd=listening
+    )
 
 
 def this_rank() -> int:

@@ -94,6 +94,8 @@ def test_half_a_cluster_is_one_line_and_a_dry_run_says_which_node_this_is(monkey
     place = ["cluster.nodes=2", "cluster.node_rank=1", "cluster.address=127.0.0.1"]
     dry = arguments(tmp_path / "run", *place)
     assert_refused(invoke(monkeypatch, *dry), "training.ranks=1 cannot be shared by 2 nodes (the configuration)")
+    assert_refused(invoke(monkeypatch, *dry, "training.ranks=2", "--dry-run"), "SPOT_ASYNC_CLUSTER_SECRET is not set")
+    monkeypatch.setenv("SPOT_ASYNC_CLUSTER_SECRET", "0123456789abcdef")
     assert_refused(
         invoke(monkeypatch, *dry, "training.ranks=2"), "cluster.address=127.0.0.1, means each machine itself"
     )

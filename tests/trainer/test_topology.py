@@ -83,7 +83,7 @@ def which(environ: Mapping[str, str], **keys: Any) -> tuple[int, int, str, int, 
         pytest.param(KUBEFLOW, {}, (2, 1, "spot-node-0-0.spot", 29500, "spot-async"), id="Kubeflow"),
         pytest.param(TORCHRUN, {}, (2, 1, "10.0.0.1", 29600, "job-7"), id="torchrun"),
         pytest.param(SKYPILOT, {}, (2, 1, "10.0.0.1", 29600, SKYPILOT["SKYPILOT_TASK_ID"]), id="SkyPilot"),
-        pytest.param(SLURM, {}, (3, 2, "node2", 29134, "slurm-1234567.0"), id="srun"),
+        pytest.param(SLURM, {}, (3, 2, "node2", 30567, "slurm-1234567.0"), id="srun"),
         pytest.param(INDEXED_JOB, JOBSET_KEYS, (4, 1, "spot-workers-0-0.spot", 29600, "spot-async"), id="JobSet"),
         pytest.param(
             INDEXED_JOB, {"nodes": 2, "address": "spot-0.spot"}, (2, 1, "spot-0.spot", 29600, "spot-async"), id="Job"

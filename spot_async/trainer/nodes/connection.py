@@ -1,4 +1,4 @@
-"""A connection between node 0 and another: whole messages, and a loss that is noticed though nothing is said.
+"""A connection between node 0 and another: whole sealed messages, and a loss that is noticed though nothing is said.
 
 The kernel asks a silent peer whether it is there. So a machine without power or network is noticed after the time-out,
 and neither end has to send anything.
@@ -11,12 +11,13 @@ import errno
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
 from spot_async.base import wire
 from spot_async.errors import ConfigError, SpotError
+from spot_async.trainer.nodes.authentication import TAG_BYTES, ForgedError, Seals
 
 T = TypeVar("T")
 
@@ -37,21 +38,46 @@ class Connection(Generic[T]):
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        decode: Callable[[bytes], T],
+        seals: Seals,
         timeout_s: float,
+        decode: Callable[[bytes], T],
+        encode: Callable[[Any], bytes],
     ) -> None:
+        """Use `open`."""
         self._reader = reader
         self._writer = writer
+        self._seals = seals
         self._decode = decode
+        self._encode = encode
         self._timeout_s = timeout_s
         self.peer = str((writer.get_extra_info("peername") or ["unknown"])[0])
+
+    @classmethod
+    async def open(
+        cls,
+        connected: socket.socket,
+        seals: Seals,
+        timeout_s: float,
+        decode: Callable[[bytes], T],
+        encode: Callable[[Any], bytes] = wire.encode,
+    ) -> Self:
+        """Take over a connection whose ends have shown each other the secret."""
+        connection = cls(*await asyncio.open_connection(sock=connected), seals, timeout_s, decode, encode)
         with suppress(OSError):  # it is closed already, as `receive` will say
-            _notice_silence(writer.get_extra_info("socket"), timeout_s)
+            _notice_silence(connected, timeout_s)
+        return connection
 
     def send(self, message: object) -> None:
         """Send a message soon. A loss is noticed by `receive`."""
-        frame = wire.encode(message)
-        self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
+        frame = self._encode(message)
+        self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame + self._seals.sending.tag(frame))
+
+    async def drain(self) -> None:
+        """Wait until what was sent is mostly on its way. Raises `LostConnectionError`."""
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise LostConnectionError(f"lost the connection: {error.strerror}") from None
 
     async def receive(self) -> T:
         """Wait for the next message. Raises `LostConnectionError`."""
@@ -59,9 +85,13 @@ class Connection(Generic[T]):
             size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
             if size > LONGEST_BYTES:
                 raise LostConnectionError(f"said what is no message of spot-async ({size} bytes)")
-            return self._decode(await self._reader.readexactly(size))
+            frame = await self._reader.readexactly(size)
+            self._seals.receiving.check(frame, await self._reader.readexactly(TAG_BYTES))
+            return self._decode(frame)
         except asyncio.IncompleteReadError:
             raise LostConnectionError("closed the connection") from None
+        except ForgedError:
+            raise LostConnectionError("said what was not sealed with the run's secret") from None
         except msgspec.DecodeError:
             raise LostConnectionError("said what is no message of spot-async") from None
         except OSError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,7 +16,9 @@ from spot_async.base.text import counted
 from spot_async.config import Config
 from spot_async.errors import ConfigError, ProcessDiedError, TrainerError
 from spot_async.trainer.messages import WAS_KILLED
+from spot_async.trainer.nodes.authentication import Purpose, Seals
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
+from spot_async.trainer.nodes.gate import Gate, listening_at
 from spot_async.trainer.nodes.messages import (
     Begin,
     Ended,
@@ -31,6 +34,7 @@ from spot_async.trainer.nodes.messages import (
     hello_of,
     refusal,
 )
+from spot_async.trainer.nodes.store_tunnel import bring_to_store, reserve_port
 from spot_async.trainer.nodes.topology import Topology
 
 HELLO_TIMEOUT_S = 10.0
@@ -61,6 +65,7 @@ class JoinedNodes:
     def __init__(self, topology: Topology, config: Config, say: Callable[[str], None]) -> None:
         """`say` gets lines for people."""
         self.topology = topology
+        self._gate = Gate(topology.secret, say)
         self._cluster = config.cluster
         self._hello = hello_of(topology, config)
         self._say = say
@@ -69,6 +74,7 @@ class JoinedNodes:
         self._faults: dict[int, Fault] = {}  # of this round, by node, in the order in which they were heard
         self._refusal: str | None = None  # of the last node that was refused
         self._round = 0
+        self._store: socket.socket | None = None  # has the port of this round's store
         self._ending: Ending = "failed"
         self._changed = asyncio.Condition()
 
@@ -77,32 +83,22 @@ class JoinedNodes:
         """Let nodes in for as long as this lasts. In the end tell them so. Raises ConfigError if nobody could come."""
         topology = self.topology
         address = await self._own_address()
-        async with asyncio.TaskGroup() as group:
-            attending: set[asyncio.Task[None]] = set()
-
-            def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                connection = Connection(reader, writer, decode_from_node, self._cluster.heartbeat_timeout_s)
-                task = group.create_task(self._attend(connection), name=f"node at {connection.peer}")
-                attending.add(task)
-                task.add_done_callback(attending.discard)
-
+        try:
+            listener = listening_at(address, topology.port)
+        except OSError as error:
+            raise ConfigError(
+                f"cluster: cannot listen at {self._place}: {_reason(error)}: give cluster.address, one of this "
+                "node's, or another cluster.port if a run is there already"
+            ) from None
+        async with self._gate.open(listener, self._attend):
+            others = counted(topology.nodes - 1, "other node")
+            self._say(f"node 0 of {topology.nodes} ({topology.source}): {others} may join at {self._place}")
             try:
-                server = await asyncio.start_server(attend, address, topology.port)
-            except OSError as error:
-                raise ConfigError(
-                    f"cluster: cannot listen at {self._place}: {_reason(error)}: give cluster.address, one of this "
-                    "node's, or another cluster.port if a run is there already"
-                ) from None
-            with closing(server):
-                others = counted(topology.nodes - 1, "other node")
-                self._say(f"node 0 of {topology.nodes} ({topology.source}): {others} may join at {self._place}")
-                try:
-                    yield self
-                finally:
-                    for member in self._members.values():
-                        member.send(Over(self._ending))
-                    for task in attending:
-                        task.cancel()
+                yield self
+            finally:
+                self._release_store()
+                for member in self._members.values():
+                    member.send(Over(self._ending))
 
     @property
     def have_begun(self) -> bool:
@@ -123,13 +119,20 @@ class JoinedNodes:
         self._refusal = None
         self._faults.clear()
         self._at_work = set(self._members)
+        self._release_store()
+        self._store = reserve_port()
         for member in self._members.values():
             member.send(Begin(self._round, settings))
 
     @property
     def launcher_words(self) -> list[str]:
         """Return what the launcher of node 0 is told about this round."""
-        return launcher_words(self.topology, self._round)
+        assert self._store is not None
+        return launcher_words(self.topology, self._store.getsockname()[1])
+
+    def _release_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
     async def stop(self) -> None:
         """End what is left of this round on the other nodes."""
@@ -205,7 +208,27 @@ class JoinedNodes:
         if self._missing and self._refusal is not None:
             raise ConfigError(self._refusal)
 
-    async def _attend(self, connection: Connection[FromNode]) -> None:
+    async def _attend(self, purpose: Purpose, connected: socket.socket, seals: Seals) -> None:
+        """Attend to somebody who knows the secret for as long as they are there."""
+        timeout_s = self._cluster.heartbeat_timeout_s
+        if purpose is Purpose.STORE:
+            await self._bring(await Connection[bytes].open(connected, seals, timeout_s, bytes, bytes))
+        else:
+            await self._meet(await Connection[FromNode].open(connected, seals, timeout_s, decode_from_node))
+
+    async def _bring(self, connection: Connection[bytes]) -> None:
+        """Bring a rank of another node to the store, if it is of this round."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                number = int.from_bytes(await connection.receive(), "big")
+            if number == self._round and self._store is not None:
+                await bring_to_store(connection, self._store.getsockname()[1])
+        except (LostConnectionError, TimeoutError):
+            pass  # its rank has ended
+        finally:
+            await connection.close()
+
+    async def _meet(self, connection: Connection[FromNode]) -> None:
         """Let a node in, and listen to it for as long as it is there."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -275,14 +298,13 @@ class JoinedNodes:
             self._changed.notify_all()
 
 
-def launcher_words(topology: Topology, round_number: int) -> list[str]:
-    """Return what `spot_async.trainer.launcher` is told on a node. Each round has a meeting of its own."""
+def launcher_words(topology: Topology, store_port: int) -> list[str]:
+    """Return what `spot_async.trainer.launcher` is told on a node. Each round has a store of its own."""
     options = {
         "nodes": topology.nodes,
         "node-rank": topology.node_rank,
         "address": topology.address,
-        "port": topology.port + 1,
-        "run-id": f"{topology.run_id}-{round_number}",
+        "store-port": store_port,
     }
     return [f"--{name}={value}" for name, value in options.items()]
 

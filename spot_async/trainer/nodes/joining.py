@@ -6,6 +6,7 @@ After the connection is lost it comes back by itself: the network may have faile
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -15,7 +16,9 @@ from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.config import ClusterConfig
 from spot_async.errors import ConfigError, ProcessDiedError, SpotError, StorageError, TrainerError
+from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, Purpose, Seals
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
+from spot_async.trainer.nodes.gate import UnknownSecretError, knock
 from spot_async.trainer.nodes.joined import launcher_words
 from spot_async.trainer.nodes.messages import (
     Begin,
@@ -29,9 +32,11 @@ from spot_async.trainer.nodes.messages import (
     ToNode,
     decode_to_node,
 )
+from spot_async.trainer.nodes.store_tunnel import tunnel
 from spot_async.trainer.nodes.topology import Topology
 from spot_async.trainer.settings import TrainerSettings
 
+WRONG_SECRET = f"node 0 has another secret than this node ({SECRET_VARIABLE} or cluster.secret_file), or no room"
 ATTEMPT_EVERY_S = 1.0  # between two tries to reach node 0, which may start later
 
 
@@ -75,8 +80,12 @@ class JoiningNode:
                         connection = await self._connect()
                         self._say("joined")
                         return connection
+                    except UnknownSecretError:
+                        if reason != WRONG_SECRET:
+                            self._say(f"not let in yet: {WRONG_SECRET}")
+                        reason = WRONG_SECRET
                     except OSError as error:
-                        reason = error.strerror or str(error)
+                        reason = error.strerror or str(error) or "no answer"
                     except LostConnectionError as lost:
                         reason = f"it {lost}"
                     await asyncio.sleep(ATTEMPT_EVERY_S)
@@ -86,17 +95,29 @@ class JoiningNode:
             ) from None
 
     async def _connect(self) -> Connection[ToNode]:
-        # Looked up each time: the name may not be known yet, or mean another machine by now.
-        address = await asyncio.to_thread(reachable_address, self._topology.address)
-        reader, writer = await asyncio.open_connection(address, self._topology.port)
+        connected, seals = await self._knock(Purpose.NODE)
         async with AsyncExitStack() as stack:
-            connection = Connection(reader, writer, decode_to_node, self._cluster.heartbeat_timeout_s)
+            connection = await Connection[ToNode].open(
+                connected, seals, self._cluster.heartbeat_timeout_s, decode_to_node
+            )
             stack.push_async_callback(connection.close)
             connection.send(self._hello)
             answer = await connection.receive()
             if isinstance(answer, Refused):
                 raise ConfigError(answer.reason)
             stack.pop_all()
+        return connection
+
+    async def _knock(self, purpose: Purpose) -> tuple[socket.socket, Seals]:
+        # Looked up each time: the name may not be known yet, or mean another machine by now.
+        address = await asyncio.to_thread(reachable_address, self._topology.address)
+        return await knock(address, self._topology.port, self._topology.secret, purpose)
+
+    async def _enter_store(self, number: int) -> Connection[bytes]:
+        """Return a connection to the store of a round."""
+        connected, seals = await self._knock(Purpose.STORE)
+        connection = await Connection[bytes].open(connected, seals, self._cluster.heartbeat_timeout_s, bytes, bytes)
+        connection.send(number.to_bytes(8, "big"))
         return connection
 
     async def _take_part(self, connection: Connection[ToNode]) -> Ending:
@@ -138,6 +159,7 @@ class JoiningNode:
 
     async def _start(self, number: int, settings: str, ranks: AsyncExitStack) -> ChildProcess:
         channel_directory = ranks.enter_context(private_directory("spot-trainer-"))
+        store_port = await ranks.enter_async_context(tunnel(lambda: self._enter_store(number)))
         settings_path = channel_directory / "trainer.json"
         settings_path.write_text(settings)
         logs = Path(TrainerSettings.model_validate_json(settings).run_directory) / "logs"
@@ -149,7 +171,7 @@ class JoiningNode:
             "trainer",
             [
                 *(sys.executable, "-m", "spot_async.trainer.launcher", str(settings_path), str(channel_directory)),
-                *launcher_words(self._topology, number),
+                *launcher_words(self._topology, store_port),
             ],
             log_path=logs / f"trainer-node-{self._topology.node_rank}.log",
         )

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spot_async.config import ClusterConfig
 from spot_async.errors import ConfigError
+from spot_async.trainer.nodes.authentication import Secret, new_secret
 
 Environ = Mapping[str, str]
 
 DEFAULT_PORT = 29600  # torchrun's own are 29400 and 29500
 DEFAULT_RUN_ID = "spot-async"
-# Ports of Slurm jobs: two for each, below those that Linux gives to clients.
-FIRST_SLURM_PORT, SLURM_JOBS = 20_000, 6_000
+# Ports of Slurm jobs, below those that Linux gives to clients.
+FIRST_SLURM_PORT, SLURM_JOBS = 20_000, 12_000
 ALONE = "cluster.nodes=1 keeps a run on this node alone"
 
 
@@ -33,6 +34,8 @@ class Topology:
     port: int
     run_id: str
     source: str  # who says so
+    # A new one is known to nobody: whoever starts nodes apart from each other gives them a common one.
+    secret: Secret = field(default_factory=new_secret, repr=False, compare=False)
 
     @property
     def words(self) -> str:
@@ -179,7 +182,7 @@ def _slurm(environ: Environ) -> _Told | None:
         nodes=nodes,
         node_rank=_number(environ, "SLURM_NODEID"),
         address=first_host(environ.get("SLURM_STEP_NODELIST", "")) or None,
-        port=None if job is None else FIRST_SLURM_PORT + 2 * (job % SLURM_JOBS),
+        port=None if job is None else FIRST_SLURM_PORT + job % SLURM_JOBS,
         run_id=None if job is None else f"slurm-{job}.{environ.get('SLURM_STEP_ID', '0')}",
     )
 
