@@ -41,7 +41,7 @@ test-long: install
 
 # Runs over several machines, which are network namespaces here, with all that may happen to them. Needs root.
 test-nodes: install
-	$(BIN)/python -m pytest -m nightly tests/running/test_several_nodes.py
+	$(BIN)/python -m pytest -m nightly tests/running/test_several_nodes.py tests/running/test_strangers.py
 
 # Runs with servers on a Ray cluster of network namespaces. Needs root. SPOT_RAY_PYTHON names an environment with
 # spot-async and ray that is installed already, to use in place of this target's own.

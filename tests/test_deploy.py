@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from spot_async.config import Config
+from spot_async.config import ClusterConfig, Config
 from spot_async.config.loading import load_config
+from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, cluster_secret
 from spot_async.trainer.nodes.topology import check_ranks, topology
 
 ROOT = Path(__file__).parents[1]
@@ -155,6 +156,29 @@ def test_a_jobset_names_pod_0_and_has_no_shell_before_the_run():
     (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["containerName"] == container["name"]
     assert not {75, 1, 137} & set(rule["onExitCodes"]["values"])  # a restart can go on after these
+
+
+def test_each_template_of_several_nodes_gives_all_of_them_the_run_s_secret():
+    (job,) = read("kubernetes-jobset.yaml")["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    (variable,) = container["env"]
+    assert variable["name"] == SECRET_VARIABLE
+    assert "secretKeyRef" in variable["valueFrom"]
+    assert read("skypilot.yaml")["secrets"] == {SECRET_VARIABLE: None}
+    export = re.findall(rf"^export {SECRET_VARIABLE}=.*$", (DEPLOY / "slurm.sbatch").read_text(), re.M)
+    made = {
+        subprocess.run(
+            ["bash", "-c", f"{export[0]}; printenv {SECRET_VARIABLE}"],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for env in ({}, {}, {SECRET_VARIABLE: "0123456789abcdef"})
+    }
+    assert len(made) == 3
+    for each in made:
+        cluster_secret({SECRET_VARIABLE: each}, ClusterConfig())
 
 
 def test_a_jobset_has_no_key_that_kubernetes_does_not_know():
