@@ -18,6 +18,7 @@ import httpx
 from pydantic import AfterValidator
 
 from spot_async.base.addresses import is_loopback
+from spot_async.base.secrets import SECRETS
 from spot_async.errors import ConfigError
 
 from .advice import Access
@@ -138,6 +139,7 @@ def read_secret(section: str, variable: str) -> str:
         raise ConfigError(f"{section}: the environment variable {variable} is not set")
     if not (value.isascii() and value.isprintable()):
         raise ConfigError(f"{section}: the environment variable {variable} holds what no header can carry")
+    SECRETS.learn(value, variable)
     return value
 
 

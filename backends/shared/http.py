@@ -25,6 +25,7 @@ import httpx
 from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 
+from spot_async.base.secrets import SECRETS
 from spot_async.errors import Exchange, PoisonedReplyError, RequestError, TransientError
 from spot_async.types import Traffic
 
@@ -34,7 +35,6 @@ from .connection import secret_parts
 from .exchange import excerpt, shortened
 from .failures import UNKNOWN_ACCESS, FailedReply, classify
 
-REDACTED = "***"
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # an open connection was closed
 LONG_BODY_BYTES = 1 << 18
 LONG_BODIES_AT_ONCE = 2
@@ -87,8 +87,10 @@ class HttpEndpoint:
         accepted = {"Accept-Encoding": "gzip, deflate"}  # the encodings that `bodies.py` decodes
         self._headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
         sent = [part for value in (secret_headers or {}).values() for part in secret_parts(value)]
-        secrets = [api_key, *sent, *(proxy.raw_auth or () if proxy else ())]
-        self._secrets = [each.encode() if isinstance(each, str) else each for each in secrets if each]
+        secrets = [each for each in (api_key, *sent, *(proxy.raw_auth or () if proxy else ())) if each]
+        for each in secrets:
+            SECRETS.learn(each)
+        self._secrets = [each.encode() if isinstance(each, str) else each for each in secrets]
 
         context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
         # One that knew this object would keep it in memory, with its certificates, long after it was left.
@@ -189,9 +191,9 @@ class HttpEndpoint:
             ) from None
         except (TimeoutError, httpx.HTTPError, aiohttp.ClientError, OSError) as failure:
             found = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
-            words = self._redacted(f"{found}{self.through}".encode()).decode()
+            words = self._redacted(f"{found}{self.through}".encode()).decode(errors="replace")
             raise with_exchange(found.reworded(words), self.exchange(method, path, body, status=status)) from None
-        # Redact before anything is made of the content: servers may repeat the key that they were sent.
+        # Before anything is made of the content: servers may repeat the key that they were sent.
         content = self._redacted(content)
         reply = FailedReply(response.status_code, content, dict(response.headers))
         raise with_exchange(
@@ -220,9 +222,7 @@ class HttpEndpoint:
         )
 
     def _redacted(self, said: bytes) -> bytes:
-        for secret in self._secrets:
-            said = said.replace(secret, REDACTED.encode())
-        return said
+        return SECRETS.struck(said, self._secrets)
 
     async def _receive(
         self, response: httpx.Response, sink: Callable[[bytes], object], largest: int, turn: Turn | None

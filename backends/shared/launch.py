@@ -242,7 +242,11 @@ class LaunchedServer:
             command.argv,
             log_path=self._log_path,
             # Servers put sockets of their own there, whose paths may not be long either.
-            environment={"TMPDIR": short_temporary_directory(), **command.environment},
+            environment={
+                "TMPDIR": short_temporary_directory(),
+                **self._settings.passed_environment("launch"),
+                **command.environment,
+            },
             cores=self._cores,
             secret=self.key,
         )

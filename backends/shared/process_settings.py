@@ -48,11 +48,12 @@ class ProcessSettings(Section):
     )
     environment: dict[str, str] = Field(
         {},
-        description="further environment variables; no secrets, since these are saved: variables of this process are "
-        "passed on and not saved, without prefix",
+        description="further environment variables; no secrets, since these are saved: see pass_environment",
     )
     pass_environment: list[str] = Field(
-        [], description="with prefix: names of variables of this process to pass on, such as tokens; not saved"
+        [],
+        description="names of this process's variables that the server gets too; by itself it gets all but those that "
+        "hold keys, and none with prefix; their values are not saved",
     )
     start_timeout_s: PositiveFloat = Field(600.0, description="longest time until the server answers")
     heartbeat_timeout_s: PositiveFloat = Field(
@@ -66,11 +67,8 @@ class ProcessSettings(Section):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: Ray chooses the node of a server with resources: remove one of them")
         elif not self.prefix:
-            for name in ("host", "pass_environment"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"{name}: only with prefix: a server on this machine listens on loopback and gets all variables"
-                    )
+            if self.host != LOOPBACK:
+                raise ValueError("host: only with prefix: a server on this machine listens on loopback")
         elif not self.prefix[0]:
             raise ValueError("prefix: its first word is empty: name a program")
         if wrong := [name for name in [*self.environment, *self.pass_environment] if not is_variable_name(name)]:
@@ -123,4 +121,4 @@ class ProcessSettings(Section):
             )
         if self.prefix:
             check_prefix(self.prefix, section)
-            self.passed_environment(section)
+        self.passed_environment(section)

@@ -18,6 +18,7 @@ from spot_async.base.in_time import in_time
 from spot_async.base.processes.memory import tune_gc
 from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.processes.private_directory import remove_private_directories
+from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, root_cause
 from spot_async.base.text import counted
 from spot_async.cli.signals import SAVING, TRY_AGAIN, Answer, answer_to
@@ -182,10 +183,10 @@ def saved(directory: RunDirectory) -> str:
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
     """Print the failure, with its notes below it (the end of a server's log, say), and exit."""
-    for line in str(error).splitlines():
+    for line in SECRETS.struck_text(str(error)).split("\n"):
         stderr.print(Text(f"error: {line}", style="red"))
     for detail in getattr(error, "__notes__", ()):
-        stderr.print(Text(detail))
+        stderr.print(Text(SECRETS.struck_text(detail)))
     if note is not None:
         stderr.print(Text(note))
     raise typer.Exit(code)

@@ -23,6 +23,7 @@ from spot_async.base.text import kind_of_value
 from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json
 from spot_async.config.plugins import PluginSettings, PluginSettingsError
+from spot_async.config.saved_secrets import saved_secrets
 from spot_async.config.suggestions import classes, unknown_key
 from spot_async.errors import ConfigError
 
@@ -163,6 +164,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 def validate(tree: dict[str, Any]) -> Config:
     """Return the configuration that plain values make. Raises ConfigError with a line for each problem."""
+    if lines := list(dict.fromkeys(saved_secrets(tree))):  # first, because other lines show values
+        raise ConfigError("\n".join(lines))
     return validate_as(Config, tree)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
 from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, DataError
@@ -206,7 +207,9 @@ def _tried(name: HubName) -> str:
 
 def access_token() -> str | None:
     """Return the hub's token, which only the environment may name."""
-    return os.environ.get("HF_TOKEN", "").strip() or None
+    token = os.environ.get("HF_TOKEN", "").strip()
+    SECRETS.learn(token)
+    return token or None
 
 
 def refused_token(status: int) -> str:

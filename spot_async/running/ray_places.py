@@ -7,6 +7,7 @@ A server with `launch.resources` gets a prefix that leads to its place (`ray_she
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -66,6 +67,7 @@ async def placed(
             "ray",
             [sys.executable, "-m", HELPER, msgspec.json.encode(request).decode(), str(sockets)],
             log_path=directory / "logs" / "ray.log",
+            environment={name: value for name, value in os.environ.items() if name.startswith("RAY_")},
         )
         try:
             addresses = await _answer(helper, answers, cluster)

@@ -20,6 +20,7 @@ import msgspec
 import structlog
 
 from spot_async.base.events import Event
+from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
 from spot_async.errors import FailureClass, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
@@ -267,6 +268,7 @@ def log_events_to(path: Path) -> Iterator[None]:
                 structlog.processors.format_exc_info,
                 _without_nan,
                 structlog.processors.JSONRenderer(),
+                _without_secrets,
             ],
             logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, file)),
         )
@@ -281,6 +283,10 @@ def log_events_to(path: Path) -> Iterator[None]:
             structlog.reset_defaults()
             if before is not None:
                 structlog.configure(**before)
+
+
+def _without_secrets(logger: object, method: str, line: Any) -> str:
+    return SECRETS.struck_text(line)
 
 
 def _without_nan(logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:

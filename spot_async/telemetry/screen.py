@@ -7,13 +7,16 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from spot_async.base.text import visible
 
 # What stands for our own characters on a screen that has only others. Any other character becomes a question mark.
 NEAREST = {"·": "-", "–": "-", "—": "-", "−": "-", "±": "+-", "×": "x", "…": "...", "“": '"', "”": '"', "’": "'",
@@ -27,8 +30,17 @@ MOST_WAITING = 1000  # pieces of output behind a reader who takes nothing
 class Screen(Console):
     """A console that falls silent when it can no longer write, so that the command still ends as it would.
 
-    That is so behind `head`, on a terminal that was closed, and on a full disk.
+    That is so behind `head`, on a terminal that was closed, and on a full disk. What servers, models and files say may
+    hold characters that terminals obey. They are shown as symbols, wherever they are printed.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, **options})  # brackets of a foreign text are its own
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            is_harmless = segment.control or segment.text.isprintable() or segment.text == "\n"
+            yield segment if is_harmless else Segment(visible(segment.text), segment.style)
 
     def __exit__(self, *exc_info: Any) -> None:  # every way of printing ends here
         try:

@@ -11,6 +11,7 @@ left, so that each iteration is there once. Row 0 among them is the evaluation b
 from __future__ import annotations
 
 import importlib.util
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from spot_async.base.addresses import LOOPBACK, host_of, is_loopback
+from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
 from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError, FailureClass
@@ -108,6 +110,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
     """
     import wandb
 
+    SECRETS.learn(os.environ.get("WANDB_API_KEY", ""))
     id_file = directory / "wandb" / ID_FILE
     if not id_file.exists():
         id_file.parent.mkdir(exist_ok=True)

@@ -23,6 +23,7 @@ import structlog
 from spot_async.base.processes import guard
 from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.last_words import error_in, headline, readable
+from spot_async.base.secrets import SECRETS, pattern
 from spot_async.errors import ProcessDiedError, StorageError
 
 LOG_TAIL_BYTES = 4096
@@ -62,9 +63,10 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start `argv` in a session of its own, with stdout and stderr in `log_path`.
 
-        With `cores` the child is bound to those, else it shares ours.
+        It gets our environment without keys, and `environment`. With `cores` it is bound to those, else it shares ours.
         """
-        return cls(name, await _spawn(argv, log_path, {**os.environ, **(environment or {})}, cores), log_path)
+        own = {**SECRETS.without_keys(os.environ), **(environment or {})}
+        return cls(name, await _spawn(argv, log_path, own, cores), log_path)
 
     @classmethod
     async def start_foreign(
@@ -79,10 +81,11 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start a program of others under a guard: no process of it outlives its own end, `stop` or our death.
 
-        `pid` is the guard's. The program gets our environment, but PYTHONPATH and PYTHONHOME only from `environment`.
+        `pid` is the guard's. The program gets our environment, but keys, PYTHONPATH and PYTHONHOME only from
+        `environment`.
         The log shows asterisks in place of `secret`.
         """
-        hidden = {guard.SECRET_VARIABLE: secret} if secret is not None else {}
+        hidden = {guard.SECRET_VARIABLE: pattern(secret)} if secret is not None else {}
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
         process = await _spawn(guarded, log_path, foreign_environment({**(environment or {}), **hidden}), cores)
         return cls(name, process, log_path, guard_grace_s=FOREIGN_GRACE_S + GUARD_MARGIN_S)
@@ -97,7 +100,7 @@ class ChildProcess:
         """
         grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S  # the far guard has the program's own grace, and then some to kill
         guarded, environment = program.guarded(grace_s, far_grace_s=FOREIGN_GRACE_S)
-        hidden = {guard.SECRET_VARIABLE: secret} if secret is not None else {}
+        hidden = {guard.SECRET_VARIABLE: pattern(secret)} if secret is not None else {}
         process = await _spawn(guarded, log_path, foreign_environment({**environment, **hidden}), None)
         return cls(name, process, log_path, guard_grace_s=grace_s + GUARD_MARGIN_S)
 
@@ -181,8 +184,9 @@ def _tail(path: Path, size: int) -> str:
 
 
 def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a program of another Python environment: `own` over ours without PYTHONPATH."""
-    return {**{name: value for name, value in os.environ.items() if name not in OF_OUR_ENVIRONMENT}, **own}
+    """Return the environment for a program of another Python environment: `own` over ours without keys and paths."""
+    ours = SECRETS.without_keys(os.environ)
+    return {**{name: value for name, value in ours.items() if name not in OF_OUR_ENVIRONMENT}, **own}
 
 
 async def _spawn(

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import resource
 import select
 import signal
@@ -34,7 +35,8 @@ from typing import BinaryIO, NoReturn
 LEFTOVER_GRACE_S = 5.0  # processes that the program left behind may remove their shared memory and files this long
 TRACKER_GRACE_S = 1.0
 LOG_GRACE_S = 5.0  # wait this long for the end of a log, which a process that we cannot see may hold open
-SECRET_VARIABLE = "SPOT_ASYNC_SECRET"  # a text that the log must not show, such as a key that the program prints
+# A regular expression of what the log must not show, such as a key that the program prints.
+SECRET_VARIABLE = "SPOT_ASYNC_SECRET"
 REDACTED = b"***"
 CORES_VARIABLE = "SPOT_ASYNC_CORES"  # numbers of the cores to use
 # Of the guard here: the text that its program reads first, and the seconds between two line breaks after that. The end
@@ -84,7 +86,7 @@ class Guard:
         self._log: threading.Thread | None = None
         if secret and said is not None and output is not None:
             os.close(output)  # the pipe ends when the last process below closes it, so ours must not stay open
-            self._log = _start_thread(_copy_without, secret.encode(), said)
+            self._log = _start_thread(_copy_without, re.compile(secret.encode(), re.IGNORECASE), said)
         self._fed = text is not None
         self._closing = threading.Event()  # set: the program's input should end
         if text is not None and self._program.stdin is not None:
@@ -192,15 +194,15 @@ def _say(line: str) -> None:
             os.write(2, f"{line}\n".encode())
 
 
-def _copy_without(secret: bytes, source: int) -> None:
-    """Copy lines from `source` to our output, with asterisks for `secret`.
+def _copy_without(secret: re.Pattern[bytes], source: int) -> None:
+    """Copy lines from `source` to our output, with asterisks for what `secret` finds.
 
     Lines that cannot be written are lost: a full disk must not stop the program.
     """
     with open(source, "rb") as lines:
         for line in lines:
             with contextlib.suppress(OSError):
-                os.write(sys.stdout.fileno(), line.replace(secret, REDACTED))
+                os.write(sys.stdout.fileno(), secret.sub(REDACTED, line))
 
 
 def take_given_cores() -> None:

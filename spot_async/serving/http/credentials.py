@@ -11,6 +11,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Self
 
+from spot_async.base.secrets import SECRETS
+
 API_KEY_VARIABLE = "SPOT_ASYNC_API_KEY"
 UPDATE_TOKEN_VARIABLE = "SPOT_ASYNC_UPDATE_TOKEN"
 
@@ -25,11 +27,13 @@ class Credentials:
     @classmethod
     def of_environment(cls) -> Self:
         """Return the credentials of a server that was started by hand."""
+        SECRETS.learn(os.environ.get(API_KEY_VARIABLE, ""))
         return cls(os.environ.get(API_KEY_VARIABLE) or None, os.environ.get(UPDATE_TOKEN_VARIABLE) or None)
 
     @classmethod
     def of_new_server(cls) -> Self:
         """Return the credentials of a server that we start. The user may know the key, but only we know the token."""
+        SECRETS.learn(os.environ.get(API_KEY_VARIABLE, ""))
         return cls(os.environ.get(API_KEY_VARIABLE) or new_secret(), new_secret())
 
     @property
@@ -41,4 +45,6 @@ class Credentials:
 
 def new_secret() -> str:
     """Return a text that nobody can guess, any header can carry, and no command line takes for an option."""
-    return secrets.token_hex(32)
+    made = secrets.token_hex(32)
+    SECRETS.learn(made)
+    return made

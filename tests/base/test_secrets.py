@@ -1,0 +1,127 @@
+"""Keys are struck out of foreign text in every spelling, and children do not get them."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import urllib.parse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spot_async.base.secrets import STRUCK, Secrets, looks_secret, names_secret
+
+KEYS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=12, max_size=60)
+AROUND = st.text(st.characters(codec="utf-8"), max_size=30)
+
+
+def json_escaped(key: str) -> str:
+    return "".join(f"\\u{ord(each):04x}" for each in key)
+
+
+SPELLINGS = {
+    "plain": str,
+    "JSON": lambda key: json.dumps(key)[1:-1],
+    "JSON's escapes": json_escaped,
+    "JSON within JSON": lambda key: json.dumps(json_escaped(key))[1:-1],
+    "some of JSON's escapes": lambda key: json_escaped(key[:5]) + key[5:],
+    "percent": lambda key: urllib.parse.quote(key, safe=""),
+    "all percent": lambda key: "".join(f"%{ord(each):02X}" for each in key),
+    "percent twice": lambda key: urllib.parse.quote(urllib.parse.quote(key, safe=""), safe=""),
+    "entities": html.escape,
+    "decimal entities": lambda key: "".join(f"&#{ord(each)};" for each in key),
+    "hexadecimal entities": lambda key: "".join(f"&#x{ord(each):x};" for each in key),
+    "hexadecimal": lambda key: key.encode().hex(),
+    "HEXADECIMAL": lambda key: key.encode().hex().upper(),
+    "base64": lambda key: base64.b64encode(key.encode()).decode(),
+    "base64 of a pair": lambda key: base64.b64encode(f"me:{key}".encode()).decode(),
+    "base64 of a longer one": lambda key: base64.b64encode(f"user{key}tail".encode()).decode(),
+    "base64 for addresses": lambda key: base64.urlsafe_b64encode(f"x{key}".encode()).decode(),
+    "CASE": str.upper,
+    "two lines": lambda key: f"{key[:6]}\n{key[6:]}",
+    "two lines of JSON": lambda key: f"{key[:6]}\\n{key[6:]}",
+    "folded": lambda key: f"{key[:6]}\r\n\t {key[6:]}",
+    "apart": lambda key: " ".join(key),
+}
+
+
+def says(text: str, key: str) -> bool:
+    """Return whether a text has eight characters of a key in a row, in any of the spellings."""
+    low = "".join(text.lower().split())
+    return any(
+        "".join(spell(key[at : at + 8]).lower().split()) in low
+        for spell in (str, json_escaped, lambda part: part.encode().hex(), urllib.parse.quote_plus)
+        for at in range(len(key) - 7)
+    )
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@given(key=KEYS, before=AROUND, after=AROUND)
+def test_a_key_is_struck_out_however_it_is_spelled(spelling: str, key: str, before: str, after: str) -> None:
+    secrets = Secrets()
+    secrets.learn(key)
+    spelled = SPELLINGS[spelling](key)
+    shown = secrets.struck_text(f"{before} <{spelled}> {after}")
+    assert STRUCK in shown
+    assert spelled not in shown
+    assert not says(shown, key) or says(f"{before}{after}", key)
+
+
+@given(key=KEYS, cut=st.integers(8, 11))
+def test_a_key_that_is_cut_off_at_an_end_of_the_text_is_struck_out(key: str, cut: int) -> None:
+    secrets = Secrets()
+    secrets.learn(key)
+    assert key[:cut].lower() not in secrets.struck_text(f"wrong key: {key[:cut]}").lower()
+    assert key[-cut:].lower() not in secrets.struck_text(f"{key[-cut:]} is wrong").lower()
+
+
+@given(said=st.text(max_size=200))
+def test_a_text_without_a_key_stays_as_it_is(said: str) -> None:
+    secrets = Secrets()
+    secrets.learn("abcdefgh0123456789")
+    said = said.encode(errors="replace").decode()
+    assert secrets.struck_text(said) == said
+
+
+def test_a_short_key_is_struck_out_only_as_it_stands_and_of_what_its_own_server_says() -> None:
+    secrets = Secrets()
+    secrets.learn("test")
+    assert secrets.struck_text("a test") == "a test"
+    assert secrets.struck(b"a test, t e s t, \\u0074est", [b"test"]) == b"a ***, t e s t, \\u0074est"
+
+
+def test_an_environment_loses_keys_and_nothing_else() -> None:
+    secrets = Secrets()
+    secrets.learn("abc", "MY_SERVER")
+    kept = {
+        **{"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "SSH_AUTH_SOCK": "/s", "HTTP_PROXY": "http://p:1"},
+        **{"VLLM_MAX_TOKENS": "5", "SLURM_JOB_ID": "7", "HF_HOME": "/hf", "KUBECONFIG": "/k", "MONKEY": "1"},
+    }
+    lost = {
+        **{"OPENAI_API_KEY": "1", "HF_TOKEN": "1", "AWS_SECRET_ACCESS_KEY": "1", "AWS_ACCESS_KEY_ID": "1"},
+        **{"WANDB_API_KEY": "1", "DB_PASSWORD": "1", "SPOT_ASYNC_CLUSTER_SECRET": "1", "MY_SERVER": "abc"},
+        **{"https_proxy": "http://me:pw@p:1", "NOTE": "sk-abcdefghijklmnopqrstuvwx"},
+    }
+    del kept["MONKEY"]
+    assert secrets.without_keys(kept | lost) == kept
+    assert secrets.without_keys(kept | lost, keep=["HF_TOKEN"]) == kept | {"HF_TOKEN": "1"}
+
+
+@pytest.mark.parametrize("name", ["api_key", "--api-key", "apiKey", "hf_token", "x-api-key", "password", "AccessToken"])
+def test_names_of_secrets_are_known(name: str) -> None:
+    assert names_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["pad_token", "eos_token", "max_tokens", "api_key_env", "tokenizer", "--max-total-tokens", "stop_token"]
+)
+def test_names_of_other_things_are_not_taken_for_secrets(name: str) -> None:
+    assert not names_secret(name)
+
+
+def test_keys_of_well_known_services_are_known_by_their_looks() -> None:
+    assert looks_secret("--key=sk-proj-abcdefghijklmnopqrstuvwx")
+    assert looks_secret("hf_abcdefghijklmnopqrstuvwxyz")
+    assert not looks_secret("sk-learn and hf_transfer")
