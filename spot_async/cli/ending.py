@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from types import FrameType
@@ -39,6 +40,7 @@ from spot_async.telemetry.screen import Screen
 
 T = TypeVar("T")
 
+BLOCKED_S = 1.0  # schedulers send two signals at once, and a loop that works hears each sooner than this
 LAST_WORDS_S = 5.0  # how long each thing may take that is done before a process is ended at once
 
 EXIT_CODES: dict[type[SpotError], int] = {ConfigError: 2, DataError: 2, StalledError: 3, BudgetSpentError: 4}
@@ -57,7 +59,7 @@ def run_until_stopped(
     * `prompts`: how many may be in flight at once.
     """
     received: list[signal.Signals] = []
-    unheard: list[int] = []  # signals that have arrived, and that the loop has not acted on
+    unheard_s: list[float] = []  # when signals arrived on which the loop has not acted
     wish = wish or StopRequest()
     saves = False
 
@@ -85,13 +87,14 @@ def run_until_stopped(
 
         def hear(number: signal.Signals) -> None:
             stop(number)
-            unheard.clear()
+            unheard_s.clear()
 
         def arrive(number: int, frame: FrameType | None) -> None:
-            """Pass a signal on to the loop. One that comes while an earlier one is not heard finds the loop blocked."""
-            if unheard and number != signal.SIGHUP:
+            """Pass a signal on to the loop. One that comes long after another that was not heard finds it blocked."""
+            now_s = time.monotonic()
+            if unheard_s and now_s - unheard_s[0] >= BLOCKED_S and number != signal.SIGHUP:
                 leave_at_once(f"stopped at once by {signal.Signals(number).name}", 128 + number, directory)
-            unheard.append(number)
+            unheard_s.append(now_s)
             loop.call_soon_threadsafe(hear, signal.Signals(number))
 
         # Also where SIGINT was ignored, as a shell script does for a command in the background: whoever sends it to

@@ -13,6 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.cli import ending
 from spot_async.cli.ending import Screen, leave_at_once, run_until_stopped
 from spot_async.errors import DataError, ProcessDiedError, StorageError, TrainerError
+from spot_async.loop.stopping import StopRequest
 from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.reading import RunFiles
 from spot_async.serving import server
@@ -100,8 +102,11 @@ def test_a_run_that_a_script_started_in_the_background_is_stopped_by_sigint_too(
 
 
 async def interrupted_twice_while_the_loop_is_blocked() -> None:
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    blocked_until = time.monotonic() + 2 * ending.BLOCKED_S
+    while time.monotonic() < blocked_until:
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
     pytest.fail("it went on")
 
 
@@ -110,9 +115,24 @@ def test_a_second_ctrl_c_ends_a_run_whose_loop_is_blocked(directory, capfd, monk
         raise SystemExit(code)
 
     monkeypatch.setattr(ending.os, "_exit", exit_process)
+    monkeypatch.setattr(ending, "BLOCKED_S", 0.05)
     with pytest.raises(SystemExit, match="130"):
         run_until_stopped(interrupted_twice_while_the_loop_is_blocked(), directory)
     assert capfd.readouterr().err.startswith("stopped at once by SIGINT\nnothing was trained yet")
+
+
+def test_two_signals_that_a_scheduler_sends_at_once_save_a_checkpoint(directory, capsys):
+    wish, said = StopRequest(), asyncio.Event()
+
+    async def run() -> None:
+        with wish.heard_by(said.set):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await said.wait()
+
+    with pytest.raises(typer.Exit):
+        run_until_stopped(run(), directory, wish)
+    assert capsys.readouterr().err.startswith("stopped by SIGUSR1; ")
 
 
 @pytest.mark.parametrize("place", ["a closed terminal", "a full disk"])
