@@ -8,8 +8,10 @@ blanks and line ends, or cut off at either end.
 from __future__ import annotations
 
 import base64
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 STRUCK = "***"
 SHORTEST = 8  # a shorter secret may be part of any word: it is struck out only of what comes from who was sent it
@@ -90,6 +92,20 @@ class Secrets:
     def without_keys(self, environ: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
         """Return an environment without variables that hold a secret, but for those to `keep`."""
         return {name: value for name, value in environ.items() if name in keep or not self._holds_secret(name, value)}
+
+    @contextmanager
+    def hidden(self, keep: Collection[str] = ()) -> Iterator[None]:
+        """Take secrets but those to `keep` out of this process's environment while a library starts processes inside.
+
+        Proxies stay, with their passwords.
+        """
+        keep = {*keep, *filter(_PROXY_VARIABLE.match, os.environ)}
+        kept = self.without_keys(os.environ, keep)
+        taken = {name: os.environ.pop(name) for name in [*os.environ] if name not in kept}
+        try:
+            yield
+        finally:
+            os.environ.update(taken)
 
     def _holds_secret(self, name: str, value: str) -> bool:
         if _PROXY_VARIABLE.match(name):

@@ -116,17 +116,18 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
         id_file.parent.mkdir(exist_ok=True)
         id_file.write_text(secrets.token_hex(ID_BYTES), encoding="utf-8")
     try:
-        run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=config.name or directory.name,
-            id=id_file.read_text(encoding="utf-8"),
-            resume="allow",
-            mode=config.mode,
-            dir=str(directory),
-            config=run_config,
-            settings=wandb.Settings(silent=True, console="off"),  # only our own console writes to the screen
-        )
+        with SECRETS.hidden(keep=["WANDB_API_KEY"]):  # from its helper
+            run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                name=config.name or directory.name,
+                id=id_file.read_text(encoding="utf-8"),
+                resume="allow",
+                mode=config.mode,
+                dir=str(directory),
+                config=run_config,
+                settings=wandb.Settings(silent=True, console="off"),  # only our own console writes to the screen
+            )
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set mode: offline)") from None
 

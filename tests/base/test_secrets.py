@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import json
 import urllib.parse
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from key_spellings import SPELLINGS, json_escaped
 
 from spot_async.base.secrets import STRUCK, Secrets, looks_secret, names_secret
 
 KEYS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=12, max_size=60)
 AROUND = st.text(st.characters(codec="utf-8"), max_size=30)
-
-
-def json_escaped(key: str) -> str:
-    return "".join(f"\\u{ord(each):04x}" for each in key)
-
-
-SPELLINGS = {
-    "plain": str,
-    "JSON": lambda key: json.dumps(key)[1:-1],
-    "JSON's escapes": json_escaped,
-    "JSON within JSON": lambda key: json.dumps(json_escaped(key))[1:-1],
-    "some of JSON's escapes": lambda key: json_escaped(key[:5]) + key[5:],
-    "percent": lambda key: urllib.parse.quote(key, safe=""),
-    "all percent": lambda key: "".join(f"%{ord(each):02X}" for each in key),
-    "percent twice": lambda key: urllib.parse.quote(urllib.parse.quote(key, safe=""), safe=""),
-    "entities": html.escape,
-    "decimal entities": lambda key: "".join(f"&#{ord(each)};" for each in key),
-    "hexadecimal entities": lambda key: "".join(f"&#x{ord(each):x};" for each in key),
-    "hexadecimal": lambda key: key.encode().hex(),
-    "HEXADECIMAL": lambda key: key.encode().hex().upper(),
-    "base64": lambda key: base64.b64encode(key.encode()).decode(),
-    "base64 of a pair": lambda key: base64.b64encode(f"me:{key}".encode()).decode(),
-    "base64 of a longer one": lambda key: base64.b64encode(f"user{key}tail".encode()).decode(),
-    "base64 for addresses": lambda key: base64.urlsafe_b64encode(f"x{key}".encode()).decode(),
-    "CASE": str.upper,
-    "two lines": lambda key: f"{key[:6]}\n{key[6:]}",
-    "two lines of JSON": lambda key: f"{key[:6]}\\n{key[6:]}",
-    "folded": lambda key: f"{key[:6]}\r\n\t {key[6:]}",
-    "apart": lambda key: " ".join(key),
-}
 
 
 def says(text: str, key: str) -> bool:
