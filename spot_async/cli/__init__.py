@@ -8,6 +8,7 @@ SIGTERM, SIGUSR1 or a terminal that was closed.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable
 from typing import Annotated
 
@@ -75,4 +76,5 @@ app.command("compare", help=flowing(files.compare_runs))(files.compare_runs)
 def main() -> None:
     """Entry point of the `spot-async` command."""
     show_nearest_characters()
+    os.umask(os.umask(0) | 0o022)  # weights that others could write would be refused
     app()

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError
 from spot_async.models.adapted import adapted_weights
@@ -75,9 +76,10 @@ def write_zero_adapter(directory: Path, base: Path, lora: LoraConfig) -> None:
 def check_adapter(directory: Path, layers: Layers, lora: LoraConfig, *, numbers: bool = True, name: str = "") -> None:
     """Raise DataError unless a directory has a whole adapter of this rank and factor for exactly these layers.
 
-    With `numbers` all of them must be finite too; else only the file's header is read. `name` is the directory in the
-    message, if it is not there for good.
+    Nobody else may be able to change it. With `numbers` all of them must be finite too; else only the file's header is
+    read. `name` is the directory in the message, if it is not there for good.
     """
+    refuse_foreign_writers([directory, directory / CONFIG_FILE, directory / WEIGHTS_FILE])
     try:
         config = json.loads((directory / CONFIG_FILE).read_text())
         with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:

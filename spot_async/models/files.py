@@ -20,6 +20,7 @@ from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import local_path
+from spot_async.models.small_files import refuse_foreign_files
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import PolicyContext
 
@@ -58,6 +59,10 @@ def read_model(role: str, name: str) -> ModelFiles:
     directory = Path(local_path(name))
     if not directory.is_dir():
         raise ConfigError(f"{role}.model: {no_directory(name)}")
+    try:
+        refuse_foreign_files(directory)
+    except DataError as error:
+        raise DataError(f"{role}.model: {error}") from None
     text_config = _text_config(role, directory)
     if (directory / ADAPTER_CONFIG).is_file():
         raise DataError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.text import first_line
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
 
 CONFIG_FILE, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -35,6 +36,12 @@ def small_files(directory: Path) -> list[Path]:
     """Return those files of a model directory, in order."""
     found = [*directory.iterdir(), *(directory / TEMPLATES).glob("*")]
     return sorted(each for each in found if is_small(each.relative_to(directory).as_posix()) and each.is_file())
+
+
+def refuse_foreign_files(directory: Path) -> None:
+    """Raise `DataError` if another user could change a file of a model directory, its weights included."""
+    files = [*directory.iterdir(), *(directory / TEMPLATES).glob("*")]
+    refuse_foreign_writers([directory, *filter(Path.is_file, files)])
 
 
 def read_json(path: Path) -> dict[str, Any]:

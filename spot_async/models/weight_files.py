@@ -18,6 +18,7 @@ from typing import NamedTuple
 import structlog
 
 from spot_async.base.git_lfs import refuse_pointer
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
 
 SINGLE_FILE = "model.safetensors"
@@ -40,13 +41,18 @@ class Header(NamedTuple):
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the directory's safetensors files. Raises `DataError` when there are none or the index is unusable."""
+    """Return the directory's safetensors files.
+
+    Raises `DataError` when there are none, when the index is unusable, or when another user could change them.
+    """
     index = directory / INDEX_FILE
     if (directory / SINGLE_FILE).is_file():
+        refuse_foreign_writers([directory, directory / SINGLE_FILE])
         refuse_pointer(directory / SINGLE_FILE)
         return [directory / SINGLE_FILE]
     if not index.is_file():
         raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    refuse_foreign_writers([directory, index])
     refuse_pointer(index)
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -55,6 +61,7 @@ def weight_files(directory: Path) -> list[Path]:
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise DataError(f"{index}: names files outside its directory")
     files = [directory / name for name in names]
+    refuse_foreign_writers(files)
     for file in filter(Path.is_file, files):
         refuse_pointer(file)
     return files

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from spot_async.base.numbered import all_numbered, numbered
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError, StorageError
 from spot_async.models.weight_files import flush_to_disk
 
@@ -111,8 +112,9 @@ def committed(run: Path) -> list[Path]:
 
 
 def check(directory: Path) -> Checkpoint:
-    """Return a checkpoint. Raises DataError, which names what is missing or changed."""
+    """Return a checkpoint. Raises DataError, which names what is missing or changed, or what others could change."""
     path = directory / FILE
+    refuse_foreign_writers([directory, *filter(Path.is_file, directory.iterdir())])
     try:
         data = path.read_bytes()
         found = msgspec.json.decode(data, type=dict[str, object]).get("format")

@@ -23,6 +23,7 @@ from spot_async.base.addresses import is_loopback
 from spot_async.base.processes.memory import SERVER_COLLECTION_THRESHOLD, tune_gc, tune_malloc, without_gc
 from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.errors import ConfigError, DataError
+from spot_async.models.small_files import refuse_foreign_files
 from spot_async.serving.http.credentials import API_KEY_VARIABLE, Credentials
 from spot_async.serving.settings import ServeSettings
 
@@ -138,6 +139,7 @@ class _Server(uvicorn.Server):
 def _check_model_directory(directory: Path) -> Path:
     if not directory.is_dir():
         raise DataError(f"{directory}: no such model directory")
+    refuse_foreign_files(directory)
     if not (directory / "config.json").is_file():
         raise DataError(f"{directory}: has no config.json, so it is no Hugging Face model directory")
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):

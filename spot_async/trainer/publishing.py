@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.base.numbered import all_numbered, numbered
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
@@ -80,6 +81,7 @@ class WeightPublisher:
         with self._describing_errors(self._directory):
             try:
                 trial.mkdir()
+                refuse_foreign_writers([trial])
                 if not has_just(self._student_directory, model):  # as `WeightStream` lets transformers write it
                     copy.deepcopy(model.config).save_pretrained(trial)
                 self._write(model, adapters, trial)

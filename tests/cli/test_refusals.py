@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from command import arguments, assert_refused, invoke
 from safetensors.numpy import load_file, save_file
 
+from spot_async.cli import main
 from spot_async.config.loading import load_config
 from spot_async.run_directory import room
 from spot_async.run_directory.layout import RunDirectory
@@ -211,6 +213,23 @@ def test_the_version_is_the_package_s(monkeypatch):
 
 def test_serve_refuses_a_missing_model_directory_in_one_line(monkeypatch):
     assert_refused(invoke(monkeypatch, "serve", "no/such/model"), "no/such/model: no such model directory")
+
+
+def test_serve_refuses_a_model_that_others_can_write_in_one_line(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    tmp_path.chmod(0o777)
+    assert_refused(invoke(monkeypatch, "serve", str(tmp_path)), f"{tmp_path} can be written by everybody (mode 0777")
+
+
+def test_what_the_command_makes_nobody_else_can_write_whatever_the_umask(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["spot-async", "--version"])
+    before = os.umask(0o002)
+    try:
+        with pytest.raises(SystemExit):
+            main()
+        assert os.umask(before) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_a_dry_run_says_how_many_problems_make_no_batch(tmp_path, monkeypatch):

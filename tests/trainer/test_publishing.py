@@ -168,3 +168,12 @@ def test_what_cannot_be_published_is_found_out_before_anything_is_trained(
     with pytest.raises(TrainerError, match=r"invalid\. Thrown during validation: \[pad_token_id is -1\]; none were"):
         make_trainer(student, tmp_path)
     assert not list((tmp_path / "weights").iterdir()), "nothing is left"
+
+
+def test_a_place_that_others_can_write_is_found_out_before_anything_is_trained(
+    make_trainer: Callable[..., StudentTrainer], student: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights").chmod(0o777)
+    with pytest.raises(TrainerError, match=r"cannot publish weights to .*/weights can be written by everybody"):
+        make_trainer(student, tmp_path)
