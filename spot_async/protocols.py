@@ -28,6 +28,7 @@ from spot_async.types import (
     Traffic,
     TrainReport,
     Verdict,
+    WeightFile,
     WeightSnapshot,
     WeightVersion,
 )
@@ -356,8 +357,8 @@ class Trainer(Protocol):
         """
         ...
 
-    async def published(self, step: int) -> float:
-        """Wait until the weights after `step` steps are on disk; return the seconds that it took to write them.
+    async def published(self, step: int) -> tuple[WeightFile, ...]:
+        """Wait until the weights after `step` steps are on disk; return their files as they were then.
 
         Asked for each step once, in order. Raises `TrainerError` as `train` does.
         """

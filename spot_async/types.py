@@ -254,11 +254,22 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
 
 
+class WeightFile(msgspec.Struct, frozen=True):
+    """A weight file as it was when it was complete. Whoever writes or replaces it changes this."""
+
+    name: str  # within the snapshot's directory
+    inode: int
+    size_bytes: int
+    modified_ns: int
+    changed_ns: int  # also by new links, owners and modes; no program can set it
+
+
 class WeightSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Published weights: a Hugging Face directory with safetensors. It has its name only once it is complete."""
 
     directory: str
     version: WeightVersion
+    files: tuple[WeightFile, ...] = ()  # as they were published; empty: nobody has looked
 
 
 class TrainReport(msgspec.Struct, frozen=True, kw_only=True):

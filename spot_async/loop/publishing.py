@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.tasks import gather, sent_again
 from spot_async.evaluation.results import EvaluationResult
@@ -21,7 +23,7 @@ from spot_async.loop.events import Evaluated, WeightsServed
 from spot_async.loop.phases import Phases
 from spot_async.protocols import WeightSink
 from spot_async.stages.stages import Stages
-from spot_async.types import WeightSnapshot, WeightVersion
+from spot_async.types import WeightFile, WeightSnapshot, WeightVersion
 
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 
@@ -39,7 +41,7 @@ class Publication(NamedTuple):
 
     iteration: int
     snapshot: WeightSnapshot
-    written: asyncio.Task[float]  # done once they are on disk
+    written: asyncio.Task[tuple[WeightFile, ...]]  # done once they are on disk
 
 
 class WeightPublisher:
@@ -75,7 +77,7 @@ class WeightPublisher:
         self._is_complete = False
         self._offered = asyncio.Event()
 
-    def offer(self, iteration: int, snapshot: WeightSnapshot, written: asyncio.Task[float]) -> None:
+    def offer(self, iteration: int, snapshot: WeightSnapshot, written: asyncio.Task[tuple[WeightFile, ...]]) -> None:
         """Publish these weights next, unless newer ones are offered before it comes to that."""
         if self._waiting and not self._is_due(self._waiting[-1].iteration):
             self._waiting.pop()
@@ -106,7 +108,7 @@ class WeightPublisher:
             phase = self._phases.begin(iteration, "write weights")
             await asyncio.wait([written])  # if it failed, the run is about to end
             self._phases.end(phase)
-        written.result()
+        snapshot = msgspec.structs.replace(snapshot, files=written.result())
         async with self._drained(iteration):
             phase = self._phases.begin(iteration, "update weights")
             deadline = loop.time() + self._timeout_s

@@ -20,6 +20,7 @@ from spot_async.errors import (
     ServerRestartedError,
     TransientError,
 )
+from spot_async.models.published_files import check_unchanged, marked
 from spot_async.models.weight_files import in_use
 from spot_async.protocols import WeightSink
 from spot_async.replicas.dispatcher import Dispatcher
@@ -60,6 +61,7 @@ class Weights(Generic[B]):
 
     async def _update_all(self, snapshot: WeightSnapshot, deadline: float) -> None:
         before = self._newest
+        snapshot = marked(snapshot)
         self._set_newest(snapshot)
         serving = [each for each in self._replicas if each.life.state in UPDATED]
         for replica in serving:  # now, since one may be lost before the tasks below begin
@@ -137,13 +139,15 @@ async def _send(replica: Replica[B], snapshot: WeightSnapshot, deadline: float) 
     """Send weights to a replica, under a lease, so that a freeze is noticed and ends the sending.
 
     The directory is locked meanwhile: other replicas may be two steps further by then, and the trainer would delete
-    these weights.
+    these weights. Raises DataError if its files are not those that were published, or no longer once they are sent.
     """
     with in_use(Path(snapshot.directory)):
+        check_unchanged(snapshot)
         async with HeldLease(replica, Errand("weight update", ()), _now_s(), is_request=False) as backend:
             if not isinstance(backend, WeightSink):
                 raise ConfigError(f"{replica.name}: its backend takes no weights")
             await backend.update_weights(snapshot, deadline=deadline)
+        check_unchanged(snapshot)
     replica.showed_life(_now_s())
     replica.life.version = snapshot.version
 

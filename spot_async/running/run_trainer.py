@@ -13,7 +13,7 @@ from spot_async.base.tasks import leaves
 from spot_async.base.text import counted
 from spot_async.errors import ProcessDiedError, TrainerLostError
 from spot_async.trainer.handle import TrainerProcess
-from spot_async.types import Supervision, TrainReport
+from spot_async.types import Supervision, TrainReport, WeightFile
 
 
 class Restarts:
@@ -81,7 +81,7 @@ class RunTrainer:
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         return await self._process.train(iteration, batch)
 
-    async def published(self, step: int) -> float:
+    async def published(self, step: int) -> tuple[WeightFile, ...]:
         return await self._process.published(step)
 
     async def save(self, step: int, directory: str) -> None:

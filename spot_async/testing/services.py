@@ -28,6 +28,7 @@ from spot_async.types import (
     TokenScores,
     TrainReport,
     Verdict,
+    WeightFile,
     WeightSnapshot,
     WeightVersion,
 )
@@ -197,8 +198,8 @@ class SimulatedTrainer:
         snapshot = WeightSnapshot(directory=directory, version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})
 
-    async def published(self, step: int) -> float:
-        return 0.0
+    async def published(self, step: int) -> tuple[WeightFile, ...]:
+        return ()
 
     async def save(self, step: int, directory: str) -> None:
         if step != len(self.batches):

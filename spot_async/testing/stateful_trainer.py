@@ -21,7 +21,7 @@ from spot_async.base.numbered import all_numbered, numbered
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights, flush_to_disk
 from spot_async.testing.invariants import require, weights_after
-from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import Supervision, TrainReport, WeightFile, WeightSnapshot, WeightVersion
 
 INITIAL_WEIGHTS = ""
 FILE = SINGLE_FILE
@@ -143,16 +143,16 @@ class StatefulTrainer:
             self._publish(self.step)
         return TrainReport(snapshot=self.snapshot(self.step), metrics={"loss": 0.0} if batch else {})
 
-    async def published(self, step: int) -> float:
+    async def published(self, step: int) -> tuple[WeightFile, ...]:
         if self._write_s is None:
-            return 0.0
+            return ()
         require(step == self.step == self.written + 1, "I7", f"weights {step} are asked for after {self.written}")
         await asyncio.sleep(self._write_s)
         if self._disk_is_full:
             raise self._cannot_publish("No space left on device")
         self._publish(step)
         self._wrote.set()
-        return self._write_s
+        return ()
 
     async def save(self, step: int, directory: str) -> None:
         """Begin a checkpoint. Files are written in the order of `trainer/checkpoint.py`, which imports torch."""

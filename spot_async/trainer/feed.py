@@ -32,7 +32,7 @@ from spot_async.trainer.messages import (
     saved_endpoint,
 )
 from spot_async.trainer.parallel import idle_group, rank_count, receive_bytes, send_bytes, wait_for_all
-from spot_async.types import TrainReport
+from spot_async.types import TrainReport, WeightFile
 
 Divide = Callable[[Batch], Sequence[Share]]  # returns each rank's share of a batch
 
@@ -108,10 +108,10 @@ class BatchFeed:
         self._last = Trained(iteration, report)
         self._say(self._last)
 
-    def published(self, step: int, seconds: float, failure: str) -> None:
+    def published(self, step: int, files: tuple[WeightFile, ...], failure: str) -> None:
         """Say that the weights of a step are on disk, or why not. The thread that wrote them calls it."""
         if self._published_socket is not None:
-            self._published_socket.send(wire.encode(Published(step, seconds, failure)))
+            self._published_socket.send(wire.encode(Published(step, files, failure)))
 
     def saved(self, step: int, seconds: float, failure: str) -> None:
         """Answer a request to save, from the thread that did it."""

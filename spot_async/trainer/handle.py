@@ -35,9 +35,10 @@ from spot_async.trainer.messages import (
 )
 from spot_async.trainer.nodes.joined import JoinedNodes
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Supervision, TrainReport
+from spot_async.types import Supervision, TrainReport, WeightFile
 
 T = TypeVar("T")
+Told = TypeVar("Told", Published, Saved)
 
 
 class TrainerProcess:
@@ -99,8 +100,8 @@ class TrainerProcess:
         conversation = self._train(Batch(iteration, tuple(batch)))
         return (await self._while_it_lives(conversation, f"iteration {iteration + 1} was not trained")).report
 
-    async def published(self, step: int) -> float:
-        """Wait until the weights of a step are on disk; return the seconds that it took to write them.
+    async def published(self, step: int) -> tuple[WeightFile, ...]:
+        """Wait until the weights of a step are on disk; return their files.
 
         Steps are asked for in order, each once. Raises `TrainerError` as `train` does.
         """
@@ -173,15 +174,17 @@ class TrainerProcess:
                 case (Trained(iteration=batch.iteration) | Failure()) as outcome:
                     return outcome
 
-    async def _published(self, step: int) -> float | Failure:
-        return await _outcome(self._published_socket, Published, step)
+    async def _published(self, step: int) -> tuple[WeightFile, ...] | Failure:
+        answer = await _outcome(self._published_socket, Published, step)
+        return Failure(answer.failure) if answer.failure else answer.files
 
     async def _saved(self, step: int) -> float | Failure:
-        return await _outcome(self._saved_socket, Saved, step)
+        answer = await _outcome(self._saved_socket, Saved, step)
+        return Failure(answer.failure) if answer.failure else answer.seconds
 
 
-async def _outcome(socket: zmq.asyncio.Socket, kind: type[Published] | type[Saved], step: int) -> float | Failure:
+async def _outcome(socket: zmq.asyncio.Socket, kind: type[Told], step: int) -> Told:
     """Wait for what became of a step. Answers about others are dropped."""
     while (answer := wire.decode(await socket.recv(), kind)).step != step:
         pass
-    return Failure(answer.failure) if answer.failure else answer.seconds
+    return answer

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from spot_async.base import wire
-from spot_async.types import Supervision, TrainReport
+from spot_async.types import Supervision, TrainReport, WeightFile
 
 # The launcher sets these variables of the environment for ranks on several nodes.
 NODES_VARIABLE, NODE_RANK_VARIABLE = "SPOT_ASYNC_NODES", "SPOT_ASYNC_NODE_RANK"
@@ -76,7 +76,7 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
     step: int
-    seconds: float
+    files: tuple[WeightFile, ...] = ()
     failure: str = ""
 
 

@@ -13,7 +13,7 @@ import copy
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,13 +26,17 @@ from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
+from spot_async.models.published_files import weight_file_marks
 from spot_async.models.small_files import CONFIG_FILE, publish_small_files, read_json
 from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, flush_to_disk, has_weights
 from spot_async.trainer.loading import has_just
 from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.parallel import idle_group, wait_for_all
-from spot_async.trainer.saving import Done
 from spot_async.trainer.streaming import WeightStream
+from spot_async.types import WeightFile
+
+# Called on the rank that writes: the files, and why they could not be written, or "".
+Published = Callable[[tuple[WeightFile, ...], str], None]
 
 
 class WeightPublisher:
@@ -61,6 +65,7 @@ class WeightPublisher:
         self._is_writing = False  # beside training, on this rank or another
         self._thread: threading.Thread | None = None
         self._failure: TrainerError | None = None  # of the thread
+        self.files: tuple[WeightFile, ...] = ()  # of the last weights that this rank published
         directory.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
 
@@ -103,7 +108,7 @@ class WeightPublisher:
         elif self._writes:
             self._publish(model, adapters, None, step)
 
-    def begin(self, model: PreTrainedModel, step: int, *, is_whole: bool, done: Done) -> None:
+    def begin(self, model: PreTrainedModel, step: int, *, is_whole: bool, done: Published) -> None:
         """Begin to publish in a thread. All ranks must call it, and each holds the whole student.
 
         `model` must not change until `wait` returns. The rank that writes calls `done` in its thread. Raises
@@ -115,12 +120,11 @@ class WeightPublisher:
             return
 
         def publish() -> None:
-            started = time.perf_counter()
             try:
                 self.publish(model, step, is_whole=is_whole)
             except TrainerError as error:
                 self._failure = error
-            done(time.perf_counter() - started, str(self._failure or ""))
+            done(self.files, str(self._failure or ""))
 
         self._thread = threading.Thread(target=publish, name="publishing", daemon=True)
         self._thread.start()
@@ -161,6 +165,7 @@ class WeightPublisher:
             if weights is not None:
                 weights.write(partial)
             self._write(model, adapters, partial)
+            self.files = weight_file_marks(partial)
         self._remove_leftovers()
         published = self._published()
         # The run's link `student` points to one of the last two whole ones until the next checkpoint counts.

@@ -50,7 +50,7 @@ from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute
 from spot_async.trainer.optimizer import new_optimizer
 from spot_async.trainer.packing import packs
 from spot_async.trainer.parallel import Strategy, local
-from spot_async.trainer.publishing import WeightPublisher
+from spot_async.trainer.publishing import Published, WeightPublisher
 from spot_async.trainer.saving import CheckpointSaver, Done
 from spot_async.trainer.schedule import learning_rate
 from spot_async.trainer.settings import TrainerSettings
@@ -145,7 +145,7 @@ class StudentTrainer:
 
     def train(self, batch: Batch) -> TrainReport:
         """Train one iteration on a batch that every rank has. See `train_share`."""
-        return self.train_share(self.divide(batch)[self._strategy.rank], published=lambda seconds, reason: None)
+        return self.train_share(self.divide(batch)[self._strategy.rank], published=lambda files, reason: None)
 
     def divide(self, batch: Batch) -> list[Share]:
         """Return each rank's share of a batch. Raises `TrainerError` for a sample that cannot be trained."""
@@ -162,7 +162,7 @@ class StudentTrainer:
         ]
         return [Share(batch.iteration, tuple(each[rank] for each in updates)) for rank in range(self._strategy.ranks)]
 
-    def train_share(self, share: Share, published: Done) -> TrainReport:
+    def train_share(self, share: Share, published: Published) -> TrainReport:
         """Train one iteration, with the other ranks: every mini-batch once, then publish.
 
         Iteration i makes the weights of step i + 1. `published` is called once they are written, which may be later and
@@ -378,7 +378,7 @@ class StudentTrainer:
         if self._strategy.max(torch.tensor(float(is_gone), device=self._device)) > 0:
             self._publisher.publish(self.model, self.step)
 
-    def _publish(self, step: int, published: Done) -> WeightSnapshot:
+    def _publish(self, step: int, published: Published) -> WeightSnapshot:
         """Publish the weights of a step, or begin to."""
         started = time.perf_counter()
         is_whole = self._settings.publishes_whole(step)
@@ -386,7 +386,7 @@ class StudentTrainer:
             self._publisher.begin(self.model, step, is_whole=is_whole, done=published)
         else:
             self._publisher.publish(self.model, step, is_whole=is_whole)
-            published(time.perf_counter() - started, "")
+            published(self._publisher.files, "")
         self._publish_s += time.perf_counter() - started
         return WeightSnapshot(
             directory=str(self._publisher.path(step)), version=WeightVersion(self._settings.lineage, step)

@@ -57,7 +57,7 @@ class HashingTrainer:
         return TrainReport(snapshot=snapshot, metrics={})
 
     async def published(self, step):
-        return 0.0
+        return ()
 
     async def save(self, step, directory):
         self.to_save = Path(directory), self.weights

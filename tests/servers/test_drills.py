@@ -72,8 +72,8 @@ class Publisher:
         snapshot = WeightSnapshot(directory=str(self.weights(iteration + 1)), version=WeightVersion(0, iteration + 1))
         return TrainReport(snapshot=snapshot, metrics={})
 
-    async def published(self, step: int) -> float:
-        return 0.0
+    async def published(self, step: int) -> tuple[()]:
+        return ()
 
     def on(self, event: Event) -> None:
         match event:

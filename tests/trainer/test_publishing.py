@@ -138,7 +138,7 @@ async def test_weights_written_beside_the_next_step_are_those_written_before_it(
         )
         async with TrainerProcess(settings) as trainer:
             reports = [await trainer.train(iteration, batch(iteration).samples) for iteration in range(3)]
-            assert await trainer.published(3) > 0  # without having asked for the others
+            assert await trainer.published(3)  # without having asked for the others
         files.append([(Path(each.snapshot.directory) / "model.safetensors").read_bytes() for each in reports])
     assert files[0] == files[1]
 
