@@ -20,6 +20,7 @@ import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 
+import spot_async.serving.http.bodies as bodies_module
 from spot_async.base import wire
 from spot_async.errors import ThrottledError
 from spot_async.models.vocabulary import load_tokenizer
@@ -160,6 +161,48 @@ async def test_bodies_that_come_in_slowly_take_no_more_memory_than_they_may() ->
                 pass
     async with bodies.read(request_of(b"123")) as second:
         assert second == b"123"
+
+
+def endless_request(*parts: bytes) -> Request:
+    """Return a request of which nothing more comes after these parts."""
+    left = list(parts)
+
+    async def receive() -> Any:
+        if not left:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": left.pop(0), "more_body": True}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+async def test_bodies_that_never_end_make_room_for_others_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = Bodies(max_bytes=4, max_held_bytes=12)
+    given_up: list[int] = []
+
+    async def hold(number: int) -> None:
+        with pytest.raises(ThrottledError, match="too slowly"):
+            async with bodies.read(endless_request(b"12", b"3")):
+                pytest.fail("it ended")
+        given_up.append(number)
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        holding = [group.create_task(hold(number)) for number in range(4)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(ThrottledError, match="all the room"):  # they have only begun
+            async with bodies.read(request_of(b"1")):
+                pass
+        monkeypatch.setattr(bodies_module, "SAFE_S", 0.0)
+        async with bodies.read(request_of(b"1234")) as body:
+            assert body == b"1234"
+            await asyncio.sleep(0.01)
+            assert given_up == [0, 1]
+        async with bodies.read(request_of(b"1234")):
+            pass
+        assert given_up == [0, 1]
+        monkeypatch.setattr(bodies_module, "LONGEST_S", 0.05)
+        await hold(4)
+        for task in holding:
+            task.cancel()
 
 
 async def test_the_server_answers_while_a_text_is_tokenized(worker: EngineWorker, served: ServedModel) -> None:
