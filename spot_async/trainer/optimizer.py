@@ -18,9 +18,17 @@ from spot_async.trainer.parallel import local
 
 
 def new_optimizer(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
-    """Return the optimiser of the parameters that are trained."""
+    """Return the optimiser of the parameters that are trained, with the state in which AdamW begins.
+
+    Moments that the first step allocated would lie among what that step's activations leave free, and a GPU could not
+    give that memory back while another process needs it.
+    """
     kind = OffloadedAdamW if training.offload == "optimizer" else torch.optim.AdamW
-    return kind(parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True)
+    optimizer = kind(parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state_of(optimizer, parameter)
+    return optimizer
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from spot_async.base.seeds import derive_seed
 from spot_async.trainer.batching import mini_batches
 from spot_async.trainer.messages import Batch
+from spot_async.trainer.parallel import local
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Supervision
 
@@ -50,6 +52,32 @@ def test_iterations_are_clipped_adamw_steps_over_their_mini_batches_at_the_sched
         for name, tensor in trainer.model.state_dict().items():
             torch.testing.assert_close(tensor.double(), expected[name], rtol=0, atol=1e-6)
     assert min(norms) < NORM < max(norms)  # some updates were clipped and some were not
+
+
+@pytest.mark.parametrize(
+    "training",
+    [{}, {"sharding": "fsdp2"}, {"offload": "optimizer"}, {"lora": {"rank": 2}}],
+    ids=["replicated", "sharded", "offloaded", "adapters"],
+)
+def test_moments_are_there_before_the_first_pass_and_no_gradient_is_left_beside_a_server(
+    student: Path,
+    make_trainer: Callable[..., StudentTrainer],
+    mixed_batch: Callable[[], list[Supervision]],
+    tmp_path: Path,
+    training: dict[str, Any],
+) -> None:
+    trainer = make_trainer(student, tmp_path, **training)
+    trainer._settings = trainer._settings.model_copy(update={"shares_devices": True})
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+
+    def moments() -> list[int]:
+        state = trainer._optimizer.state
+        return [local(state[each][kind]).data_ptr() for each in trained for kind in ("exp_avg", "exp_avg_sq")]
+
+    before = moments()
+    trainer.train(Batch(0, tuple(mixed_batch())))
+    assert moments() == before
+    assert all(each.grad is None for each in trained)
 
 
 def test_mini_batches_are_drawn_anew_for_every_iteration_and_run_seed(
