@@ -129,9 +129,11 @@ class MicroBatch:
     token_ids: Tensor  # (1, L) or (max(B, 1), L) int64
     position_ids: Tensor | None  # (1, L) int64, in each packed input from 0 on; None where inputs are padded
     input_lengths: tuple[int, ...]  # B of them, or the one token of padding
+    input_ends: Tensor  # (B + 1,) int32: where packed inputs begin and end
     rows: Tensor  # (R,) int64: decision rows, of the (L, hidden) or (B * L, hidden) outputs
     sampled_ids: Tensor  # (R,) int64: the response tokens that those rows decided
     mask: Tensor  # (B, T) bool: true on response tokens, R of them
+    places: Tensor  # (R,) int64: of the response tokens in (B * T,)
     sampled_at: Tensor  # (B, T) int64: step of the weights that sampled the token; -1 where no student did
     policy_mask: Tensor  # (B, T) bool: response tokens with a policy term, which have a known advantage
     served_logprobs: Tensor  # (B, T) of the inference server; 0 where there is no policy term
@@ -141,6 +143,7 @@ class MicroBatch:
     advantages: Tensor  # (B, T); 0 where there is no policy term
     reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
     soft_rows: Tensor  # (N,) int64: indices into R, ascending
+    soft_row_numbers: tuple[int, ...]  # the same, on the CPU
     soft_trajectories: Tensor  # (N,) int64: indices into B
     soft_ids: Tensor  # (N, k) int64; k is the widest target's, narrower ones are filled with probability 0
     soft_probabilities: Tensor  # (N, k)
@@ -148,14 +151,20 @@ class MicroBatch:
     soft_offsets: Tensor  # (N,); 0 where the target gives none
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved: dict[str, Any] = {
-            name: each.to(device, non_blocking=True) for name, each in vars(self).items() if isinstance(each, Tensor)
-        }
+        """Return it on a device. Pinned memory is copied there without a wait for what the device computes."""
+        tensors = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
+        if device.type == "cuda":
+            tensors = {name: each.pin_memory() for name, each in tensors.items()}
+        moved: dict[str, Any] = {name: each.to(device, non_blocking=True) for name, each in tensors.items()}
         return replace(self, **moved)
+
+    def in_places(self, values: Tensor) -> Tensor:
+        """Return values (R,) of response tokens as (B, T), 0 on padding."""
+        return values.new_zeros(self.mask.numel()).scatter(0, self.places, values).view(self.mask.shape)
 
     def with_behavior(self, logprobs: Tensor) -> MicroBatch:
         """Return the same trajectories with other log pi_old (B, T), and advantages recomputed where they use it."""
-        behavior = torch.where(self.policy_mask, logprobs, 0.0)
+        behavior = logprobs.masked_fill(~self.policy_mask, 0.0)
         follows = self.policy_mask & self.follows_teacher[:, None]
         advantages = torch.where(follows, self.teacher_logprobs - behavior, self.advantages)
         return replace(self, behavior_logprobs=behavior, advantages=advantages)
@@ -181,13 +190,16 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
     lengths = [len(s.response_ids) for s in samples]
     width = max(lengths, default=0)
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
+    mask = _padded([np.ones(n) for n in lengths], width, np.bool_)
     return MicroBatch(
         token_ids=_joined(inputs)[None] if is_packed else _padded(inputs, longest, np.int64),
         position_ids=_joined([np.arange(n) for n in input_lengths])[None] if is_packed else None,
         input_lengths=input_lengths,
+        input_ends=torch.from_numpy(np.cumsum([0, *input_lengths], dtype=np.int32)),
         rows=_joined([start + own for start, own in zip(starts, rows, strict=False)]),
         sampled_ids=_joined([s.response_ids for s in samples]),
-        mask=_padded([np.ones(n) for n in lengths], width, np.bool_),
+        mask=mask,
+        places=mask.flatten().nonzero().flatten(),
         sampled_at=_padded([_steps(s) + 1 for s in samples], width, np.int64) - 1,
         policy_mask=_padded(known, width, np.bool_),
         served_logprobs=_padded(served, width, np.float32),
@@ -232,7 +244,7 @@ def _padded(rows: Sequence[Array | None], width: int, dtype: type) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequence[int]) -> dict[str, Tensor]:
+def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequence[int]) -> dict[str, Any]:
     first_rows = np.cumsum([0, *lengths])
     present = [(i, t) for i, t in enumerate(targets) if t is not None and len(t.positions)]
     positions = sum(len(t.positions) for _, t in present)
@@ -252,6 +264,7 @@ def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequen
         start = here.stop
     return {
         "soft_rows": torch.from_numpy(rows),
+        "soft_row_numbers": tuple(rows.tolist()),
         "soft_trajectories": torch.from_numpy(trajectories),
         "soft_ids": torch.from_numpy(ids),
         "soft_probabilities": torch.from_numpy(probabilities),

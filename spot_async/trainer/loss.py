@@ -6,7 +6,8 @@ log-probabilities happen elsewhere. The formulas are in docs/methods.md.
 
 Axes: B trajectories of a micro-batch, T tokens of the longest one (right-padded), N soft-target positions of all
 trajectories together, k candidates. Entries under padding are left out of every sum. They must be finite all the same,
-because a gradient of 0 times infinity is NaN.
+because a gradient of 0 times infinity is NaN. What a mask leaves out becomes 0. It is not cut out, because one would
+have to wait for the device to learn how much is left.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ class MismatchStatistics(NamedTuple):
 @torch.no_grad()
 def mismatch_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> MismatchStatistics:
     """Return statistics over the tokens where `mask` (same shape, bool) is true."""
-    log_ratio = (trainer_logprobs - served_logprobs)[mask]
+    difference = (trainer_logprobs - served_logprobs).abs().masked_fill(~mask, 0.0)
     return MismatchStatistics(
         tokens=mask.sum(),
-        difference_sum=log_ratio.abs().sum(),
-        difference_max=torch.cat([log_ratio.abs(), log_ratio.new_zeros(1)]).max(),
-        kl_sum=k3(limited_log_ratio(trainer_logprobs, served_logprobs)[mask]).sum(),
+        difference_sum=difference.sum(),
+        difference_max=_largest(difference),
+        kl_sum=k3(limited_log_ratio(trainer_logprobs, served_logprobs).masked_fill(~mask, 0.0)).sum(),
     )
 
 
@@ -89,7 +90,7 @@ class WeightStatistics(NamedTuple):
 @torch.no_grad()
 def weight_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: Tensor) -> WeightStatistics:
     """Return sums of `pi_trainer / pi_served`, not capped, over the tokens where `mask` (same shape, bool) is true."""
-    weights = torch.exp(limited_log_ratio(trainer_logprobs, served_logprobs)[mask].double())
+    weights = limited_log_ratio(trainer_logprobs, served_logprobs).double().exp().masked_fill(~mask, 0.0)
     return WeightStatistics(tokens=mask.sum(), weight_sum=weights.sum(), square_sum=weights.square().sum())
 
 
@@ -117,9 +118,9 @@ def ratio_statistics(
     dual_clip: float | None = None,
 ) -> RatioStatistics:
     """Return statistics of `clipped_policy_loss` over the tokens where `mask` (same shape, bool) is true."""
-    log_ratio = limited_log_ratio(logprobs, behavior_logprobs)[mask]
-    advantage = advantages[mask]
-    ratio = log_ratio.exp()
+    log_ratio = limited_log_ratio(logprobs, behavior_logprobs).masked_fill(~mask, 0.0)
+    advantage = advantages.masked_fill(~mask, 0.0)
+    ratio = log_ratio.exp().masked_fill(~mask, 0.0)
     clipped = ((advantage > 0) & (ratio > 1.0 + clip)) | ((advantage < 0) & (ratio < 1.0 - clip))
     if dual_clip is not None:
         clipped |= (advantage < 0) & (ratio > dual_clip)
@@ -128,10 +129,15 @@ def ratio_statistics(
     return RatioStatistics(
         tokens=mask.sum(),
         ratio_sum=ratio.sum(),
-        ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
+        ratio_max=_largest(ratio),
         clipped_tokens=clipped.sum(),
         behavior_kl_sum=k3(log_ratio).sum(),
     )
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest of numbers that are not negative, 0 if there is none."""
+    return torch.cat([values.flatten(), values.new_zeros(1)]).max()
 
 
 def soft_target_loss(candidate_logprobs: Tensor, targets: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ loaded and spread over ranks is not decided here.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -48,7 +49,7 @@ def _hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return hidden states (1 or B, L, hidden). With right padding a causal model needs no padding mask."""
     packed: dict[str, Any] = {}
     if batch.position_ids is not None:
-        packed = {"position_ids": batch.position_ids, "documents": Documents(batch.input_lengths)}
+        packed = {"position_ids": batch.position_ids, "documents": Documents(batch.input_lengths, batch.input_ends)}
     output: Tensor = model.base_model(input_ids=batch.token_ids, use_cache=False, **packed).last_hidden_state
     return output
 
@@ -80,9 +81,7 @@ class ResponseLogprobs(nn.Module):
 
         rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
         limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block even without rows
-        soft_limits = torch.searchsorted(
-            batch.soft_rows, batch.soft_rows.new_tensor(limits)
-        ).tolist()  # the only wait for the device
+        soft_limits = [bisect_left(batch.soft_row_numbers, limit) for limit in limits]
         # Nothing is random, so no random state is kept: reading a GPU's would wait for it. A single block is not
         # recomputed: that would not lower the peak of memory.
         again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)

@@ -30,17 +30,14 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 
 class Documents:
-    """The lengths of the documents in a row. Compiled layers would be compiled anew for each number of plain ones."""
+    """The lengths of the documents in a row. Compiled layers would be compiled anew for each number of plain ones.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    `ends` (N + 1,) are where they begin and end, int32, on the device that attends to all of them at once.
+    """
+
+    def __init__(self, lengths: Sequence[int], ends: Tensor | None = None) -> None:
         self.lengths = list(lengths)
-        self._ends: Tensor | None = None
-
-    def ends(self, device: torch.device) -> Tensor:
-        """Return where documents begin and end (N + 1,). Every layer asks for it."""
-        if self._ends is None:
-            self._ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
-        return self._ends
+        self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if ends is None else ends
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a document's length is a plain number here, and each would be compiled anew

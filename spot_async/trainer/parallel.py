@@ -196,6 +196,13 @@ def offsets(tensor: Tensor) -> list[int]:
     return list(chunk.offsets)
 
 
+def factor_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the type in which matrix products take a tensor: autocast's, or else its own."""
+    kind = tensor.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else tensor.dtype
+
+
 class Strategy(ABC):
     """How the student is spread over the ranks.
 

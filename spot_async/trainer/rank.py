@@ -112,6 +112,8 @@ class StudentTrainer:
             self._training.dtype,
             fill=partial(read_parameters, self.model, settings.model_directory),
         )
+        trained = (each for each in self.model.parameters() if each.requires_grad)
+        self._optimizer = new_optimizer(trained, self._training)
         if is_packed and device.type == "cuda" and dtype == torch.bfloat16:
             attend_documents_at_once(self.model, device)
         if self._training.compile:
@@ -123,8 +125,6 @@ class StudentTrainer:
                 is_packed=is_packed,
                 is_first_rank=strategy.rank == 0,
             )
-        trained = (each for each in self.model.parameters() if each.requires_grad)
-        self._optimizer = new_optimizer(trained, self._training)
         self._publisher = WeightPublisher(
             settings.weights_directory,
             student_directory=Path(settings.model_directory),
@@ -187,8 +187,10 @@ class StudentTrainer:
         train_s = time.perf_counter() - started - self._publish_s
         metrics = tally.report(grad_norms=norms, learning_rate=rate, train_s=train_s)
         snapshot = self._publish(iteration + 1, published)
-        if self._settings.shares_devices and self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the student's server needs the memory that torch would keep
+        if self._settings.shares_devices:  # the student's server needs the memory that torch would keep
+            self._optimizer.zero_grad()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
         metrics["publish_s"], self._publish_s = self._publish_s, 0.0
         if self._checkpoint_s:
             metrics["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
@@ -215,7 +217,7 @@ class StudentTrainer:
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the student's log-probabilities of sampled tokens (B, T), 0 on padding, and of candidates (N, k)."""
         sampled, candidates = self._response_logprobs(batch)
-        return sampled.new_zeros(batch.mask.shape).masked_scatter(batch.mask, sampled), candidates
+        return batch.in_places(sampled), candidates
 
     def _update(
         self,
@@ -303,8 +305,8 @@ class StudentTrainer:
             ratio=ratios.ratio_sum,
             clipped_tokens=ratios.clipped_tokens,
             behavior_kl=ratios.behavior_kl_sum,
-            importance_weight=weights[batch.policy_mask].sum(),
-            importance_capped=(weights[batch.policy_mask] >= (training.importance_cap or math.inf)).sum(),
+            importance_weight=weights.masked_fill(~batch.policy_mask, 0.0).sum(),
+            importance_capped=((weights >= (training.importance_cap or math.inf)) & batch.policy_mask).sum(),
         )
         tally.see(ratio=ratios.ratio_max)
 
@@ -318,7 +320,7 @@ class StudentTrainer:
     def _tally_lag(self, batch: MicroBatch, tally: Tally) -> None:
         """Count by how many steps the weights that sampled the tokens are older than the iteration's first ones."""
         is_sampled = batch.sampled_at >= 0
-        lags = torch.where(is_sampled, tally.step - batch.sampled_at, 0)
+        lags = (tally.step - batch.sampled_at).masked_fill(~is_sampled, 0)
         tally.add(sampled_tokens=is_sampled.sum(), lag=lags.sum())
         tally.see(lag=torch.cat([lags.flatten(), lags.new_zeros(1)]).max())
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from spot_async.base.text import first_line
 from spot_async.trainer.packing import Documents, attend_each, refuse_others
+from spot_async.trainer.parallel import factor_dtype
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -48,10 +49,9 @@ def attend_in_one_call(
         return cast(tuple[Tensor, None], attend_each(module, query, key, value, *plain, **others))
     refuse_others(query, key, attention_mask, is_causal, others)
     # Other calls are cast by autocast itself. It does not know this one.
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    dtype = factor_dtype(value)
     query, key, value = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))  # (L, heads, d)
-    ends, longest = documents.ends(query.device), max(documents.lengths)
+    ends, longest = documents.ends, max(documents.lengths)
     attended = varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scaling, window_size=CAUSAL, enable_gqa=True
     )
@@ -98,9 +98,10 @@ def trial(model: PreTrainedModel, device: torch.device) -> float:
         for number in (heads, keys, keys)
     )
     weights = torch.randn(1, length, heads, size, generator=generator).to(device, torch.bfloat16)
+    ends = Documents(TRIAL_LENGTHS).ends.to(device)
     found = []
     for attend in (attend_each, attend_in_one_call):
-        attended, _ = attend(layer, query, key, value, None, documents=Documents(TRIAL_LENGTHS))
+        attended, _ = attend(layer, query, key, value, None, documents=Documents(TRIAL_LENGTHS, ends))
         found.append([attended.detach(), *torch.autograd.grad(attended, [query, key, value], weights)])
     for expected, got in zip(*found, strict=True):
         gaps.append(float((got.float() - expected.float()).norm() / expected.float().norm()))
