@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import random
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from pydantic import Field
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess, foreign_environment
 from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.gpus import VISIBLE, physical_gpus
 from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import while_alive
@@ -68,7 +70,9 @@ class LaunchSettings(ProcessSettings):
     """The settings of a server to start. Its environment does not need this package."""
 
     devices: Annotated[str | None, pydantic.BeforeValidator(_numbers_too)] = Field(
-        None, description="CUDA_VISIBLE_DEVICES of the server, such as `0,1`; default: all"
+        None,
+        description="GPUs of the server, such as `0,1`, counted as the trainer's ranks are: among those that this "
+        "command's CUDA_VISIBLE_DEVICES leaves; default: all",
     )
     tensor_parallel_size: PositiveInt = Field(1, description="devices that share the model")
     memory_fraction: Probability | None = Field(
@@ -79,8 +83,18 @@ class LaunchSettings(ProcessSettings):
 
     @property
     def variables(self) -> dict[str, str]:
-        devices = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        return {**devices, **super().variables}
+        if self.devices is None:
+            return super().variables
+        # The far side of a prefix has a variable of its own, which is not known here.
+        devices = self.devices if self.is_elsewhere else physical_gpus(self.devices, os.environ)
+        return {VISIBLE: devices, **super().variables}
+
+    def check_machine(self, section: str) -> None:
+        super().check_machine(section)
+        try:
+            _ = self.variables
+        except ValueError as error:
+            raise ConfigError(f"{section}.devices={self.devices} {error}") from None
 
     @pydantic.model_validator(mode="after")
     def _check_devices(self) -> Self:

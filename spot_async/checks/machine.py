@@ -1,17 +1,17 @@
 """Says what this machine lacks for a run: weights, GPUs, cores.
 
-It reads files and the environment, and starts nothing. Only weights are ever a reason to refuse: a dry run may be on
-another machine than the run.
+It reads files and the environment, and starts nothing. A dry run may be on another machine than the run, so it only
+warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spot_async.base.processes.cores import usable_cores
-from spot_async.base.processes.gpus import gpu_count, torch_has_gpus, visible_gpus
+from spot_async.base.processes.gpus import GpuSoftware, gpu_count, named_gpus, torch_has_gpus, visible_gpus
 from spot_async.base.text import counted
 from spot_async.config import Config, ModelConfig, TrainingConfig
 from spot_async.errors import DataError
@@ -23,15 +23,17 @@ class Machine:
     """What this machine has."""
 
     gpus: int | None  # None: nobody knows
-    visible: int | None  # to the trainer
+    visible: int | None  # to this command
     torch_has_gpus: bool
     cores: int
+    named: Sequence[str] | None = None  # what CUDA_VISIBLE_DEVICES leaves to this command; None: all
 
     @classmethod
     def found(cls, environ: Mapping[str, str]) -> Machine:
         """Look at the machine that this process runs on."""
         gpus = gpu_count()
-        return cls(gpus, None if gpus is None else visible_gpus(environ, gpus), torch_has_gpus(), usable_cores())
+        visible = None if gpus is None else visible_gpus(environ, gpus)
+        return cls(gpus, visible, torch_has_gpus(), usable_cores(), named_gpus(environ))
 
 
 def training_warnings(
@@ -39,10 +41,49 @@ def training_warnings(
 ) -> list[str]:
     """Return what is missing for a training run of these models, of which this is one of `nodes` machines."""
     given = {role: model for role, model in served.items() if role == "student" or model is not config.student}
-    return [
-        *(line for role, model in given.items() for line in _without_devices(role, model, machine)),
-        *_of_ranks(config.training, machine, nodes),
-    ]
+    lines = [line for role, model in given.items() for line in _without_devices(role, model, machine)]
+    if not lines and (refusal := without_gpu(config.training, served, machine)) is not None:
+        lines = [refusal]
+    return [*lines, *_of_ranks(config.training, machine, nodes)]
+
+
+def gpu_need(training: TrainingConfig, served: Mapping[str, ModelConfig]) -> str | None:
+    """Return why the trainer may not compute on the CPU; None if it may.
+
+    Nobody means to train for hours on a CPU beside servers on GPUs, or in a type that a CPU computes slowly.
+    """
+    if training.device != "auto":
+        return None if training.device == "cpu" else "training.device=cuda"
+    for role, model in served.items():
+        for key, device in (named for each in model.backend.servers() if each.runs_here for named in _named_by(each)):
+            return f"{role}.backend.{key} names GPU {device}"
+    return "training.dtype=bfloat16" if training.dtype == "bfloat16" else None
+
+
+def without_gpu(training: TrainingConfig, served: Mapping[str, ModelConfig], machine: Machine) -> str | None:
+    """Return why the trainer must not begin on this machine, if it needs a GPU and certainly finds none."""
+    need = gpu_need(training, served)
+    finds_none = machine.visible == 0 or not machine.torch_has_gpus
+    return GpuSoftware.found().refusal(need) if need is not None and finds_none else None
+
+
+def placement_words(training: TrainingConfig, served: Mapping[str, ModelConfig], machine: Machine, nodes: int) -> str:
+    """Return which GPUs of this machine ranks and servers compute on, by their physical numbers."""
+    physical = machine.named
+
+    def shown(device: str) -> str:
+        if physical is None or not device.isdecimal() or int(device) >= len(physical):
+            return device
+        return f"{device} ({physical[int(device)]})"
+
+    on_gpus = machine.visible != 0 and machine.torch_has_gpus and training.device != "cpu"
+    ranks = ", ".join(shown(str(number)) for number in range(training.ranks // nodes))
+    places = [f"ranks on GPU {ranks}" if on_gpus else "ranks on the CPU"]
+    for role, model in served.items():
+        for each in model.backend.servers():
+            devices = ", ".join(shown(device) for _, device in _named_by(each))
+            places += [f"{each.server_name(role)} on GPU {devices}"] if devices else []
+    return "; ".join(places) + ("" if physical is None else "; in brackets CUDA_VISIBLE_DEVICES of this command")
 
 
 def evaluation_warnings(student: ModelConfig, machine: Machine) -> list[str]:
@@ -91,18 +132,23 @@ def _without_devices(role: str, model: ModelConfig, machine: Machine) -> Iterato
 
 def _devices_of(settings: object) -> Iterator[tuple[str, int]]:
     """Yield the key and the number of each GPU that a server's settings name by number."""
+    yield from ((key, int(device)) for key, device in _named_by(settings) if device.isdecimal())
+
+
+def _named_by(settings: object) -> Iterator[tuple[str, str]]:
+    """Yield the key and the GPU, a number or a name such as `GPU-8f3c`, of each that a server's settings name."""
     launch = getattr(settings, "launch", None)
     if launch is not None and not launch.is_elsewhere:
         devices = getattr(launch, "devices", None) or ""
-        yield from (("launch.devices", int(each)) for each in map(str.strip, devices.split(",")) if each.isdecimal())
+        yield from (("launch.devices", each) for each in map(str.strip, devices.split(",")) if each)
     kind, _, number = str(getattr(settings, "device", "")).partition(":")
     if kind == "cuda":
-        yield "device", int(number) if number.isdecimal() else 0
+        yield "device", number if number.isdecimal() else "0"
 
 
 def _of_ranks(training: TrainingConfig, machine: Machine, nodes: int) -> Iterator[str]:
     """Yield what the trainer's ranks on this machine have too little of."""
-    ranks, visible = training.ranks // nodes, machine.visible
+    ranks, visible = training.ranks // nodes, 0 if training.device == "cpu" else machine.visible
     here = f"training.ranks={training.ranks}" + (f" on {nodes} nodes" if nodes > 1 else "")
     if visible and not machine.torch_has_gpus:
         yield (

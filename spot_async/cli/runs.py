@@ -63,7 +63,8 @@ def train(
     Other exit codes: 0 done, 1 failed, 2 could not start, 3 stalled, 4 budget spent, 128 and the signal's number for
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
-    from spot_async.checks.machine import Machine, training_warnings, without_weights
+    from spot_async.base.processes.gpus import GpuSoftware
+    from spot_async.checks.machine import Machine, placement_words, training_warnings, without_gpu, without_weights
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.checks.room import check_room
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
@@ -91,18 +92,23 @@ def train(
             RunDirectory.check_usable(path)
             settings = downloaded(settings, weights=() if dry_run else ROLES)
             plan = plan_training(settings)
+        found = Machine.found(os.environ)
+        if not dry_run and (refusal := without_gpu(settings.training, plan.served, found)) is not None:
+            raise ConfigError(refusal)
         unloadable = list(without_weights(plan.served, trained="student"))
         if unloadable and not dry_run:
             raise DataError(unloadable[0])
         nodes = 1 if node is None else node[0].nodes
         alone = left_alone(os.environ, settings.cluster)
         lacking = [*unloadable, *([] if alone is None else [alone])]
-        lacking += training_warnings(settings, plan.served, Machine.found(os.environ), nodes=nodes)
+        lacking += training_warnings(settings, plan.served, found, nodes=nodes)
         check_room(path, settings.training, plan.student.directory)
         estimates = estimate_run(settings, plan, earlier)
         machine = estimate_machine(settings, plan, earlier, nodes=nodes)
         if dry_run:
             show_plan(settings, path, plan, brief=brief)
+            placed = placement_words(settings.training, plan.served, found, nodes)
+            screen.print(Text(f"devices   {placed}\nsoftware  {GpuSoftware.found().words}"), soft_wrap=True)
             if node is not None:
                 screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
             show_estimates(screen, estimates)

@@ -75,6 +75,11 @@ class TrainingConfig(Section):
     lora: LoraConfig | None = Field(
         None, description="train adapters of low rank beside frozen weights (docs/lora.md); default: train all weights"
     )
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        "auto",
+        description="where the ranks compute; `auto`: on a GPU each, or on the CPU if torch finds none. It refuses the "
+        "CPU with `dtype: bfloat16`, and beside servers of this machine that name GPUs",
+    )
     ranks: PositiveInt = Field(1, description="trainer processes; each of `cluster.nodes` has an equal share")
     sharding: Literal["none", "fsdp2"] = Field(
         "none",

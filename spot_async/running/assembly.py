@@ -13,6 +13,7 @@ from typing import Any
 from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.checks.machine import gpu_need
 from spot_async.checks.plan import TrainPlan, merged_every, sleeps_while_training
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
@@ -167,4 +168,5 @@ def trainer_settings(
         # collectives must not mix with those of a step.
         publishes_beside=config.max_staleness > 0 and training.sharding == "none",
         shares_devices=sleeps_while_training(config.student),
+        needs_gpu=gpu_need(training, plan.served),
     )

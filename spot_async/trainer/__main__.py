@@ -18,7 +18,7 @@ with without_gc():
     from transformers.utils.logging import disable_progress_bar
 
     from spot_async.trainer.feed import BatchFeed
-    from spot_async.trainer.parallel import process_group, rank_device, strategy_of, this_rank
+    from spot_async.trainer.parallel import device_words, process_group, rank_device, rank_place, strategy_of, this_rank
     from spot_async.trainer.rank import StudentTrainer, train_batches
     from spot_async.trainer.settings import TrainerSettings
 
@@ -36,7 +36,8 @@ def run(settings: TrainerSettings, channel_directory: str) -> None:
     threading.excepthook = _end
     torch.set_num_threads(settings.training.threads)
     disable_progress_bar()  # the log is for what a person should read
-    device = rank_device()
+    device = rank_device(settings.training.device, settings.needs_gpu)
+    sys.stderr.write(f"rank {rank_place().rank} computes {device_words(device)}\n")
     with process_group(channel_directory, device, settings.training.sharding):
         _serve(settings, channel_directory, device)
 

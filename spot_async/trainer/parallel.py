@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.exits import exit_at_once
+from spot_async.base.processes.gpus import VISIBLE, GpuSoftware
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch
@@ -62,9 +63,18 @@ def rank_place() -> RankPlace:
     return RankPlace(before + int(os.environ["RANK"]), here * nodes, nodes)
 
 
-def rank_device() -> torch.device:
-    """Return this rank's GPU, or the CPU if there are no GPUs."""
+def rank_device(choice: Literal["auto", "cuda", "cpu"] = "auto", needs_gpu: str | None = None) -> torch.device:
+    """Return this rank's GPU, or the CPU if there are no GPUs. `needs_gpu` says what asks for one, if anything does.
+
+    Raises `ConfigError` if there is none then, or too few for the ranks of this machine.
+
+    torch alone can say whether there are GPUs: an old driver may serve a newer CUDA by a compatibility package.
+    """
+    if choice == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
+        if needs_gpu is not None:
+            raise ConfigError(GpuSoftware.found().refusal(needs_gpu))
         return torch.device("cpu")
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= devices:
@@ -76,6 +86,16 @@ def rank_device() -> torch.device:
     # It plans attention anew for each length of a document: 1.3 s of an update (docs/performance.md).
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
+
+
+def device_words(device: torch.device) -> str:
+    """Return what this rank computes on and with, for the log."""
+    software = GpuSoftware.found().words
+    if device.type == "cpu":
+        return f"on the CPU ({software})"
+    visible = os.environ.get(VISIBLE)
+    among = "" if visible is None else f" of {VISIBLE}={visible}"
+    return f"on GPU {device.index}{among}, {torch.cuda.get_device_name(device)} ({software})"
 
 
 @contextmanager

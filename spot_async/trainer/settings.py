@@ -36,6 +36,7 @@ class TrainerSettings(Section):
     shares_devices: bool = Field(
         False, description="the student's server is on the same devices, and needs their memory"
     )
+    needs_gpu: str | None = Field(None, description="what asks for a GPU, for messages; None: the CPU will do")
     resume: ResumePoint | None = Field(None, description="None: begin with the initial student")
     merged_every: int = Field(
         1,

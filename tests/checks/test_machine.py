@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from command import arguments, assert_refused, invoke
 
-from spot_async.base.processes.gpus import gpu_count, visible_gpus
-from spot_async.checks.machine import Machine, training_warnings
+from spot_async.base.processes.gpus import GpuSoftware, gpu_count, physical_gpus, visible_gpus
+from spot_async.checks.machine import Machine, gpu_need, placement_words, training_warnings, without_gpu
 from spot_async.config.loading import config_from
+from spot_async.errors import ConfigError
 from spot_async.trainer.nodes.topology import left_alone
+from spot_async.trainer.parallel import rank_device
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
 RUN = {
@@ -59,7 +62,7 @@ def test_what_the_machine_lacks_is_one_line(machine, override, said):
     ("machine", "override"),
     [
         (TWO_GPUS, LAUNCH % "0,1"),
-        (NO_GPU, LAUNCH % "GPU-8f3c"),  # a name, which CUDA alone can look up
+        (TWO_GPUS, LAUNCH % "GPU-8f3c"),  # a name, which CUDA alone can look up
         (NO_GPU, "teacher.backend={kind: vllm, launch: {python: p, devices: '7', prefix: [ssh, h], host: h}}"),
         (NO_GPU, "teacher.backend={kind: vllm, url: 'http://h:1'}"),
         (NO_GPU, NCCL % "gloo"),
@@ -71,6 +74,84 @@ def test_what_the_machine_lacks_is_one_line(machine, override, said):
 )
 def test_what_it_has_or_nobody_knows_is_no_line(machine, override):
     assert warned(machine, override) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "need"),
+    [
+        (LAUNCH % "0", "teacher.backend.launch.devices names GPU 0"),
+        (LAUNCH % "GPU-8f3c", "teacher.backend.launch.devices names GPU GPU-8f3c"),
+        ("student.backend={kind: local, device: 'cuda:0'}", "student.backend.device names GPU 0"),
+        ("training.dtype=bfloat16", "training.dtype=bfloat16"),
+        ("training.device=cuda", "training.device=cuda"),
+    ],
+)
+def test_the_cpu_is_refused_to_a_trainer_that_needs_a_gpu(override, need, monkeypatch):
+    software = GpuSoftware("2.13.0", "CUDA 13.0", "570.86.15", "2.29.7", has_varlen=True)
+    monkeypatch.setattr(GpuSoftware, "found", lambda: software)
+    config = config_from(RUN, [override])
+    served = {"student": config.student, "teacher": config.teacher}
+    for machine in (NO_GPU, Machine(2, 2, False, 16), Machine(2, 0, True, 16)):
+        assert without_gpu(config.training, served, machine) == (
+            f"{need}, but torch finds no GPU for the trainer (torch 2.13.0, CUDA 13.0, NVIDIA driver 570.86.15, NCCL "
+            "2.29.7, variable-length attention): CUDA 13.0 needs driver 580 or newer: update it, or install a torch "
+            "for an older CUDA, or set training.device=cpu"
+        )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # the ranks see what files cannot tell
+    with pytest.raises(ConfigError, match=f"{need}, but torch finds no GPU .*driver 570"):
+        rank_device(config.training.device, gpu_need(config.training, served))
+    assert without_gpu(config.training, served, TWO_GPUS) is None
+    allowed = config.training.model_copy(update={"device": "cpu"})
+    assert gpu_need(allowed, served) is None
+    assert without_gpu(allowed, served, NO_GPU) is None
+
+
+def test_a_trainer_that_needs_none_computes_on_the_cpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_need(config_from(RUN).training, {}) is None
+    assert rank_device("auto", None).type == "cpu"
+
+
+def test_training_on_the_cpu_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(Machine, "found", lambda _: NO_GPU)
+    run = arguments(tmp_path / "run", "training.dtype=bfloat16")
+    assert_refused(invoke(monkeypatch, *run), "training.dtype=bfloat16, but torch finds no GPU", "training.device=cpu")
+    dry = invoke(monkeypatch, *run, "--dry-run", "--brief")
+    assert dry.exit_code == 0
+    assert "warning: training.dtype=bfloat16, but torch finds no GPU" in dry.output
+    assert "devices   ranks on the CPU" in dry.output
+    assert "software  torch " in dry.output
+
+
+def test_devices_count_among_those_that_the_command_was_given(monkeypatch):
+    assert physical_gpus("0,1", {}) == "0,1"
+    assert physical_gpus("0, 3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == "4,7"
+    assert physical_gpus("1,GPU-8f3c", {"CUDA_VISIBLE_DEVICES": "GPU-a, MIG-b"}) == "MIG-b,GPU-8f3c"
+    for value, left in (("4,5", "2, counted from 0"), ("", "none")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        config = config_from(RUN, [LAUNCH % "4"])
+        with pytest.raises(ConfigError, match=f"launch.devices=4 names GPU 4, but .*={value} of .* leaves it {left}"):
+            config.teacher.backend.servers()[0].launch.model_copy(update={"python": sys.executable}).check_machine(
+                "teacher.backend.launch"
+            )
+
+
+def test_a_dry_run_shows_physical_devices():
+    config = config_from(RUN, [LAUNCH % "3", "training.ranks=2"])
+    served = {"student": config.student, "teacher": config.teacher}
+    machine = Machine(8, 4, True, 16, ["4", "5", "6", "7"])
+    assert placement_words(config.training, served, machine, 1) == (
+        "ranks on GPU 0 (4), 1 (5); teacher on GPU 3 (7); in brackets CUDA_VISIBLE_DEVICES of this command"
+    )
+    assert placement_words(config.training, served, NO_GPU, 1) == "ranks on the CPU; teacher on GPU 3"
+
+
+def test_the_driver_is_read_from_its_file(tmp_path):
+    path = tmp_path / "version"
+    for line in ("NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu", "Open Kernel Module for x86_64  535.129.03  Rel"):
+        path.write_text(f"NVRM version: {line} 2023\nGCC version: 12\n")
+        assert GpuSoftware.found(path).driver == "535.129.03"
+    assert GpuSoftware.found(tmp_path / "none").driver is None
 
 
 def test_a_reference_that_is_the_student_is_not_told_of_twice():

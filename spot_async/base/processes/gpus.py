@@ -1,14 +1,20 @@
-"""Counts the GPUs of this machine without importing torch, which would take seconds."""
+"""What this machine's GPUs are, and what torch can do with them, without importing torch, which would take seconds."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 # Devices behind which GPUs cannot be counted so: of AMD, of Windows below Linux, of Jetson boards.
 UNCOUNTED = ("kfd", "dxg", "nvgpu")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+WITHOUT_GPUS = "no CUDA"
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the major version of CUDA (its release notes)
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int | None:
@@ -18,16 +24,107 @@ def gpu_count(devices: Path = Path("/dev")) -> int | None:
     return sum(re.fullmatch(r"nvidia\d+", each.name) is not None for each in devices.glob("nvidia*"))
 
 
+def named_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the devices that `CUDA_VISIBLE_DEVICES` leaves to this command; None: all."""
+    value = environ.get(VISIBLE)
+    return None if value is None else [each.strip() for each in value.split(",") if each.strip()]
+
+
 def visible_gpus(environ: Mapping[str, str], machine: int) -> int:
     """Return how many of the machine's GPUs the environment leaves to a process."""
-    named = environ.get("CUDA_VISIBLE_DEVICES")
-    return machine if named is None else min(machine, sum(bool(each.strip()) for each in named.split(",")))
+    named = named_gpus(environ)
+    return machine if named is None else min(machine, len(named))
+
+
+def physical_gpus(devices: str, environ: Mapping[str, str]) -> str:
+    """Return what a server's `CUDA_VISIBLE_DEVICES` must be, so that its numbers count as those of the ranks do.
+
+    Ranks inherit the variable of this command, and count inside it: device 0 is the first that it names. Raises
+    ValueError for a number that it does not reach. Names, such as `GPU-8f3c`, stay as they are.
+    """
+    named = named_gpus(environ)
+    if named is None:
+        return devices
+    physical = []
+    for device in map(str.strip, devices.split(",")):
+        if device.isdecimal() and int(device) >= len(named):
+            raise ValueError(
+                f"names GPU {device}, but {VISIBLE}={environ[VISIBLE]} of this command leaves it "
+                + (f"{len(named)}, counted from 0" if named else "none")
+                + f": name one of those, or change {VISIBLE}"
+            )
+        physical.append(named[int(device)] if device.isdecimal() else device)
+    return ",".join(physical)
 
 
 def torch_has_gpus() -> bool:
-    """Return whether torch was built for CUDA or ROCm. Its files tell."""
+    """Return whether torch was built for CUDA or ROCm. Where nobody knows, the process that needs it finds out."""
+    return _of_torch()[1] != WITHOUT_GPUS
+
+
+def _of_torch() -> tuple[str, str | None]:
+    """Return torch's version, and what it was built for, such as `CUDA 13.0`; None if nobody knows."""
     spec = importlib.util.find_spec("torch")
-    version = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
-    if version is None or not version.is_file():
-        return True  # it is unknown, so let the process that needs it find out
-    return re.search(r"^(cuda|hip)\b.*= '", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    path = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
+    if path is None or not path.is_file():
+        return "unknown", None
+    found = dict(re.findall(r"^(__version__|cuda|hip)\b.*= '(.+)'", path.read_text(encoding="utf-8"), re.MULTILINE))
+    platforms = [f"{name} {found[key]}" for key, name in (("cuda", "CUDA"), ("hip", "ROCm")) if key in found]
+    return found.get("__version__", "unknown"), platforms[0] if platforms else WITHOUT_GPUS
+
+
+@dataclass(frozen=True)
+class GpuSoftware:
+    """The versions that decide whether torch can use GPUs."""
+
+    torch: str
+    platform: str | None  # such as `CUDA 13.0`
+    driver: str | None  # NVIDIA's
+    nccl: str | None
+    has_varlen: bool = False  # attention to all documents of a row in one call
+
+    @classmethod
+    def found(cls, driver: Path = DRIVER_VERSION) -> GpuSoftware:
+        """Look at this environment's torch and this machine's driver."""
+        text = driver.read_text(encoding="utf-8") if driver.is_file() else ""
+        version = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+        spec = importlib.util.find_spec("torch")
+        kernels = Path(spec.origin).parent / "nn/attention/varlen.py" if spec and spec.origin else None
+        has_varlen = kernels is not None and kernels.is_file()
+        return cls(*_of_torch(), version.group(1) if version else None, nccl_version(), has_varlen)
+
+    @property
+    def words(self) -> str:
+        driver = f"NVIDIA driver {self.driver}" if self.driver else "no NVIDIA driver"
+        nccl = f"NCCL {self.nccl}" if self.nccl else "no NCCL"
+        attention = f"{'variable-length' if self.has_varlen else 'no variable-length'} attention"
+        return f"torch {self.torch}, {self.platform or 'CUDA unknown'}, {driver}, {nccl}, {attention}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do where torch finds no GPU."""
+        if self.platform == WITHOUT_GPUS:
+            return "install a torch with CUDA"
+        oldest = self.oldest_driver
+        if oldest is not None and self.driver is not None and int(self.driver.split(".")[0]) < oldest:
+            return f"{self.platform} needs driver {oldest} or newer: update it, or install a torch for an older CUDA"
+        return f"give it GPUs ({VISIBLE}, the job's request)"
+
+    @property
+    def oldest_driver(self) -> int | None:
+        """The major version of the oldest driver that torch's CUDA runs on; None if nobody knows."""
+        found = re.match(r"CUDA (\d+)", self.platform or "")
+        return OLDEST_DRIVERS.get(int(found.group(1))) if found else None
+
+    def refusal(self, needs_gpu: str) -> str:
+        """Return why training must not begin on the CPU, where `needs_gpu` says what asks for a GPU."""
+        return (
+            f"{needs_gpu}, but torch finds no GPU for the trainer ({self.words}): {self.remedy}, or set "
+            "training.device=cpu"
+        )
+
+
+def nccl_version() -> str | None:
+    """Return the version of the NCCL that is installed beside torch; None if it brings its own, or has none."""
+    names = (each for each in importlib.metadata.distributions() if (each.name or "").startswith("nvidia-nccl-cu"))
+    return next((each.version for each in names), None)

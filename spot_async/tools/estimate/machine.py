@@ -108,7 +108,9 @@ def estimate_machine(
     load = _Loads(config, plan, {"student": student} | {role: size for role, size in sizes.items() if size}, servers)
     return MachineEstimate(
         trainer=trainer,
-        devices=per_device(servers, trainer, training.ranks, config.cluster.device_gib),
+        devices=per_device(
+            servers, trainer, 0 if training.device == "cpu" else training.ranks, config.cluster.device_gib
+        ),
         servers=servers,
         expected=load.at(expected, ASSUMED_SHARE),
         at_most=load.at(float(longest), 1.0),
