@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from spot_async.base.bounded_files import open_regular
 from spot_async.errors import DataError
 
 BEGINNING = b"version https://git-lfs.github.com/spec/"
@@ -12,7 +13,7 @@ BEGINNING = b"version https://git-lfs.github.com/spec/"
 def refuse_pointer(path: Path) -> None:
     """Raise `DataError` if a file is a pointer in place of what it should hold."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             is_pointer = file.read(len(BEGINNING)) == BEGINNING
     except OSError:
         return  # whoever reads it says why it cannot

@@ -164,10 +164,11 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
         path = settings.run.directory
         if resume == "auto" and path is not None and committed(Path(path)):
             # Node 0 goes on with the configuration that the run began with, whatever CONFIG says by now.
+            RunDirectory.open_own(Path(path))
             begun = load_config(Path(path) / "config.yaml", overrides)
             settings = begun.model_copy(update={"cluster": settings.cluster})
     else:
-        if RunDirectory.open(Path(resume)).purpose == "eval":
+        if RunDirectory.open_own(Path(resume)).purpose == "eval":
             return None
         settings = load_config(Path(resume) / "config.yaml", overrides)
     found = topology(os.environ, settings.cluster)
@@ -340,7 +341,7 @@ def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDire
     """
     if is_new:
         return RunDirectory.create(path, config, "eval")
-    directory = RunDirectory.open(path)
+    directory = RunDirectory.open_own(path)
     if directory.purpose == "train":
         raise DataError(
             f"--resume {path} is the directory of a training run: give that of an evaluation, or begin one with "

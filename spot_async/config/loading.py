@@ -19,7 +19,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spot_async.base.text import kind_of_value
+from spot_async.base.bounded_files import read_bounded
+from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json
 from spot_async.config.plugins import PluginSettings, PluginSettingsError
@@ -29,6 +30,8 @@ from spot_async.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
+# A resolved configuration has about 10 KB. YAML's aliases make many values of few bytes.
+MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_MERGED, MAX_BASES = 1 << 18, 100_000, 1000, 16
 OF_KEY = "[key]"  # pydantic's mark for an error in a key rather than in its value
 FORMS = {"model_type": "a section", "dict_type": "a mapping", "list_type": "a list"}  # pydantic's words: YAML's words
 # Pydantic's names of the types of a plain value that may have one of several.
@@ -40,8 +43,20 @@ class _RepeatedKeyError(yaml.MarkedYAMLError):
     """Raised for a key that one mapping has twice."""
 
 
+class _TooManyValuesError(yaml.YAMLError):
+    """Raised for a text that stands for more values than a configuration has."""
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML that reads `3e-6` as a number, which YAML 1.1 would not, and refuses a key that stands twice."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        merged = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+        if sum(len(each.value) for each in merged) > MAX_MERGED:
+            raise _TooManyValuesError(f"line {node.start_mark.line + 1} merges more than {MAX_MERGED:,} mappings")
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_MERGED:
+            raise _TooManyValuesError(f"line {node.start_mark.line + 1} merges more than {MAX_MERGED:,} keys")
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -74,13 +89,9 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """
     if path.resolve() in readers:
         raise ConfigError(f"{path}: is its own `base`, through {', '.join(reader.name for reader in readers)}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
-    tree = parse_yaml(text, str(path))
+    if len(readers) >= MAX_BASES:
+        raise ConfigError(f"{path}: is the `base` of more than {MAX_BASES} files in a row")
+    tree = read_plain(path)
     if not isinstance(tree, dict):
         found = "nothing" if tree is None else kind_of_value(tree)
         raise ConfigError(f"{path}: expected sections such as `student:` at the top, found {found}")
@@ -96,11 +107,27 @@ def read_tree(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     return laid_over(tree, below)
 
 
-def _unshared(tree: Any) -> Any:
-    """Return a copy in which sections that share a YAML alias are separate, so that an override changes only one."""
+def read_plain(path: Path) -> Any:
+    """Return a YAML file's plain values as they stand there. Raises ConfigError; no code is imported or run."""
+    try:
+        text = read_bounded(path, MAX_YAML_BYTES).decode()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: the configuration is not UTF-8 text") from None
+    return parse_yaml(text, str(path))
+
+
+def _unshared(tree: Any, left: Iterator[int]) -> Any:
+    """Return a copy in which sections that share a YAML alias are separate, so that an override changes only one.
+
+    Aliases of aliases may stand for more values than memory holds, so `left` is taken from for each.
+    """
+    if next(left, None) is None:
+        raise _TooManyValuesError(f"has more than {MAX_YAML_VALUES:,} values")
     if isinstance(tree, dict):
-        return {key: _unshared(value) for key, value in tree.items()}
-    return [_unshared(each) for each in tree] if isinstance(tree, list) else tree
+        return {key: _unshared(value, left) for key, value in tree.items()}
+    return [_unshared(each, left) for each in tree] if isinstance(tree, list) else tree
 
 
 def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +219,7 @@ def dump_yaml(config: Config) -> str:
 def parse_yaml(text: str, source: str) -> Any:
     """Return the plain values of a YAML text; messages call it `source`. Raises ConfigError."""
     try:
-        return _unshared(yaml.load(text, Loader=_Loader))  # noqa: S506 - a SafeLoader subclass
+        return _unshared(yaml.load(text, Loader=_Loader), iter(range(MAX_YAML_VALUES)))  # noqa: S506 - it is safe
     except _RepeatedKeyError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 0
         raise ConfigError(f"{source}: line {line}: {error.problem}, in the same section: keep one") from None
@@ -202,6 +229,8 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}:{where} not valid YAML: {getattr(error, 'problem', error)}") from None
     except RecursionError:
         raise ConfigError(f"{source}: sections or lists stand too deep within each other: take some away") from None
+    except (ValueError, TypeError, OverflowError) as error:  # what stands for a number or a date that there is not
+        raise ConfigError(f"{source}: not valid YAML: {first_line(error)}") from None
 
 
 def _describe(

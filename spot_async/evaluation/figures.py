@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.base.text import first_line
-from spot_async.errors import DataError
+from spot_async.base.bounded_files import read_json
 from spot_async.evaluation.metrics import standard_error
 
 FIGURES_FORMAT = 1  # raised when the file can no longer be read as before
@@ -82,19 +81,7 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_figures(path: Path) -> EvaluationFigures:
     """Return the contents of `evaluation.json`. Raises DataError if it is missing, damaged, or of a newer program."""
-    try:
-        data = path.read_bytes()
-        found = msgspec.json.decode(data, type=dict[str, Any]).get("format")
-        if isinstance(found, int) and found > FIGURES_FORMAT:
-            raise DataError(
-                f"{path} has format {found}, newer than this spot-async can read ({FIGURES_FORMAT}): install a newer "
-                "one"
-            )
-        return msgspec.json.decode(data, type=EvaluationFigures)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: is no evaluation.json: {first_line(error)}") from None
+    return read_json(path, EvaluationFigures, newest_format=FIGURES_FORMAT, otherwise="is no evaluation.json")
 
 
 def finite(value: float) -> float | None:

@@ -41,8 +41,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from spot_async.base.bounded_files import decode_json, open_regular, read_bounded
 from spot_async.base.processes.cores import usable_cores
 from spot_async.base.text import visible
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
@@ -50,6 +52,7 @@ from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory.run_weights import RunWeights
 
 DECIMALS = 6  # of numbers in arrays, which people read
+MAX_HOLDER_BYTES = 1024  # of the line that names who has the lock
 RUN_FORMAT = 1  # raised when a run directory's files can no longer be read as before
 
 # Files of a training run that has no results yet. spending.jsonl is not one: what was paid for counts as a result.
@@ -215,7 +218,7 @@ class RunDirectory:
         False proves nothing: on a shared disk, a lock held by another machine may not be seen.
         """
         try:
-            with (self.path / ".lock").open("rb") as file:
+            with open_regular(self.path / ".lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -226,7 +229,7 @@ class RunDirectory:
     def _last_user(self) -> str:
         """Return the process that has the lock, or had it last; empty if that cannot be read."""
         try:
-            return (self.path / ".lock").read_text(encoding="utf-8").strip()
+            return read_bounded(self.path / ".lock", MAX_HOLDER_BYTES).decode().strip()
         except (OSError, UnicodeDecodeError):
             return ""
 
@@ -234,8 +237,8 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         """Return the run directory at `path`. Raises DataError if it is none, or newer than this program."""
         try:
-            found = msgspec.json.decode((path / "run.json").read_bytes(), type=_RunFile)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            found = decode_json(read_bounded(path / "run.json"), _RunFile, "run.json")
+        except (OSError, DataError):
             raise DataError(f"{path} is no run directory: it has no readable run.json") from None
         if found.format > RUN_FORMAT:
             raise DataError(
@@ -243,6 +246,15 @@ class RunDirectory:
                 "newer one"
             )
         return cls(path.resolve(), found.command, found.cores, found.spot_async)
+
+    @classmethod
+    def open_own(cls, path: Path) -> RunDirectory:
+        """Return the run directory at `path` to continue in it: its configuration is run, and its state is trusted.
+
+        Raises DataError too if another user could change it, or files in it that decide.
+        """
+        refuse_foreign_writers([path, *(path / name for name in OF_A_START | {"checkpoints", "student", "best"})])
+        return cls.open(path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

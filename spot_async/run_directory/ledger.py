@@ -15,16 +15,23 @@ do not have.
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import re
+import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from spot_async.base import wire
+from spot_async.base.bounded_files import open_regular
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.spending.account import Account, Spending
@@ -33,6 +40,8 @@ from spot_async.types import Sample, Supervision
 
 FILE = "ledger.sqlite"
 FORMAT = 1
+MAX_CELL_BYTES, MAX_COPIED_BYTES = 1 << 20, 4 << 30  # of what is read only: of a prompt's row, and of a whole file
+PLAIN_TABLE = re.compile(r"create table prompts \([^()]*\)", re.IGNORECASE)  # no view, no column that is computed
 NAMED = 5  # ordinals that a line about prompts names
 TABLES = """
 create table if not exists about (name text primary key, value integer not null) without rowid;
@@ -120,10 +129,42 @@ class Ledger:
             raise DataError(f"{path}: cannot be read: {error}") from None
         if found > FORMAT:
             connection.close()
-            raise DataError(
-                f"{path} has format {found}, newer than this spot-async can read ({FORMAT}): install a newer one"
-            )
+            raise _newer(path, found)
         return cls(connection, path, metered(accounts or {}))
+
+    @classmethod
+    @contextmanager
+    def read_only(cls, directory: Path) -> Iterator[Self]:
+        """Open the ledger of a run directory, of anybody's run, to read it. Nothing in the directory is written.
+
+        To read what is in the write-ahead log only, SQLite would write, so it gets a copy. Raises DataError for one
+        that cannot be read, or whose rows would be computed while they are read.
+        """
+        path, log = directory / FILE, directory / f"{FILE}-wal"
+        try:
+            with ExitStack() as stack:
+                if log.exists() and log.stat().st_size:
+                    place = Path(stack.enter_context(TemporaryDirectory(prefix="spot-async-")))
+                    for each in (path, log):
+                        _copy(each, place / each.name)
+                    address = (place / FILE).as_uri()
+                else:
+                    open_regular(path).close()
+                    address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+                connection = stack.enter_context(closing(sqlite3.connect(address, uri=True, isolation_level=None)))
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
+                connection.execute("pragma trusted_schema = off")
+                made_by = connection.execute("select sql from sqlite_master where name = 'prompts'").fetchone()
+                if made_by is None or not PLAIN_TABLE.fullmatch(str(made_by[0])):
+                    raise DataError(f"{path}: is no ledger of spot-async")
+                (found,) = connection.execute("select value from about where name = 'format'").fetchone() or (None,)
+                if type(found) is int and found > FORMAT:
+                    raise _newer(path, found)
+                yield cls(connection, path, {})
+        except (sqlite3.Error, StorageError) as error:
+            raise DataError(f"{path}: cannot be read: {error}") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
     def close(self) -> None:
         self._connection.close()
@@ -258,6 +299,18 @@ class Ledger:
             raise StorageError(f"cannot write {self._path}: {error}") from None
 
 
+def _newer(path: Path, found: int) -> DataError:
+    return DataError(f"{path} has format {found}, newer than this spot-async can read ({FORMAT}): install a newer one")
+
+
+def _copy(path: Path, copy: Path) -> None:
+    """Copy a file for `read_only`. Raises OSError, also for what is no regular file."""
+    with open_regular(path) as source, copy.open("xb") as target:
+        if os.fstat(source.fileno()).st_size > MAX_COPIED_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_COPIED_BYTES:,} bytes")
+        shutil.copyfileobj(source, target)
+
+
 def state_of(row: PromptRow, step: int) -> str:
     """Return a prompt's state at a checkpoint."""
     if row.batch is not None and row.batch < step:
@@ -278,8 +331,11 @@ def batch_faults(rows: Sequence[PromptRow], step: int, batch_size: int) -> Itera
     passed = [
         row.ordinal for row in rows if row.ordinal <= last and state_of(row, step) == "pending" and row.reason is None
     ]
-    known = {row.ordinal for row in rows}
-    lost = [ordinal for ordinal in range(last + 1) if ordinal not in known]
-    for what, ordinals in (("were passed over", passed), ("are in no ledger", lost)):
-        if ordinals:
-            yield f"{len(ordinals)} prompts {what}: {', '.join(map(str, ordinals[:NAMED]))}"
+    known = {row.ordinal for row in rows if row.ordinal <= last}
+    lost = itertools.islice((ordinal for ordinal in range(last + 1) if ordinal not in known), NAMED)
+    for what, count, ordinals in (
+        ("were passed over", len(passed), passed[:NAMED]),
+        ("are in no ledger", last + 1 - len(known), lost),
+    ):
+        if count > 0:
+            yield f"{count} prompts {what}: {', '.join(map(str, ordinals))}"

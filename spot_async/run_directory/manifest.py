@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from spot_async.base.bounded_files import open_regular, read_json
 from spot_async.base.numbered import all_numbered, numbered
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError, StorageError
@@ -92,11 +93,12 @@ def commit(directory: Path, manifest: Manifest) -> tuple[CheckpointFile, ...]:
 def newest(run: Path) -> Checkpoint:
     """Return the newest checkpoint whose files are as its manifest says, and log those that are passed over.
 
-    Raises DataError where there is none, and for a manifest that a newer program wrote.
+    Raises DataError where there is none, where others could change them, and for a manifest of a newer program.
     """
     faults: list[str] = []
     for directory in committed(run):
         try:
+            refuse_foreign_writers([directory, *filter(Path.is_file, directory.iterdir())])
             return check(directory)
         except DataError as fault:
             faults.append(str(fault))
@@ -112,22 +114,15 @@ def committed(run: Path) -> list[Path]:
 
 
 def check(directory: Path) -> Checkpoint:
-    """Return a checkpoint. Raises DataError, which names what is missing or changed, or what others could change."""
+    """Return a checkpoint. Raises DataError, which names what is missing or changed."""
     path = directory / FILE
-    refuse_foreign_writers([directory, *filter(Path.is_file, directory.iterdir())])
-    try:
-        data = path.read_bytes()
-        found = msgspec.json.decode(data, type=dict[str, object]).get("format")
-        if isinstance(found, int) and found > FORMAT:
-            raise DataError(
-                f"{path} has format {found}, newer than this spot-async can read ({FORMAT}): install a newer one"
-            )
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+    manifest = read_json(path, Manifest, newest_format=FORMAT)
     for expected in manifest.files:
+        if Path(expected.name).name != expected.name:
+            raise DataError(f"{path}: names {expected.name!r}, which is no file of its directory")
         try:
-            is_whole = _described(directory / expected.name) == expected
+            path = directory / expected.name
+            is_whole = path.stat().st_size == expected.bytes and _described(path) == expected
         except OSError as error:
             raise DataError(f"{directory / expected.name}: {error.strerror}") from None
         if not is_whole:
@@ -171,7 +166,7 @@ def _is_of_checkpoint(path: Path) -> bool:
 
 def _described(path: Path) -> CheckpointFile:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return CheckpointFile(path.name, path.stat().st_size, digest.hexdigest())

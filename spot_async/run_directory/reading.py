@@ -7,15 +7,17 @@ whoever renders it decides what to do without it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import yaml
 
-from spot_async.errors import DataError
-from spot_async.models.hub import local_path
+from spot_async.base.bounded_files import decode_json, lines_of, open_regular, read_json
+from spot_async.config.loading import read_plain
+from spot_async.errors import ConfigError, DataError
+from spot_async.models.hub import ROLES, local_path
 from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
 from spot_async.run_directory.layout import (
     ATTEMPTS_FAILED,
@@ -28,6 +30,11 @@ from spot_async.run_directory.layout import (
 )
 
 T = TypeVar("T")
+
+# Of what is held as a whole: metrics, spending and dead letters. 10,000 iterations have about 1.5 million values.
+MAX_BYTES_OF_ROWS, MAX_VALUES_OF_ROWS = 128 << 20, 2_000_000
+SECTIONS = {*ROLES, "data", "evaluation", "policy", "prompt", "run", "sampling", "stages", "training"}
+MAX_FAILED = 100_000  # lines of the log about attempts that failed
 
 EVALUATION = "evaluation/"  # what the names of held-out figures in metrics.jsonl begin with
 EVALUATION_ITERATION = f"{EVALUATION}iteration"  # absent where it is the row's own
@@ -141,10 +148,20 @@ class RunFiles:
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration as plain values, since the schema may have changed since the run."""
         try:
-            loaded = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.path / 'config.yaml'}: cannot be read: {error}") from None
-        return loaded if isinstance(loaded, dict) else {}
+            loaded = read_plain(self.path / "config.yaml")
+        except ConfigError as error:
+            raise DataError(str(error)) from None
+        if not isinstance(loaded, dict):
+            return {}
+        stages = loaded.get("stages")
+        inner = {f"stages.{name}": each for name, each in stages.items()} if isinstance(stages, dict) else {}
+        for role in ROLES:
+            if isinstance(section := loaded.get(role), dict):
+                inner[f"{role}.backend"] = section.get("backend")
+        for key, value in ({**loaded, **inner}).items():
+            if key.partition(".")[0] in SECTIONS and not isinstance(value, dict | None):
+                raise DataError(f"{self.path / 'config.yaml'}: {key} is no section")
+        return {key: value for key, value in loaded.items() if value is not None}
 
     def samples_rhythm(self) -> str:
         """Return in words when the run writes samples, by its configuration."""
@@ -160,7 +177,7 @@ class RunFiles:
         path = self.path / "metrics.jsonl"
         rows = [
             {name: value for name, value in row.items() if value is not None}
-            for row in _lines(path, dict[str, float | None])
+            for row in _rows(path, dict[str, float | None])
         ]
         if any("iteration" not in row for row in rows):
             raise DataError(f"{path}: a line names no iteration")
@@ -169,12 +186,7 @@ class RunFiles:
     def summary(self) -> dict[str, Any] | None:
         """Return the figures at the end of the run; None if it has not come to its end."""
         path = self.path / "summary.json"
-        if not path.exists():
-            return None
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: {error}") from None
+        return read_json(path, dict[str, Any]) if path.exists() else None
 
     def early_end(self) -> str | None:
         """Return one line that says that the run ended early, and why; None if it came to its end or goes on."""
@@ -211,32 +223,29 @@ class RunFiles:
 
     def failed_attempts(self) -> list[FailedAttempts]:
         """Return the attempts that failed, in that order. A resumed run has those of iterations that it made again."""
-        return [each for each in self._events(FailedAttempts) if each.event == ATTEMPTS_FAILED]
+        failed = (each for each in self._events(FailedAttempts) if each.event == ATTEMPTS_FAILED)
+        return list(itertools.islice(failed, MAX_FAILED))
 
     def _events(self, kind: type[E]) -> Iterator[E]:
         """Return the events of the run's log. Lines that cannot be read are left out: pages need not fail for them."""
         path, decoder = self.path / "logs" / "run.jsonl", msgspec.json.Decoder(kind)
-        for line in path.read_bytes().splitlines() if path.exists() else ():
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                yield decoder.decode(line)
+        with contextlib.suppress(OSError):
+            for line in lines_of(path):
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    yield decoder.decode(line)
 
     def evaluation(self, label: str) -> dict[str, Any] | None:
         """Return `evaluation-<label>.json`, or None without it; `label` is before, after or an iteration's number."""
         path = self.path / f"evaluation-{label}.json"
-        if not path.exists():
-            return None
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: {error}") from None
+        return read_json(path, dict[str, Any]) if path.exists() else None
 
     def spending(self) -> list[dict[str, Any]]:
         """Return what was spent at endpoints with prices, in the rows that `telemetry/spending_log.py` writes."""
-        return list(_lines(self.path / "spending.jsonl", dict[str, Any]))
+        return _rows(self.path / "spending.jsonl", dict[str, Any])
 
     def dead_letters(self) -> list[DeadLetter]:
         """Return the prompts that were given up, in that order."""
-        return list(_lines(self.path / FILE_NAME, DeadLetter))
+        return _rows(self.path / FILE_NAME, DeadLetter)
 
     def samples(self) -> Iterator[SampleSummary]:
         """Return all samples, in the order in which they were trained."""
@@ -244,7 +253,7 @@ class RunFiles:
 
     def samples_as(self, kind: type[T]) -> Iterator[T]:
         """Return all samples in that order, with the fields that `kind` has. The rest of a line is skipped."""
-        return _lines(self.path / "samples.jsonl", kind)
+        return (sample for _, sample in _lines_at(self.path / "samples.jsonl", kind))
 
     def sample(self, wanted: str) -> tuple[int, SampleRecord]:
         """Return a sample's number and record. `wanted` is a number, or a problem's id for its latest sample.
@@ -267,12 +276,9 @@ class RunFiles:
         if found is None:
             raise DataError(f"{path}: no sample {wanted!r}: give a number from 0 to {count - 1}, or a problem's id")
         number, offset = found
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
-            try:
-                return number, msgspec.json.decode(file.readline(), type=SampleRecord)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}: sample {number}: {error}") from None
+            return number, decode_json(file.readline(), SampleRecord, f"{path}: sample {number}")
 
     def numbers_of(self, problem_id: str) -> list[int]:
         """Return the numbers of all samples of one problem."""
@@ -311,10 +317,6 @@ def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:
     return [f"⟨{token_id}⟩" for token_id in token_ids]
 
 
-def _lines(path: Path, kind: type[T]) -> Iterator[T]:
-    return (value for _, value in _lines_at(path, kind))
-
-
 def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
     """Give candidates without a text (special tokens) the names that their tokenizer has for them."""
     unnamed = [candidate for branch in sample.branches for candidate in branch.candidates if not candidate.token]
@@ -324,17 +326,43 @@ def name_tokens(run: RunFiles, sample: SampleRecord) -> None:
             candidate.token = text
 
 
-def _lines_at(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
-    """Return each line with its offset; none if there is no file. A last line that was cut short is left out."""
+def _rows(path: Path, kind: type[T]) -> list[T]:
+    """Return all lines of a file that is held as a whole. Raises DataError if it has too many bytes or values."""
+    values = 0
+
+    def counted(line: bytes) -> bool:
+        nonlocal values
+        values += line.count(b",") + line.count(b"[") + line.count(b"{")
+        return values <= MAX_VALUES_OF_ROWS
+
+    if path.exists() and path.stat().st_size > MAX_BYTES_OF_ROWS:
+        raise DataError(f"{path}: has more than {MAX_BYTES_OF_ROWS:,} bytes")
+    rows = [row for _, row in _lines_at(path, kind, counted)]
+    if values > MAX_VALUES_OF_ROWS:
+        raise DataError(f"{path}: has more than {MAX_VALUES_OF_ROWS:,} values")
+    return rows
+
+
+def _lines_at(
+    path: Path, kind: type[T], goes_on: Callable[[bytes], bool] = lambda line: True
+) -> Iterator[tuple[int, T]]:
+    """Return each line with its offset; none if there is no file. A last line that was cut short is left out.
+
+    It ends before the first line for which `goes_on` is false.
+    """
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
-    with path.open("rb") as file:
-        offset = 0
-        for number, line in enumerate(file, start=1):
+    offset = 0
+    try:
+        for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path)), start=1):
             try:
                 yield offset, decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 if line.endswith(b"\n"):
                     raise DataError(f"{path}:{number}: {error}") from None
+            except RecursionError:
+                raise DataError(f"{path}:{number}: lists or objects stand too deep within each other") from None
             offset += len(line)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None

@@ -37,7 +37,7 @@ def open_run(
     Models of the hub that are no longer in its cache are downloaded: `say` and `weights` are as in `with_downloads`.
     `say` also gets what happens to the learning rate, if the run goes on for another number of iterations.
     """
-    directory = RunDirectory.open(path)
+    directory = RunDirectory.open_own(path)
     if directory.purpose == "eval":
         raise DataError(f"{path} holds an evaluation: spot-async eval --resume {path}")
     if directory.is_in_use():

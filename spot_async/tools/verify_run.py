@@ -1,4 +1,6 @@
-"""Says from a run's files alone what became of every prompt: trained once, twice or never. It starts nothing.
+"""Says from a run's files alone what became of every prompt: trained once, twice or never.
+
+It starts, imports and writes nothing: the run may be somebody else's.
 
 A prompt is trained if its batch comes before the step of the newest whole checkpoint. What came after that checkpoint
 is pending: a resumed run makes it again.
@@ -8,18 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from spot_async.config.loading import load_config
 from spot_async.errors import DataError
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.run_directory.ledger import FILE, Ledger, batch_faults, state_of
+from spot_async.run_directory.ledger import FILE, Ledger, PromptRow, batch_faults, state_of
 from spot_async.run_directory.reading import RunFiles
 
 STATES = ("trained", "left out", "dead", "unpaid", "pending")
@@ -40,12 +41,20 @@ def verify(path: Path) -> Verification:
         raise DataError(f"{path}: holds no {FILE}, so it is not of a run that can be verified")
     if directory.is_in_use():
         raise DataError(f"{path} is in use: verify it when its run is over")
-    with closing(Ledger.open(path)) as ledger:
-        rows = list(ledger.prompts())
-    config = load_config(path / "config.yaml", ())
+    files = RunFiles(path)
+    batch_size = (files.config().get("training") or {}).get("batch_size")
+    if type(batch_size) is not int:
+        raise DataError(f"{path / 'config.yaml'}: training.batch_size={batch_size!r} is no number of prompts")
+    with Ledger.read_only(path) as ledger:
+        try:
+            rows = msgspec.convert(list(ledger.prompts()), list[PromptRow])
+        except msgspec.ValidationError as error:
+            raise DataError(f"{path / FILE}: cannot be read: {error}") from None
     step, faults = _read_checkpoints(path)
-    faults += batch_faults(rows, step, config.training.batch_size)
-    faults += _metric_faults(path, step)
+    if step > len(rows):  # each iteration has a prompt
+        raise DataError(f"{path}: its newest checkpoint is of iteration {step}, but {FILE} has {len(rows)} prompts")
+    faults += batch_faults(rows, step, batch_size)
+    faults += _metric_faults(files, step)
     epochs: list[Counter[str]] = []
     seen: Counter[str] = Counter()
     for row in rows:  # an epoch has each problem once
@@ -82,9 +91,9 @@ def _read_checkpoints(path: Path) -> tuple[int, list[str]]:
     return step, faults
 
 
-def _metric_faults(path: Path, step: int) -> Iterator[str]:
+def _metric_faults(files: RunFiles, step: int) -> Iterator[str]:
     """Yield where metrics.jsonl does not have each trained iteration once."""
-    counted = Counter(row["iteration"] for row in RunFiles(path).metrics())
+    counted = Counter(row["iteration"] for row in files.metrics())
     for iteration in range(1, step + 1):
         if counted[iteration] != 1:
             yield f"metrics.jsonl has {counted[iteration]} rows of iteration {iteration}"

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -38,6 +41,17 @@ STEP = "trained_steps"
 RANDOM_STATE = "random_state"
 # What torch's reader looks for in a file's header.
 PLACES, PLACE = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+# What ranks write. A copy beside it is somebody's.
+OWN = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
+
+
+class _OwnFiles(FileSystem):
+    """Shows torch's reader only what ranks wrote."""
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [each for each in super().ls(path) if OWN.fullmatch(Path(each).name)]
 
 
 class HeldTensor(NamedTuple):
@@ -108,6 +122,7 @@ def _read(directory: Path, step: int, state: Mapping[str, Tensor], strategy: Str
     randomness = _random_state(strategy)
     try:
         reader = HuggingFaceStorageReader(str(directory))
+        reader.fs = _OwnFiles()
         found = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
         wanted |= {name: state for name, state in randomness.items() if name in found}
         _check(found, wanted)
@@ -156,8 +171,9 @@ def _prepare(directory: Path) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         for each in new:
             flush_to_disk(each.parent)
-        for leftover in directory.glob("*.safetensors"):  # of an attempt that was cut off
-            leftover.unlink()
+        for path in directory.iterdir():
+            if OWN.fullmatch(path.name):  # of an attempt that was cut off
+                path.unlink()
     except OSError as error:
         return _reason(error)
     return ""

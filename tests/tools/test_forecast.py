@@ -273,7 +273,7 @@ def test_what_is_written_is_read_back_and_no_file_of_someone_else_is_written_ove
     assert path.with_suffix(".html").read_text() == "page"
     check_output(path)
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(found, format=2)))
-    with pytest.raises(DataError, match="has format 2, this version reads 1"):
+    with pytest.raises(DataError, match="has format 2, newer than this spot-async can read"):
         read_forecast(path)
     path.write_text("{}")
     for output, said in {

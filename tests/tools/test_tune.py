@@ -286,7 +286,7 @@ def test_results_are_read_back_and_others_are_refused(tmp_path):
     path.write_bytes(as_json(tuning()))
     assert read_tuning(path) == tuning()
     path.write_bytes(as_json(tuning(format=2)))
-    with pytest.raises(DataError, match="has format 2, this version reads 1"):
+    with pytest.raises(DataError, match="has format 2, newer than this spot-async can read"):
         read_tuning(path)
     path.write_bytes(b'{"format": "\xff"}')
     with pytest.raises(DataError, match=r"tuned\.json: is no file of spot-async tune"):

@@ -278,12 +278,14 @@ def test_loading_names_the_tensor_that_is_missing_unknown_or_different(
     thirds = tensors[name].chunk(3)
     for number in (0, 2):
         offsets = {name: {"saved_offsets": [number * len(thirds[0]), 0]}}
-        path = holed / f"part-{number}.safetensors"
+        path = holed / f"rank-{number + 2:05d}-of-00004.safetensors"
         save_file({name: thirds[number].clone()}, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
     refused(holed, f"a part of tensor {name} is missing")
     cut = spoiled() / file.name
     cut.write_bytes(cut.read_bytes()[:-100])
     refused(cut.parent, "")
+    shutil.copy(saved / file.name, saved / f"copy of {file.name}")  # somebody's, and not read
+    (saved / "mine.safetensors").write_bytes(b"no tensors")
     load(saved)  # and this one is good
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from spot_async.base.bounded_files import read_json
 from spot_async.errors import ConfigError, DataError
 from spot_async.tools.forecast.forecast import Forecast
 from spot_async.tools.forecast.measurement import Measurement
@@ -29,16 +30,7 @@ class ForecastFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_forecast(path: Path) -> ForecastFile:
     """Return a forecast from its file. Raises DataError if it cannot be read, or is of a newer format."""
-    try:
-        content = path.read_bytes()
-        found = msgspec.json.decode(content, type=dict[str, object]).get("format")
-        if found != FORMAT:
-            raise DataError(f"{path}: has format {found}, this version reads {FORMAT}")
-        return msgspec.json.decode(content, type=ForecastFile)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: is no file of spot-async forecast: {error}") from None
+    return read_json(path, ForecastFile, newest_format=FORMAT, otherwise="is no file of spot-async forecast")
 
 
 def check_output(output: Path) -> None:

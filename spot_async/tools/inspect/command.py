@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spot_async.base.text import counted, visible
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import ConfigError, DataError
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.reading import RunFiles, SampleSummary
@@ -66,6 +67,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     files = RunFiles(run)
     refuse_evaluation(files)
     number, sample = files.sample(wanted)
+    path = page_path(run, f"inspect-{number}.html", html)
     name_tokens(files, sample)
     policy = PolicySettings.of(files.config())
     found = colourings(sample, token_texts(files, sample.response_ids), policy)
@@ -73,7 +75,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     if wanted != str(number) and len(numbers := files.numbers_of(sample.problem_id)) > 1:
         listed = ", ".join(map(str, numbers))
         screen.print(Text(f"the last sample of {visible(sample.problem_id)}, which has {listed}", style="dim"))
-    write_page(screen, html or run / f"inspect-{number}.html", sample_page(number, sample, found, policy))
+    write_page(screen, path, sample_page(number, sample, found, policy), is_named=html is not None)
 
 
 def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[Section] = ()) -> None:
@@ -83,6 +85,7 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
 
     files = RunFiles(run)
     refuse_evaluation(files)
+    path = page_path(run, "report.html", html)
     report = read_report(files, more)
     screen.print(Text(report.bottleneck.sentence), *(Text(f"* {line}") for line in report.bottleneck.advice), sep="\n")
     if (staleness := dict(report.facts).get("staleness")) is not None:
@@ -91,7 +94,7 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
         screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:
         screen.print(Text(report.results.line))
-    write_page(screen, html or run / "report.html", report_page(report))
+    write_page(screen, path, report_page(report), is_named=html is not None)
 
 
 def refuse_evaluation(files: RunFiles) -> None:
@@ -103,9 +106,28 @@ def refuse_evaluation(files: RunFiles) -> None:
         )
 
 
-def write_page(screen: Console, path: Path, page: str) -> None:
+def page_path(run: Path, name: str, html: Path | None) -> Path:
+    """Return where a page goes: where the user says, or into the run. Raises DataError for a run of somebody else."""
+    if html is None:
+        try:
+            refuse_foreign_writers([run])
+        except DataError as error:
+            raise DataError(f"{error}; to read it only, say where the page goes: --html PATH") from None
+    return html or run / name
+
+
+def write_page(screen: Console, path: Path, page: str, *, is_named: bool) -> None:
+    """Write a page. Under a name that the user did not give, whatever is there is replaced: it may be a link."""
+    data = page.encode("utf-8", errors="replace")  # names of files may be no UTF-8
     try:
-        path.write_text(page, encoding="utf-8", errors="replace")  # names of files may be no UTF-8
+        if is_named:
+            path.write_bytes(data)
+        else:
+            new = path.with_name(f".{path.name}.new")
+            new.unlink(missing_ok=True)
+            with new.open("xb") as file:
+                file.write(data)
+            new.replace(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with --html") from None
     screen.print(Text(f"page: {path}"))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spot_async.base.text import first_line
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import access_token, hub_api, refused_token, the_hub
@@ -42,6 +43,7 @@ def prepare(run: Path, repository: str, *, is_best: bool) -> Upload:
     if not REPOSITORY.fullmatch(repository):
         raise ConfigError(f"REPO {repository!r}: give the name of a repository of the hub, such as me/my-student")
     files = RunFiles(run)
+    refuse_foreign_writers([run])
     directory = RunDirectory.open(run)
     if files.is_evaluation:
         raise DataError(f"{run} holds an evaluation, which has no student: give a training run")
@@ -53,6 +55,7 @@ def prepare(run: Path, repository: str, *, is_best: bool) -> Upload:
         raise DataError(f"{run} has no {'best' if is_best else 'trained'} student: it {reason}")
     from spot_async.models.causal_model import check_files, empty_model  # imports torch
 
+    refuse_foreign_writers([student, *_published(student)])  # a link could lead to any file of this user's
     check_files(student, empty_model(student))
     config = files.config()
     found = {each.relative_to(student).as_posix(): each for each in _published(student)}

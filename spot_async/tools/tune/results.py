@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from spot_async.base.bounded_files import read_json
 from spot_async.errors import ConfigError, DataError
 from spot_async.tools.tune.measurement import Ramp
 from spot_async.tools.tune.recommendation import Recommendation
@@ -36,16 +37,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_tuning(path: Path) -> Tuning:
     """Return a tuning from its JSON file. Raises DataError if it cannot be read, or is of a newer format."""
-    try:
-        content = path.read_bytes()
-        found = msgspec.json.decode(content, type=dict[str, object]).get("format")
-        if found != FORMAT:
-            raise DataError(f"{path}: has format {found}, this version reads {FORMAT}")
-        return msgspec.json.decode(content, type=Tuning)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: is no file of spot-async tune: {error}") from None
+    return read_json(path, Tuning, newest_format=FORMAT, otherwise="is no file of spot-async tune")
 
 
 def as_json(tuning: Tuning) -> bytes:

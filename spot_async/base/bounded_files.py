@@ -1,0 +1,94 @@
+"""Reads files that others may have made: regular files only, and no more of them than a bound.
+
+A name in a run or model directory may be a pipe that nobody writes to, a device without an end, or a file of which a
+few bytes make gigabytes of objects. So bytes, values and depth are bounded, each refusal is one line, nothing waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from spot_async.base.text import first_line
+from spot_async.errors import DataError
+
+T = TypeVar("T")
+
+MAX_JSON_BYTES = 16 << 20
+MAX_VALUES = 1_000_000  # of one JSON file: each takes up to 100 bytes as a Python object, and may take two in the file
+MAX_LINE_BYTES = 16 << 20  # a sample with a long response and many probes has about 8 MiB
+
+
+class _Versioned(msgspec.Struct):
+    """What each format of a file has in common. The rest is skipped, not decoded."""
+
+    format: Any = None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read it; links are followed. Raises OSError, also for anything else, without waiting."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_bounded(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError, also if it has more than `max_bytes`."""
+    with open_regular(path) as file:
+        data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+    return data
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a regular file. Raises OSError, also for a line of more than `MAX_LINE_BYTES`."""
+    number = 0
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise OSError(errno.EFBIG, f"line {number} has more than {MAX_LINE_BYTES:,} bytes", str(path))
+            yield line
+
+
+def decode_json(data: bytes, kind: type[T], where: str, max_values: int = MAX_VALUES) -> T:
+    """Return the value of a JSON text. Raises DataError, which begins with `where` the text is from."""
+    if max(data.count(b","), data.count(b"["), data.count(b"{")) >= max_values:  # commas in strings count too
+        raise DataError(f"{where}: has more than {max_values:,} values")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise DataError(f"{where}: lists or objects stand too deep within each other") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: {first_line(error)}") from None
+
+
+def read_json(path: Path, kind: type[T], *, newest_format: int | None = None, otherwise: str = "cannot be read") -> T:
+    """Return the value of a JSON file. Raises DataError, also if its `format` is above `newest_format`.
+
+    `otherwise` is what the message says of a file with another content.
+    """
+    where = f"{path}: {otherwise}"
+    try:
+        data = read_bounded(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if newest_format is not None:
+        found = decode_json(data, _Versioned, where).format
+        if isinstance(found, int) and found > newest_format:
+            raise DataError(
+                f"{path} has format {found}, newer than this spot-async can read ({newest_format}): install a newer one"
+            )
+    return decode_json(data, kind, where)
