@@ -118,10 +118,16 @@ class WeightPublisher:
         self._is_writing = True
         if not self._writes:
             return
+        # On the stream of training each copy would wait for all that the next step has queued.
+        stream = None
+        if next(model.parameters()).is_cuda:
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
 
         def publish() -> None:
             try:
-                self.publish(model, step, is_whole=is_whole)
+                with torch.cuda.stream(stream):
+                    self.publish(model, step, is_whole=is_whole)
             except TrainerError as error:
                 self._failure = error
             done(self.files, str(self._failure or ""))

@@ -1,4 +1,4 @@
-"""Gathers a student's weights one after another, and writes each before the next comes.
+"""Gathers a student's weights one after another, and writes each while the next comes.
 
 So no rank ever holds the whole student. What is written is what transformers' `save_pretrained` would write.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,6 +25,8 @@ from spot_async.trainer.lora import adapted_layers, own_weights
 from spot_async.trainer.parallel import whole
 
 MAX_FILE_SIZE = "50GB"  # as transformers' `save_pretrained`
+BUFFERS = 3  # one is filled, one is written, one is in between
+BUFFER_BYTES = 1 << 25
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors calls them
 
 
@@ -53,24 +58,28 @@ class WeightStream:
         """Write all weights into a directory."""
         if not self._files:
             self._write_whole(directory)
+        tensors = self._merged()
         for file, shapes in self._files.items():
-            self._write_file(directory / file, shapes)
+            self._write_file(directory / file, shapes, tensors)
         if self._index is not None:
             (directory / INDEX_FILE).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
 
     def _gathered(self) -> Iterator[Tensor]:
-        """Gather weights on the CPU. None is held on to while the next one is gathered."""
+        """Gather weights. None is held on to while the next one is gathered."""
         live = own_weights(self.model)
+        for name in self._names:
+            yield whole(live[name])
+
+    def _merged(self) -> Iterator[Tensor]:
+        """Yield whole weights, each with its adapter, which is added in float32."""
         layers = {f"{name}.weight": (name, layer.scale) for name, layer in adapted_layers(self.model)}
         for name in self._names:
-            yield self._published(whole(live[name]), layers.get(name)).cpu()
-
-    def _published(self, tensor: Tensor, layer: tuple[str, float] | None) -> Tensor:
-        """Return a whole weight as it is published. An adapter is added in float32, and the sum is then cast."""
-        if layer is not None:
-            name, scale = layer
-            tensor = tensor.float() + scale * (self._adapters[f"{name}.{UP}"] @ self._adapters[f"{name}.{DOWN}"])
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            tensor = next(self._tensors)
+            if name in layers:
+                layer, scale = layers[name]
+                tensor = tensor.float() + scale * (self._adapters[f"{layer}.{UP}"] @ self._adapters[f"{layer}.{DOWN}"])
+            yield tensor
+            del tensor  # before the next is gathered
 
     def _layout(self, shapes: Shapes) -> tuple[dict[str, Shapes], dict[str, object] | None]:
         """Return which file has which weights in which order, and the index if there are several files."""
@@ -86,7 +95,7 @@ class WeightStream:
         sizes = {"total_parameters": self.model.num_parameters(), **split.metadata}
         return files, {"metadata": sizes, "weight_map": split.tensor_to_filename}
 
-    def _write_file(self, path: Path, shapes: Shapes) -> None:
+    def _write_file(self, path: Path, shapes: Shapes, tensors: Iterator[Tensor]) -> None:
         """Write one safetensors file, whose header comes before its tensors."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -97,12 +106,11 @@ class WeightStream:
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for _ in shapes:
-                file.write(_bytes(next(self._tensors)))
+            write_tensors(file, islice(tensors, len(shapes)), self._dtype)
 
     def _write_whole(self, directory: Path) -> None:
         """Let transformers write all weights at once, tied ones as one tensor under each of their names."""
-        state = dict(zip(self._names, self._tensors, strict=True))
+        state = {name: each.to("cpu", self._dtype) for name, each in zip(self._names, self._merged(), strict=True)}
         names = {each: name for name, each in own_weights(self.model).items()}
         live = self.model.state_dict(keep_vars=True)
         self.model.save_pretrained(
@@ -110,8 +118,36 @@ class WeightStream:
         )
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+def write_tensors(file: BinaryIO, tensors: Iterator[Tensor], dtype: torch.dtype) -> None:
+    """Write the numbers of tensors as `dtype`, in pieces: each is written while the next comes to the CPU.
+
+    A GPU casts them and copies them into pinned memory, on the current stream.
+    """
+    size = BUFFER_BYTES // dtype.itemsize
+    buffers: deque[Tensor] = deque()  # the oldest first, as in `pending`
+    pending: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1, "writing") as writer:
+        for tensor in tensors:
+            for piece in torch.split(tensor.flatten(), size):
+                if len(pending) == BUFFERS:
+                    pending.popleft().result()
+                    buffers.rotate(-1)
+                else:
+                    buffers.append(torch.empty(size, dtype=dtype, pin_memory=piece.is_cuda))
+                part = buffers[-1][: len(piece)]
+                part.copy_(piece, non_blocking=True)
+                copied = torch.cuda.current_stream().record_event() if piece.is_cuda else None
+                pending.append(writer.submit(_write_piece, file, part, copied))
+                del piece
+            del tensor  # before the next is gathered
+        for each in pending:
+            each.result()
+
+
+def _write_piece(file: BinaryIO, piece: Tensor, copied: torch.cuda.Event | None) -> None:
+    if copied is not None:
+        copied.synchronize()
+    file.write(piece.view(torch.uint8).numpy().data)
 
 
 def _layer_by_layer(name: str) -> list[tuple[bool, int, str]]:

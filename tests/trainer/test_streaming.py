@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import spot_async.trainer.streaming as streaming
@@ -64,6 +65,37 @@ def test_a_model_that_transformers_converts_is_published_as_it_was(
     assert not found
 
 
+def test_a_rank_that_writes_nothing_copies_nothing(student: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Told on the meta device, from which nothing can be copied, and by what is done with weights there."""
+    done: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            done.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    trainer = make_trainer(student, tmp_path, dtype="bfloat16")
+    trainer.model.to("meta")
+    trainer._publisher._writes = False
+    with Noted():
+        published(trainer, 1)
+    assert done.count("aten.detach.default") >= len(load_file(student / "model.safetensors")), "all are gathered"
+    assert set(done) == {"aten.detach.default"}
+
+
+@pytest.mark.parametrize("size", [8, 1000, 1 << 20], ids=["pieces of two numbers", "pieces", "whole"])
+def test_weights_written_in_pieces_are_those_written_at_once(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "BUFFER_BYTES", size)
+    tensors = [torch.randn(*shape) for shape in ((3, 50), (7,), (2, 0), (400, 2))]
+    tensors[0] = tensors[0].T  # not contiguous
+    with (tmp_path / "file").open("wb") as file:
+        streaming.write_tensors(file, iter(tensors), torch.bfloat16)
+    expected = torch.cat([each.flatten().bfloat16() for each in tensors])
+    assert (tmp_path / "file").read_bytes() == expected.view(torch.uint8).numpy().tobytes()
+
+
 @pytest.mark.parametrize("training", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])
 def test_a_whole_weight_is_gone_before_the_next_is_gathered_and_a_failed_rank_gathers_on(
     student: Path, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: dict[str, Any]
@@ -78,7 +110,7 @@ def test_a_whole_weight_is_gone_before_the_next_is_gathered_and_a_failed_rank_ga
         alive.add(found := tensor.detach().full_tensor().clone())
         return found
 
-    def is_full(self: WeightStream, path: Path, shapes: object) -> None:
+    def is_full(self: WeightStream, path: Path, shapes: object, tensors: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(streaming, "whole", whole)
