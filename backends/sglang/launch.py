@@ -42,6 +42,8 @@ def sglang_command(
     ]
     if settings.memory_fraction is not None:
         argv += ["--mem-fraction-static", str(settings.memory_fraction)]
+    if settings.is_narrow:
+        argv.append("--enable-fp32-lm-head")
     if sleeps:
         argv += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if adapters is not None:

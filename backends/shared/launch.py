@@ -57,6 +57,14 @@ if spec is None or spec.origin is None:
 names = importlib.metadata.packages_distributions().get(sys.argv[1], [])
 print(importlib.metadata.version(names[0]) if names else "unknown")
 """
+# Prints the version of the NCCL that is installed beside torch, if there is one.
+NCCL_CODE = """
+import importlib.metadata
+for each in importlib.metadata.distributions():
+    if (each.name or "").startswith("nvidia-nccl-cu"):
+        print(each.version)
+        break
+"""
 
 
 T = TypeVar("T")
@@ -75,11 +83,24 @@ class LaunchSettings(ProcessSettings):
         "command's CUDA_VISIBLE_DEVICES leaves; default: all",
     )
     tensor_parallel_size: PositiveInt = Field(1, description="devices that share the model")
+    replicas: PositiveInt = Field(
+        1,
+        description="so many servers alike, each on its own `tensor_parallel_size` of the `devices`; by default these "
+        "are the first ones",
+    )
     memory_fraction: Probability | None = Field(
         None, description="share of device memory for weights and KV cache; default: the server's own"
     )
     dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
     arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the server may compute in 16 bits. Its logits, rounded to those, would be up to 0.25 nats off.
+
+        A server in 32 bits changes nothing when it is told to compute them in float32, so `auto` may be either.
+        """
+        return self.dtype not in ("float32", "float")
 
     @property
     def variables(self) -> dict[str, str]:
@@ -108,12 +129,24 @@ class LaunchSettings(ProcessSettings):
         if twice := next((each for each in named if named.count(each) > 1), None):
             raise ValueError(f"devices={self.devices} names {twice} twice: name each device once")
         given = None if self.devices is None else len(named)
-        if given is not None and 1 < self.tensor_parallel_size != given:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices, but devices={self.devices} "
-                f"names {given}"
-            )
+        taken = self.replicas * self.tensor_parallel_size
+        if given is not None and 1 < taken != given:
+            each = f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices"
+            words = each if self.replicas == 1 else f"replicas={self.replicas} take {taken} devices"
+            raise ValueError(f"{words}, but devices={self.devices} names {given}")
         return self
+
+    def servers(self) -> list[Self]:
+        """Return the settings of each of the `replicas`, with its own devices. Ray chooses those of `resources`."""
+        if self.replicas == 1:
+            return [self]
+        size = self.tensor_parallel_size
+        devices = ",".join(map(str, range(self.replicas * size))) if self.devices is None else self.devices
+        names = [each.strip() for each in devices.split(",")]
+        shares = [",".join(names[first : first + size]) for first in range(0, len(names), size)]
+        return [
+            self.model_copy(update={"replicas": 1, "devices": None if self.resources else share}) for share in shares
+        ]
 
 
 def check_installed(settings: ProcessSettings, section: str, package: str) -> None:
@@ -358,21 +391,36 @@ def installed_version(settings: ProcessSettings, package: str) -> str:
 
     Raises `ConfigError` if there is no such module.
     """
+    return _asked(settings, VERSION_CODE, package)
+
+
+def installed_nccl(settings: ProcessSettings) -> str | None:
+    """Return the version of NCCL in the settings' environment; None if torch brings its own there, or has none."""
+    return _asked(settings.model_copy(update={"python": settings.interpreter}), NCCL_CODE, "NCCL") or None
+
+
+def _asked(settings: ProcessSettings, program: str, package: str) -> str:
+    """Return the line that a program about a package prints in the settings' environment."""
     variables = tuple(sorted(settings.environment.items()))
-    return _installed_version(settings.python, package, tuple(settings.prefix), variables, settings.ray_node)
+    return _ask(settings.python, program, package, tuple(settings.prefix), variables, settings.ray_node)
 
 
 @functools.lru_cache
-def _installed_version(
-    python: str, package: str, prefix: tuple[str, ...], variables: tuple[tuple[str, str], ...], ray_node: str | None
+def _ask(
+    python: str,
+    program: str,
+    package: str,
+    prefix: tuple[str, ...],
+    variables: tuple[tuple[str, str], ...],
+    ray_node: str | None,
 ) -> str:
     environment = dict(variables)
     if prefix:
         far_side = FarSide(prefix, python, environment, ray_node)
-        code, line, errors = far_side.ask(VERSION_CODE, [package])
+        code, line, errors = far_side.ask(program, [package])
         where = f"{python} on the far side of {far_side.shown}"
     else:
-        code, line, errors = _ask_interpreter(python, package, environment.get("PYTHONPATH"))
+        code, line, errors = _ask_interpreter(python, program, package, environment.get("PYTHONPATH"))
         where = python
     if code == NO_SUCH_MODULE:
         raise ConfigError(f"launch.python: no {package} in {where}: install it there, or name another interpreter")
@@ -382,9 +430,9 @@ def _installed_version(
     return line
 
 
-def _ask_interpreter(python: str, package: str, python_path: str | None) -> tuple[int, str, str]:
+def _ask_interpreter(python: str, program: str, package: str, python_path: str | None) -> tuple[int, str, str]:
     own = {} if python_path is None else {"PYTHONPATH": python_path}
-    command = [python, "-c", VERSION_CODE, package]
+    command = [python, "-c", program, package]
     try:
         done = subprocess.run(
             command,

@@ -37,7 +37,7 @@ def vllm_command(
     """
     uds = doorway.uds if settings.port is None and not settings.is_elsewhere else None
     argv = [
-        *(settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *(settings.python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
         *(("--host", doorway.host, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
         *("--generation-config", "vllm"),  # or sampling defaults would come from the model's directory
         *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
@@ -46,6 +46,8 @@ def vllm_command(
     ]
     if settings.memory_fraction is not None:
         argv += ["--gpu-memory-utilization", str(settings.memory_fraction)]
+    if settings.is_narrow:
+        argv += ["--hf-overrides", '{"head_dtype": "float32"}']
     if release(installed_version(settings, PACKAGE)) >= SCALE_OUT_SINCE:
         argv.append("--enable-scale-out")
     if sleeps:

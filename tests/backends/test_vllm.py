@@ -243,12 +243,21 @@ def test_the_command_has_the_flags_that_the_installed_version_knows(
     given = " ".join(command.argv)
     assert ("--enable-scale-out" in command.argv) == flag
     for part in (
-        "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --model /models/student",
+        "/opt/vllm/bin/python -m vllm.entrypoints.cli.main serve /models/student",
         "--uds /tmp/spot-server-x/http",
         "--max-logprobs 65 --dtype bfloat16 --tensor-parallel-size 2",
         "--enable-prompt-tokens-details --gpu-memory-utilization 0.5",
     ):
         assert part in given
+    head = ["--hf-overrides", '{"head_dtype": "float32"}']
+    assert head[1] in command.argv  # of a model in 16 bits
+    whole = settings.model_copy(update={"dtype": "float32"})
+    assert (
+        head[0]
+        not in vllm_launch.vllm_command(
+            whole, Path("/models/student"), doorway, max_logprobs=65, takes_weights=True
+        ).argv
+    )
     assert list(command.argv[-2:]) == ["--max-model-len", "5121"]
     assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert command.environment["VLLM_LOGGING_LEVEL"] == "ERROR"
