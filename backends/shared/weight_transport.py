@@ -62,6 +62,14 @@ class WeightSettings(Section):
     )
     device: str | None = Field(None, description="for distributed: the sender's device; default: `cuda:0` or `cpu`")
 
+    @property
+    def by_nccl(self) -> bool:
+        return self.transport == "distributed" and self.backend == "nccl"
+
+    @property
+    def sender_device(self) -> str:
+        return self.device or ("cuda:0" if self.backend == "nccl" else "cpu")
+
 
 def check_reachable(settings: WeightSettings, hosts: Sequence[str], *, servers: int) -> None:
     """Raise ValueError if a server elsewhere would look for us on its own machine, or several servers at one port.
@@ -184,12 +192,11 @@ class WeightSender:
             self._socket.linger = 0
             self._socket.bind(endpoint(directory))
             settings = self._settings
-            device = settings.device or ("cuda:0" if settings.backend == "nccl" else "cpu")
             self._child = await ChildProcess.start(
                 self._name,
                 [
                     *(sys.executable, "-m", "spot_async.backends.shared.weight_sender", directory),
-                    *(settings.backend, device, settings.address, str(settings.port or 0)),
+                    *(settings.backend, settings.sender_device, settings.address, str(settings.port or 0)),
                 ],
                 log_path=self._log_path,
             )

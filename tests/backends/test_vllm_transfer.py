@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -19,6 +21,8 @@ import pytest
 import torch.distributed as dist
 from deadlines import soon
 
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.shared import student_settings
 from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.backends.shared.remote import RemoteServer
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
@@ -244,3 +248,52 @@ async def test_a_torch_without_nccl_is_named(tmp_path: Path) -> None:
             await sender.mint(deadline=soon())
     finally:
         await sender.stop()
+
+
+@pytest.mark.parametrize("kind", [VllmBackend, SglangBackend])
+@pytest.mark.parametrize(
+    ("launch", "choices", "said"),
+    [
+        ({"devices": "0"}, {}, "weights.device=cuda:0: the server on launch.devices=0 uses this GPU"),
+        ({}, {}, "weights.device=cuda:0: the server on launch.devices=0 uses this GPU"),
+        ({"tensor_parallel_size": 2}, {"device": "cuda:1"}, "weights.device=cuda:1: the server on launch.devices=0,1"),
+        ({"devices": "3"}, {"sleeps": True}, "distributed with sleep_while_training: the servers share the trainer's"),
+        ({"devices": "3"}, {"device": "cuda"}, None),
+        ({"devices": "0"}, {"device": "cuda:7", "sleeps": True}, None),
+        ({"devices": "0"}, {"backend": "gloo"}, None),
+        ({"prefix": ["ssh", "h"], "host": "10.0.0.2"}, {"address": "10.0.0.1"}, None),
+    ],
+)
+def test_a_sender_on_a_server_s_gpu_is_refused(
+    kind: Any, launch: dict[str, Any], choices: dict[str, Any], said: str | None
+) -> None:
+    weights = {"transport": "distributed", **{key: each for key, each in choices.items() if key != "sleeps"}}
+    settings = {
+        "launch": {"python": "p", **launch},
+        "weights": weights,
+        "sleep_while_training": choices.get("sleeps", False),
+    }
+    if said is None:
+        validate_as(kind.Settings, settings)
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        validate_as(kind.Settings, settings)
+
+
+def test_other_versions_of_nccl_are_refused_with_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = tmp_path / "site"
+    (environment / "nvidia_nccl_cu13-2.30.7.dist-info").mkdir(parents=True)
+    (environment / "nvidia_nccl_cu13-2.30.7.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.30.7\n"
+    )
+    launch = {"python": sys.executable, "devices": "1", "environment": {"PYTHONPATH": str(environment)}}
+    given = {"launch": launch, "weights": {"transport": "distributed"}}
+    monkeypatch.setattr(VllmBackend.Settings, "PACKAGE", "json")
+    settings = validate_as(VllmBackend.Settings, given)
+    monkeypatch.setattr(student_settings, "nccl_version", lambda: "2.29.7")
+    said = r"student.backend.weights.backend=nccl: the sender has NCCL 2.29.7, and the server of .*launch has 2.30.7"
+    with pytest.raises(ConfigError, match=said):
+        settings.check_installed("student.backend")
+    for ours in ("2.30.7", None):
+        monkeypatch.setattr(student_settings, "nccl_version", lambda ours=ours: ours)
+        settings.check_installed("student.backend")

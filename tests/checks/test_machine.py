@@ -35,7 +35,7 @@ def warned(machine, *overrides, nodes=1):
 
 
 LAUNCH = "teacher.backend={kind: vllm, launch: {python: p, devices: '%s'}}"
-NCCL = "student.backend={kind: vllm, launch: {python: p}, weights: {transport: distributed, backend: %s}}"
+NCCL = "student.backend={kind: vllm, url: 'http://127.0.0.1:1', weights: {transport: distributed, backend: %s}}"
 
 
 @pytest.mark.parametrize(
