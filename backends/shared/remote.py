@@ -149,8 +149,9 @@ class RemoteSettings(AttachedSettings):
     def _check_launches(
         cls, launch: LaunchSettings | list[LaunchSettings] | None
     ) -> LaunchSettings | list[LaunchSettings] | None:
-        check_together(as_list(launch))
-        return launch
+        servers = [server for each in as_list(launch) for server in each.servers()]
+        check_together(servers)
+        return servers if len(servers) > 1 else launch
 
     @pydantic.model_validator(mode="after")
     def _check_place(self) -> Self:

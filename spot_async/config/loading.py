@@ -171,22 +171,41 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in `tree`; the value is read as YAML."""
+    """Set one `section.key=value` in `tree`; the value is read as YAML.
+
+    In a list of sections, such as one of several servers to launch, it is set in each, or in that of a number:
+    `launch.0.devices=1`.
+    """
     name, separator, text = override.partition("=")
     keys = name.strip().split(".")
     if not separator or not all(keys):
         raise ConfigError(f"override {override!r}: expected section.key=value")
-    section = tree
+    sections = [tree]
     for depth, key in enumerate(keys[:-1]):
-        below = section.get(key)
-        if below is None:  # missing, or an optional section that is null
-            below = section[key] = {}
-        if isinstance(below, str):  # the short forms `verifier: boxed_match` and `train: problems.jsonl`
-            below = section[key] = {"kind" if key in KEYS_OF_PLUGINS else "path": below}
-        if not isinstance(below, dict):
+        found = [each for section in sections for each in _below(section, key)]
+        if not found or not all(isinstance(each, dict | list) for each in found):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
-        section = below
-    section[keys[-1]] = parse_yaml(text, f"override {override!r}") if text.strip() else ""
+        sections = found
+    last = keys[-1]
+    for section in sections:
+        for each in section if isinstance(section, list) else [section]:
+            each[last] = parse_yaml(text, f"override {override!r}") if text.strip() else ""
+
+
+def _below(section: Any, key: str) -> list[Any]:
+    """Return what is under a key of a section, or of each section of a list. A missing section is added."""
+    if isinstance(section, list):
+        if key.isdecimal():
+            return section[int(key) : int(key) + 1]
+        return [found for each in section for found in _below(each, key)]
+    below = section.get(key)
+    if below is None:  # missing, or an optional section that is null
+        below = section[key] = {}
+    if isinstance(below, str):  # the short forms `verifier: boxed_match` and `train: problems.jsonl`
+        below = section[key] = {"kind" if key in KEYS_OF_PLUGINS else "path": below}
+    if isinstance(below, list) and not (below and all(isinstance(each, dict) for each in below)):
+        return [None]  # a list of plain values
+    return [below]
 
 
 def validate(tree: dict[str, Any]) -> Config:

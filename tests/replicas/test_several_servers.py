@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,3 +138,44 @@ async def test_a_backend_takes_one_server(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="several servers in place of one"):
         await local.__aenter__()
     assert VllmBackend.Settings(url="http://a").servers()[0].where == "http://a"
+
+
+def test_replicas_of_one_launch_get_devices_of_their_own() -> None:
+    def servers(*overrides: str) -> list[Any]:
+        config = load_config(
+            ROOT / "configs" / "quickstart.yaml", ["student.backend={kind: vllm, launch: {python: p}}", *overrides]
+        )
+        return [each.launch for each in config.student.backend.servers()]
+
+    assert [each.devices for each in servers("student.backend.launch.replicas=3")] == ["0", "1", "2"]
+    by_two = servers(
+        "student.backend.launch.replicas=2",
+        "student.backend.launch.tensor_parallel_size=2",
+        "student.backend.launch.devices='4,5, 6,7'",
+    )
+    assert [each.devices for each in by_two] == ["4,5", "6,7"]
+    placed = servers(
+        "student.backend.launch.replicas=2", "student.backend.launch.resources={GPU: 1}", "cluster.kind=ray"
+    )
+    assert [each.devices for each in placed] == [None, None]
+    with pytest.raises(ConfigError, match="replicas=3 take 3 devices, but devices=0,1 names 2"):
+        servers("student.backend.launch.replicas=3", "student.backend.launch.devices='0,1'")
+    with pytest.raises(ConfigError, match="port=8000 is given twice"):
+        servers("student.backend.launch.replicas=2", "student.backend.launch.port=8000")
+
+
+def test_an_override_reaches_each_of_a_list_or_one() -> None:
+    launches = "student.backend={kind: vllm, launch: [{python: p, devices: '0'}, {python: p, devices: '1'}]}"
+    prefixed = ["student.backend.launch.prefix=[ssh, h]", "student.backend.launch.host=10.0.0.2"]
+    one = ["student.backend.launch.1.dtype=float32", "student.backend.launch.environment.A=b"]
+    servers = [
+        each.launch
+        for each in load_config(
+            ROOT / "configs" / "quickstart.yaml", [launches, *prefixed, *one]
+        ).student.backend.servers()
+    ]
+    assert [each.prefix for each in servers] == [["ssh", "h"]] * 2
+    assert [each.dtype for each in servers] == ["auto", "float32"]
+    assert [each.environment for each in servers] == [{"A": "b"}] * 2
+    with pytest.raises(ConfigError, match=r"data\.train is a value, not a section"):
+        load_config(ROOT / "configs" / "quickstart.yaml", ["data.train=[a, b]", "data.train.path=c"])
