@@ -2,9 +2,9 @@
 
     python benchmarks/selected_logprobs.py
 
-Both compute one block of rows as the trainer makes them (2^26 logits), forward and backward: each row's own token, and
-two positions with four candidates. "autograd" is `log_softmax` by `logsumexp` and `gather`. They take turns. Memory is
-the most that the CPU allocator held beyond the inputs, by torch's profiler.
+Both compute one block of rows as the trainer makes them (2^26 logits), forward and backward, from hidden states: each
+row's own token, and two positions with four candidates. "autograd" is `log_softmax` by `logsumexp` and `gather`. They
+take turns. Memory is the most that the CPU allocator held beyond the inputs, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from report import show, spread
 from torch.profiler import ProfilerActivity, profile
 
 from spot_async.trainer.model import LOGITS_PER_BLOCK
-from spot_async.trainer.selected_logprobs import selected_logprobs
+from spot_async.trainer.selected_logprobs import Block, selected_logprobs
 
 HIDDEN = 64
 POSITIONS, CANDIDATES = 2, 4
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def by_autograd(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    own = len(logits)
-    logits = logits.float() / 1.0
+def by_autograd(
+    hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    own = len(hidden)
+    logits = (hidden @ weight.T).float() / 1.0
     normaliser = logits.logsumexp(-1)
     sampled = logits.gather(1, token_ids[:own, None])[:, 0] - normaliser
     return torch.cat([sampled, logits[rows[own:], token_ids[own:]] - normaliser[rows[own:]]])
 
 
-def by_selection(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    return selected_logprobs(logits, rows, token_ids, 1.0)
+def by_selection(
+    hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    return selected_logprobs(hidden, weight, None, [Block(0, len(hidden), rows, token_ids)], 1.0)[0]
 
 
 def peak_gib(work: Callable[[], None]) -> float:
@@ -59,14 +63,14 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows_of_block = LOGITS_PER_BLOCK // VOCABULARY
-    weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     rows = torch.cat([torch.arange(rows_of_block), torch.arange(POSITIONS).repeat_interleave(CANDIDATES)])
     token_ids = torch.randint(0, VOCABULARY, rows.shape)
-    logits = (torch.randn(rows_of_block, HIDDEN, dtype=torch.bfloat16) @ weight.T).requires_grad_()
+    hidden = torch.randn(rows_of_block, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
 
     def work(way: Way) -> Callable[[], None]:
         def run() -> None:
-            torch.autograd.grad(way(logits, rows, token_ids).sum(), logits)
+            torch.autograd.grad(way(hidden, weight, rows, token_ids).sum(), [hidden, weight])
 
         return run
 

@@ -84,7 +84,7 @@ class TrainingConfig(Section):
     sharding: Literal["none", "fsdp2"] = Field(
         "none",
         description="`none`: each rank holds the whole student; `fsdp2`: each holds a part of weights, gradients and "
-        "optimiser state, and layers are gathered while they compute (torch 2.8 or newer)",
+        "optimiser state, and layers are gathered while they compute",
     )
     recompute_layers: bool | PositiveInt = Field(
         False,

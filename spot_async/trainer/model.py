@@ -1,8 +1,8 @@
 """The student under training: computes log-probabilities of only the tokens that matter.
 
 A vocabulary of 150,000 times a few thousand tokens makes gigabytes of logits. So only the decision rows of responses go
-to the output layer, a bounded block at a time, and each block is recomputed in the backward pass. How the model is
-loaded and spread over ranks is not decided here.
+to the output layer, a bounded block at a time (`selected_logprobs.py`). How the model is loaded and spread over ranks
+is not decided here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spot_async.config import TrainingConfig
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.packing import Documents
-from spot_async.trainer.selected_logprobs import selected_logprobs
+from spot_async.trainer.selected_logprobs import Block, selected_logprobs
 
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies exist at once
 
@@ -72,28 +72,18 @@ class ResponseLogprobs(nn.Module):
         hidden = _hidden_states(self.student, batch).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
         output_layer = self.student.get_output_embeddings()
 
-        def block(hidden: Tensor, sampled_ids: Tensor, soft_rows: Tensor, soft_ids: Tensor) -> tuple[Tensor, Tensor]:
-            own_rows = torch.arange(len(hidden), device=hidden.device)
-            rows = torch.cat([own_rows, soft_rows.repeat_interleave(soft_ids.shape[1])])
-            token_ids = torch.cat([sampled_ids, soft_ids.flatten()])
-            logprobs = selected_logprobs(output_layer(hidden), rows, token_ids, self._temperature)
-            return logprobs[: len(hidden)], logprobs[len(hidden) :].view(soft_ids.shape)
-
         rows_per_block = max(1, LOGITS_PER_BLOCK // output_layer.weight.shape[0])
         limits = [0, *range(rows_per_block, len(hidden), rows_per_block), len(hidden)]  # one block even without rows
         soft_limits = [bisect_left(batch.soft_row_numbers, limit) for limit in limits]
-        # Nothing is random, so no random state is kept: reading a GPU's would wait for it. A single block is not
-        # recomputed: that would not lower the peak of memory.
-        again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
-        of_block = again if len(limits) > 2 else block
-        sampled, candidates = [], []
+        blocks = []
         for (start, end), (first, last) in zip(pairwise(limits), pairwise(soft_limits), strict=True):
-            parts = of_block(
-                hidden[start:end],
-                batch.sampled_ids[start:end],
-                batch.soft_rows[first:last] - start,
-                batch.soft_ids[first:last],
+            soft_rows, soft_ids = batch.soft_rows[first:last] - start, batch.soft_ids[first:last]
+            rows = torch.cat(
+                [torch.arange(end - start, device=hidden.device), soft_rows.repeat_interleave(soft_ids.shape[1])]
             )
-            sampled.append(parts[0])
-            candidates.append(parts[1])
-        return torch.cat(sampled), torch.cat(candidates)
+            token_ids = torch.cat([batch.sampled_ids[start:end], soft_ids.flatten()])
+            blocks.append(Block(start, end, rows, token_ids))
+        found = selected_logprobs(hidden, output_layer.weight, output_layer.bias, blocks, self._temperature)
+        sampled = [each[: block.end - block.start] for each, block in zip(found, blocks, strict=True)]
+        candidates = [each[block.end - block.start :] for each, block in zip(found, blocks, strict=True)]
+        return torch.cat(sampled), torch.cat(candidates).view(batch.soft_ids.shape)

@@ -26,7 +26,7 @@ import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spot_async.base.addresses import LOOPBACK
@@ -343,8 +343,6 @@ class ShardedStrategy(Strategy):
         dtype: Precision,
         fill: Callable[[torch.device], None],
     ) -> Forward:
-        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-            raise ConfigError(f"training.sharding=fsdp2 needs torch 2.8 or newer, this is {torch.__version__}")
         if not layers:
             raise ConfigError(
                 "training.sharding=fsdp2: the student's architecture marks no layers to be gathered one by one, "
