@@ -319,6 +319,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     # The responses under way go on, with keys and values of the new weights from then on. False: the student's requests
     # must have ended before an update.
     in_flight_updates: bool = False
+    # Whether it is seen after each load that it holds what it was told to load; None: the first load tells.
+    weights_checked: bool | None = True
     generation: bool = True
     token_id_prompts: bool = True  # False: it reads text, and positions that it tokenises differently are masked
     every_position: bool = True  # False: scores may leave positions out (`TokenScores.valid`)

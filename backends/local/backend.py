@@ -49,6 +49,7 @@ from ..shared.held_weights import INITIAL, HeldWeights
 from ..shared.http import HttpEndpoint
 from ..shared.other_kind import may_be_other, other_kind
 from ..shared.replies import check_candidates, check_generation, check_scores
+from ..shared.witnesses import file_digests
 from .adapters import LocalAdapters
 from .bodies import largest_generation, take_frames, time_left
 from .client import LocalClient, error_of
@@ -322,7 +323,8 @@ class LocalBackend:
         if self._adapters is not None:
             await self._adapters.update(snapshot, deadline=deadline)
             return
-        request = api.UpdateRequest(snapshot=snapshot, timeout_s=time_left(deadline))
+        digests = await asyncio.to_thread(file_digests, Path(snapshot.directory))
+        request = api.UpdateRequest(snapshot=snapshot, digests=digests, timeout_s=time_left(deadline))
 
         def check(reply: api.VersionReply) -> api.VersionReply:
             if reply.version != snapshot.version:

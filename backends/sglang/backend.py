@@ -304,6 +304,8 @@ class SglangBackend(RemoteBackend):
             noise = noise_nats(differences(generated, scored.logprobs, *scored.top))
         attached_student = self._role == "student" and self._settings.is_attached
         takes_adapters = self._settings.weights.transport == "adapter"
+        if self._role == "student" and not attached_student and not takes_adapters:
+            await self._weights.learn(deadline=deadline)
         return Capabilities(
             model=str(files.directory),
             vocab_size=self._vocab_size,
@@ -323,6 +325,7 @@ class SglangBackend(RemoteBackend):
             seeds=info.enable_deterministic_inference,
             prefix_caching=not info.disable_radix_cache,
             weight_transport=self._settings.weights.transport,
+            weights_checked=self._weights.witnesses.are_there if not takes_adapters else False,
             version=None if attached_student and self._adapters is None else WeightVersion(0, 0),
             server=f"sglang {info.version}",
         )

@@ -26,6 +26,7 @@ from spot_async.types import WeightSnapshot, WeightVersion
 from ..shared.remote import RemoteServer
 from ..shared.snapshots import Layout, check_snapshot
 from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
+from ..shared.witnesses import Witnesses
 
 FLUSH_WHILE_PAUSED = (0, 5, 21)  # from this version on; weight-update sessions too
 UPDATED_BUT_NOT_FLUSHED = "Weights were updated, but"
@@ -72,6 +73,14 @@ class Outcome(msgspec.Struct):
     message: str = ""
 
 
+class _Rank(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Checksums(msgspec.Struct):
+    ranks: list[_Rank]
+
+
 class SglangWeights:
     """Updates the weights of one server, one update at a time. Close it at the end."""
 
@@ -81,6 +90,9 @@ class SglangWeights:
         self._server = server
         self._control = Control(server)
         self.holds_requests = info.release >= FLUSH_WHILE_PAUSED  # through an update; else it aborts them
+        self.witnesses = Witnesses(server.name)
+        self._others: list[str] = []  # tensors that it reports on, besides those that are compared
+        self._is_checked = True  # what it holds since the last load
         self._lock = asyncio.Lock()
         self._transport: SglangTransport
         if settings.transport != "distributed":
@@ -108,10 +120,32 @@ class SglangWeights:
         async with self._lock, self._paused(deadline):
             await self._transport.send(snapshot, layout, deadline=deadline)
             await self._control.confirm(snapshot.version, deadline)
+            self._is_checked = False
+            try:
+                await self.witnesses.check(lambda: self._report(deadline), snapshot)
+            except PoisonedReplyError as error:
+                raise error.reworded(f"{error}; it stays paused") from None
+            self._is_checked = True
+
+    async def learn(self, *, deadline: float) -> None:
+        """Find out which of the model's own weights, which the server holds, can be recognised later."""
+        await self.witnesses.learn(lambda: self._report(deadline), self._server.files.directory)
+
+    async def _report(self, deadline: float) -> dict[str, str]:
+        body: dict[str, Any] = {"action": "checksum", "selector": "target"}
+        names = self.witnesses.names
+        if names:  # parts of names that are left out
+            body["skip_tensor_list"] = [other for other in self._others if not any(other in name for name in names)]
+        found = await self._server.post("/weights_checker", body, _Checksums, deadline=deadline)
+        report = {
+            f"{rank}:{name}": each for rank, own in enumerate(found.ranks) for name, each in own.checksums.items()
+        }
+        self._others = self._others or sorted({key.partition(":")[2] for key in report})
+        return report
 
     @contextlib.asynccontextmanager
     async def _paused(self, deadline: float) -> AsyncIterator[None]:
-        """Pause the server during the `with` block. It stays paused if an error leaves it with mixed weights."""
+        """Pause the server during the `with` block. It stays paused if an error leaves it with mixed or wrong ones."""
         mode = "retract" if self.holds_requests else "abort"
         try:  # the pause request is inside, because the server may be paused even if nobody waited for its reply
             await self._control.post("/pause_generation", {"mode": mode}, deadline)
@@ -120,6 +154,8 @@ class SglangWeights:
             yield
             await self._control.post("/continue_generation", {}, deadline)
         except BaseException as error:  # a cancelled update must resume the server too
+            if not self._is_checked:
+                raise
             if not self._transport.mixed:
                 with contextlib.suppress(RequestError):
                     await self._control.post("/continue_generation", {}, _soon())

@@ -130,6 +130,7 @@ class VllmBackend(RemoteBackend):
             elif self._is_student and not self._settings.is_attached:
                 await self._updater.name(str(INITIAL), deadline=deadline)
                 self._names.start(str(INITIAL))
+                await self._updater.learn(deadline=deadline)
         except BaseException as error:
             await self.__aexit__(None, None, None)
             if isinstance(error, PermanentError):  # the first requests show wrong flags, a wrong key or another model
@@ -173,6 +174,7 @@ class VllmBackend(RemoteBackend):
             weights_need=found.weights_need if self._is_student and not takes_weights else "",
             in_flight_updates=takes_weights,  # no server that names its weights does without
             weight_transport=self._settings.weights.transport if takes_weights else None,
+            weights_checked=self._updater.witnesses.are_there if self._adapters is None else False,
             dtype=found.dtype,
             logprob_noise_nats=found.noise_nats,
             logprob_convention="truncated" if found.processed else "untruncated",

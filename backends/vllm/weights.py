@@ -8,21 +8,30 @@ the model's own. Requests in flight wait, and continue with the new weights.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from spot_async.errors import ConfigError, DataError, PoisonedReplyError, ProcessDiedError, RequestError, TransientError
+from spot_async.models.weight_files import weight_files
 from spot_async.types import WeightSnapshot, WeightVersion
 
 from ..shared.remote import RemoteServer
 from ..shared.snapshots import Layout, check_snapshot
 from ..shared.weight_transport import WeightTransport
+from ..shared.witnesses import Witnesses
 from .client import NoSuchRouteError
 
 RECOVERY_TIMEOUT_S = 120.0  # to go back and resume, even after the update's own deadline
 DEVELOPER_MODE = "VLLM_SERVER_DEV_MODE=1"
+CHECKSUM = {"action": "checksum"}  # from 0.32 on
+LARGE_BYTES = 2 << 30  # it takes a second to digest so many, and vLLM digests all that it has
+
+
+class _Checksums(msgspec.Struct):
+    checksums: dict[str, str]  # SHA-256 of each parameter, by its place in the group of devices and its name
 
 
 class VllmTransport(WeightTransport, Protocol):
@@ -60,6 +69,8 @@ class WeightUpdater:
         self._confirmed = WeightSnapshot(directory=str(server.files.directory.absolute()), version=WeightVersion(0, 0))
         self._may_be_mixed = False  # whether a load has begun, and none has been confirmed since
         self._updating = asyncio.Lock()
+        self.witnesses = Witnesses(server.name)
+        self._was_checked = False  # by its witnesses, after an update
 
     async def close(self) -> None:
         await self._transport.close()
@@ -67,6 +78,10 @@ class WeightUpdater:
     async def name(self, version: str, *, deadline: float) -> None:
         """Name the weights that the server serves now."""
         await self._post("/update_weight_version", {"new_version": version}, deadline)
+
+    async def learn(self, *, deadline: float) -> None:
+        """Find out which of the model's own weights, which the server holds, can be recognised later."""
+        await self.witnesses.learn(lambda: self._report(deadline), self._server.files.directory)
 
     async def update(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load a snapshot into the server.
@@ -114,8 +129,15 @@ class WeightUpdater:
         held = (await self._server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version")
         if held != str(snapshot.version):
             raise PoisonedReplyError(f"{self._server.name}: holds weights {held} after an update to {snapshot.version}")
+        size_bytes = sum(path.stat().st_size for path in weight_files(Path(snapshot.directory)))
+        if size_bytes < LARGE_BYTES or not self._was_checked:
+            await self.witnesses.check(lambda: self._report(deadline), snapshot)
+            self._was_checked = True
         self._confirmed = snapshot
         self._may_be_mixed = False
+
+    async def _report(self, deadline: float) -> dict[str, str]:
+        return (await self._server.post("/weight_checker", CHECKSUM, _Checksums, deadline=deadline)).checksums
 
     async def _restore(self, error: RequestError | asyncio.CancelledError) -> None:
         """Go back to the previous weights. Raises `ProcessDiedError` if that fails. A cancellation stays one."""

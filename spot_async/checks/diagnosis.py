@@ -187,6 +187,7 @@ class _ServerDiagnosis:
             "weight_update": said.weight_update,
             "in_flight_updates": said.in_flight_updates,
             "weight_transport": said.weight_transport,
+            "weights_checked": said.weights_checked if said.weight_update else None,
             "round_trip_s": None,
             "version": None if said.version is None else str(said.version),
             "end_tokens": ", ".join(_end_tokens(files.vocabulary)),

@@ -76,6 +76,7 @@ def combined(all_of: Sequence[Capabilities]) -> Capabilities:
         weight_update=every("weight_update"),
         weights_need=next((each.weights_need for each in all_of if each.weights_need), ""),
         in_flight_updates=every("in_flight_updates"),
+        weights_checked=min((each.weights_checked for each in all_of), key=(False, None, True).index),
         generation=every("generation"),
         token_id_prompts=every("token_id_prompts"),
         every_position=every("every_position"),

@@ -140,6 +140,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answered with a `VersionReply` once all later tokens will come from the new weights."""
 
     snapshot: WeightSnapshot
+    digests: dict[str, str] = {}  # SHA-256 of some of its tensors, by name: others are refused
     timeout_s: float
 
 

@@ -173,7 +173,10 @@ def _weights(facts: Facts) -> str:
     holds = (
         "holds unknown weights until the first are sent" if facts["version"] is None else f"holds {facts['version']}"
     )
-    return f"{_plain(facts['weight_transport'])}; {holds}"
+    checked = {True: "checked when loaded", False: "not checked when loaded"}.get(facts["weights_checked"] is True)
+    if facts["weights_checked"] is None:
+        checked = "the first tell whether they can be checked"
+    return f"{_plain(facts['weight_transport'])}; {holds}; {checked}"
 
 
 def _milliseconds(facts: Facts) -> str:

@@ -49,6 +49,7 @@ CONTROL: dict[str, Any] = {
     "update_weights_from_disk": [UPDATED],
     "update_weight_version": [(200, recorded_bytes("named"))],
     "model_info": ok(weight_version="0.1"),
+    "weights_checker": ok(ranks=[]),
 }
 
 
@@ -79,6 +80,7 @@ async def test_servers_that_flush_while_paused_keep_their_requests(version: str,
         ("/pause_generation", {"mode": "retract"}),
         ("/update_weights_from_disk", body),
         ("/model_info", None),
+        ("/weights_checker", {"action": "checksum", "selector": "target"}),
         ("/continue_generation", {}),
     ]
 
@@ -102,7 +104,7 @@ async def test_older_servers_are_flushed_before_the_update_which_would_end_them(
     assert error is None
     assert [path for path, _ in asked] == [
         "/pause_generation", "/flush_cache", "/flush_cache", "/update_weights_from_disk", "/model_info",
-        "/continue_generation",
+        "/weights_checker", "/continue_generation",
     ]  # fmt: skip
     assert asked[0][1] == {"mode": "abort"}
     assert asked[3][1]["flush_cache"] is False

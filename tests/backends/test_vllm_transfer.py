@@ -69,6 +69,7 @@ class StandIn:
             self.weights = body.get("weight_version") or self.weights
         self.paused = {"/pause?mode=keep": True, "/resume": False}.get(path, self.paused)
         replies = {"/get_world_size": {"world_size": 2}, "/weight_info": {"weight_version": self.weights}}
+        replies["/weight_checker"] = {"checksums": {}}
         return 200, replies.get(path, {"success": True})
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -148,7 +149,7 @@ def connect(random_model: Any, tmp_path: Path) -> Connect:
 async def test_the_group_is_made_once_by_nccls_id_and_an_update_is_one_session(connect: Connect) -> None:
     async with connect() as (updater, stand_in, sender, snapshot):
         await updater.update(snapshot(1), deadline=soon())
-        assert stand_in.calls == [*JOIN, "/pause?mode=keep", *SESSION, *CONFIRM, "/resume"]
+        assert stand_in.calls == [*JOIN, "/pause?mode=keep", *SESSION, *CONFIRM, "/weight_checker", "/resume"]
         info = stand_in.bodies["/init_weight_transfer_engine"]["init_info"]
         assert base64.b64decode(info.pop("nccl_unique_id_b64"), validate=True) == UNIQUE_ID
         assert info == {"rank_offset": 1, "world_size": 3, "packed": False}

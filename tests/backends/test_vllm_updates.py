@@ -40,7 +40,14 @@ def connect(model: Path, tmp_path: Path) -> Connect:
     return connecting(model, tmp_path)
 
 
-UPDATE = ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/weight_info"]
+UPDATE = [
+    "/pause?mode=keep",
+    "/collective_rpc",
+    "/update_weight_version",
+    "/reset_prefix_cache",
+    "/weight_info",
+    "/weight_checker",
+]
 
 
 async def test_an_update_goes_on_only_with_weights_that_the_server_confirmed(connect: Connect) -> None:

@@ -30,10 +30,10 @@ from sglang_on_cpu import (
     sampling,
     soon,
     tokens,
-    wait_until,
 )
 
 from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.sglang.weights import Control
 from spot_async.errors import (
     ConfigError,
     PermanentError,
@@ -224,8 +224,11 @@ async def test_an_id_that_is_still_in_use_is_a_transient_error(
     async with connect(sglang_student) as backend:
         same = uuid.uuid4()
         monkeypatch.setattr("spot_async.backends.sglang.requests.uuid.uuid4", lambda: same)
-        first = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
-        await wait_until(sglang_student, 1)
+        control = Control(backend._server)
+        await control.post("/pause_generation", {"mode": "in_place"}, soon())  # so that no response ends meanwhile
+        both = [asyncio.create_task(backend.generate(tokens(5, 1), endless(15), deadline=soon())) for _ in range(2)]
+        [refused], [accepted] = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await control.post("/continue_generation", {}, soon())
         with pytest.raises(TransientError, match="Duplicate request ID"):
-            await backend.generate(tokens(5, 1), sampling(4), deadline=soon())
-        assert len((await first).token_ids) == 1500
+            refused.result()
+        assert len((await accepted).token_ids) == 15

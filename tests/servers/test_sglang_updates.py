@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from sglang_on_cpu import (
 from spot_async.backends.shared.weight_transport import WeightSettings
 from spot_async.errors import (
     DataError,
+    PoisonedReplyError,
     RequestError,
     TransientError,
     VersionMismatchError,
@@ -189,6 +191,31 @@ async def test_weights_that_are_not_the_models_are_refused_and_the_old_ones_serv
                 with pytest.raises(DataError, match=Path(snapshot.directory).name):
                     await backend.update_weights(snapshot, deadline=soon())
             await check_everything(backend, models.student, rows, FIRST)
+
+
+async def test_weights_that_are_others_only_while_the_server_reads_them_are_noticed(
+    sglang_student: RunningServer, models: Any, connect: Connect, rows: Rows, tmp_path: Path
+) -> None:
+    new = snapshot_of(shutil.copytree(models.other, tmp_path / "new"), SECOND)
+    path, own = Path(new.directory) / "model.safetensors", Path(new.directory) / "own"
+    async with connect(sglang_student) as backend:
+        await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
+        transport = backend._weights._transport
+        send = transport.send
+
+        async def send_others(*given: Any, **settings: Any) -> None:
+            path.rename(own)
+            shutil.copyfile(models.teacher / path.name, path)
+            await send(*given, **settings)
+            own.replace(path)
+
+        transport.send = send_others
+        with pytest.raises(PoisonedReplyError, match=r"student: does not hold weights 0\.1 .*; it stays paused$"):
+            await backend.update_weights(new, deadline=soon())
+        transport.send = send
+        await backend.update_weights(new, deadline=soon())
+        await check_everything(backend, models.other, rows, SECOND)
+        await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
 
 
 async def test_a_sender_that_dies_leaves_the_old_weights_and_the_next_update_starts_another(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from spot_async.errors import (
     ConfigError,
     DataError,
     PermanentError,
+    ProcessDiedError,
     TransientError,
     VersionMismatchError,
 )
@@ -284,6 +286,47 @@ async def test_a_server_that_cannot_load_a_snapshot_goes_on_with_the_one_before(
     assert {span.version for span in reply.version_spans} == {V0}
     rows = dense_logprobs(models.student, [*PROMPT.tolist(), *reply.token_ids.tolist()])
     expect_rollout(reply, decisions(rows, PROMPT, reply.token_ids))
+
+
+@contextmanager
+def others_while_loading(monkeypatch: pytest.MonkeyPatch, transport: Any, planted: Path) -> Iterator[None]:
+    """Put other weights in the place of a snapshot's while the server reads them, and nowhere else."""
+    send = transport.send
+
+    async def send_others(snapshot: WeightSnapshot, layout: Any, *, deadline: float) -> None:
+        path, own = Path(snapshot.directory) / "model.safetensors", Path(snapshot.directory) / "own"
+        path.rename(own)
+        shutil.copyfile(planted / path.name, path)
+        try:
+            await send(snapshot, layout, deadline=deadline)
+        finally:
+            own.replace(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "send", send_others)
+        yield
+
+
+async def test_weights_that_are_others_only_while_the_server_reads_them_are_noticed(
+    backend: VllmBackend,
+    models: TinyModels,
+    snapshot: Callable[..., WeightSnapshot],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def moved(tensors: dict[str, Any]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+
+    assert (await backend.capabilities(deadline=soon())).weights_checked
+    await backend.update_weights(new := snapshot(moved), deadline=soon())
+    with (
+        others_while_loading(monkeypatch, backend._updater._transport, models.teacher),
+        pytest.raises(ProcessDiedError, match=r"student: does not hold weights 0\.1 after loading them"),
+    ):
+        await backend.update_weights(new, deadline=soon())
+    old = WeightSnapshot(directory=str(models.student), version=V0)
+    await backend.update_weights(old, deadline=soon())
+    reply = await backend.generate(PROMPT, sampling(max_tokens=4), deadline=soon())
+    assert {span.version for span in reply.version_spans} == {V0}
 
 
 async def test_cancelled_requests_free_their_places(backend: VllmBackend, vllm_student: RunningServer) -> None:

@@ -427,3 +427,18 @@ def test_the_socket_file_of_a_dead_server_is_replaced_and_private(
     with _listen(ServeSettings(model=str(model_directory), uds=str(path))):
         assert path.stat().st_mode & 0o777 == 0o600
     assert not path.exists()
+
+
+@with_backend
+async def test_other_weights_than_those_of_the_run_are_not_loaded(
+    backend: LocalBackend, new_weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+    wrong = {"model.norm.weight": "0" * 64}
+    monkeypatch.setattr("spot_async.backends.local.backend.file_digests", lambda directory: wrong)
+    with pytest.raises(PermanentError, match=r"tensor 'model\.norm\.weight' is not the one that the run published"):
+        await backend.update_weights(
+            WeightSnapshot(directory=str(new_weights), version=WeightVersion(9, 9)), deadline=soon()
+        )
+    after = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+    assert after.version == before.version

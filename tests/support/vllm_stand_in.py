@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import io
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.models.vocabulary import load_tokenizer
@@ -46,6 +49,15 @@ def as_before_0_32(reply: Any) -> Any:
     return reply
 
 
+def checksums(directory: Path) -> dict[str, str]:
+    """Return what vLLM reports of a model with one worker: three products are one, and rows of the embedding padded."""
+    tensors = load_file(directory / "model.safetensors")
+    joined = {name: tensor for name, tensor in tensors.items() if not re.search("[qkv]_proj|gate_proj|up_proj", name)}
+    joined["model.embed_tokens.weight"] = np.pad(joined["model.embed_tokens.weight"], ((0, 11), (0, 0)))
+    joined["model.layers.0.self_attn.qkv_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"]
+    return {f"dp0:pp0:pcp0:tp0:{name}": hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in joined.items()}
+
+
 class StandIn:
     """A server whose next token depends only on the last one: row `i` of its table (V, V) follows token `i`."""
 
@@ -64,6 +76,9 @@ class StandIn:
         logits = np.random.default_rng(0).normal(0.0, 2.0, (VOCAB, VOCAB))
         self.table = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         self.weights = "default"
+        self.directory = model
+        self.planted: Path | None = None  # what it loads whatever it is told
+        self.reports_digests = version >= "0.32" and developer_mode
         self.names_weights = version >= "0.27"
         self.paused = paused
         self.developer_mode = developer_mode
@@ -101,7 +116,10 @@ class StandIn:
             "/metrics": lambda: (200, Raw(self.metrics.pop(0) if self.metrics else "")),
             "/health": lambda: (200, {}),
             "/pause?mode=keep": lambda: self.pause(True),
-            "/collective_rpc": lambda: (200, {"results": [None]}),
+            "/collective_rpc": lambda: self.load(body),
+            "/weight_checker": lambda: (
+                (200, {"checksums": checksums(self.planted or self.directory)}) if self.reports_digests else missing
+            ),
             "/resume": lambda: self.pause(False),
         }
         self.calls.append(path)
@@ -109,6 +127,10 @@ class StandIn:
         if path in self.broken:
             return 500, {"error": {"message": "broken"}}
         return self.failing.pop(path, None) or routes.get(path, lambda: missing)()
+
+    def load(self, body: Any) -> tuple[int, Any]:
+        self.directory = Path(body["kwargs"]["weights_path"])
+        return 200, {"results": [None]}
 
     def pause(self, paused: bool) -> tuple[int, Any]:
         self.paused = paused

@@ -7,6 +7,7 @@ Tied tensors (one storage, several names) may come under any of their names.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,17 @@ class Parameters:
             self._names[name] = kept
             self._tensors.setdefault(kept, tensor)
 
-    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+    def read(self, directory: Path, digests: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
         """Read every tensor of the snapshot in `directory`, check it against this model, and convert it to its type.
 
-        Raises `DataError` for a missing, unknown, misshapen or non-finite tensor, for tied tensors that differ, and for
-        files that cannot be read.
+        Raises `DataError` for a missing, unknown, misshapen or non-finite tensor, for tied tensors that differ, for one
+        whose SHA-256 is not that in `digests`, and for files that cannot be read.
         """
         found: dict[str, torch.Tensor] = {}
         for path in weight_files(directory):
             for name, tensor in _read_file(path):
+                if digests and name in digests and digests[name] != _sha256(tensor):
+                    raise DataError(f"{path}: tensor {name!r} is not the one that the run published")
                 self._add(found, name, tensor, path)
         missing = self._tensors.keys() - found.keys()
         if missing:
@@ -72,6 +75,11 @@ class Parameters:
         """Copy tensors from `read` into the model."""
         for name, tensor in tensors.items():
             self._tensors[name].copy_(tensor)
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes, as the file has them."""
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _read_file(path: Path) -> list[tuple[str, torch.Tensor]]:

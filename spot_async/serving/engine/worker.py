@@ -85,9 +85,9 @@ class EngineWorker:
             self._calls.put(functools.partial(self._listen, _Listener(task, on_tokens)))
         return task.future
 
-    def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
+    def read_weights(self, directory: Path, digests: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
         """Read and check weights, as `weights.Parameters.read` does. Slow, and safe beside the engine's thread."""
-        return self._engine.parameters.read(directory)
+        return self._engine.parameters.read(directory, digests)
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor], version: WeightVersion) -> Future[VersionReply]:
         """Return a future that is done once all later tokens come from these tensors, which `read_weights` returned."""

@@ -86,7 +86,7 @@ def build_app(
         message = await decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:  # so that versions arrive in the order in which they were sent
-            tensors = await asyncio.to_thread(worker.read_weights, directory)
+            tensors = await asyncio.to_thread(worker.read_weights, directory, message.digests)
             future = worker.update_weights(tensors, version)
             return await _outcome(request, future, message.timeout_s)
 
