@@ -266,6 +266,9 @@ class Strategy(ABC):
         values, on the device it is given, once it is known what this rank holds of them.
         """
 
+    def before_pass(self, *, is_last: bool) -> None:  # noqa: B027 - most strategies have nothing to do
+        """Prepare for one of an update's forward and backward passes; `is_last` says that no more of them follow."""
+
     @abstractmethod
     def reduce_gradients(self, module: nn.Module) -> None:
         """Sum gradients over ranks, unless the backward pass has done it."""
@@ -323,7 +326,8 @@ class ReplicatedStrategy(Strategy):
 class ShardedStrategy(Strategy):
     """FSDP2: every rank holds its part of parameters, gradients and optimiser state, all in float32.
 
-    The parts are of the ranks of a node, so that layers are gathered inside it. Between nodes only gradients travel.
+    The parts are of the ranks of a node, so that layers are gathered inside it. Between nodes only gradients travel,
+    once an update, with its last pass.
     A layer's parameters are gathered while it computes, in bfloat16 if that is the dtype. Embedding and output layer
     stay gathered from the forward pass to the end of the backward pass. The backward pass also sums gradients.
 
@@ -367,7 +371,13 @@ class ShardedStrategy(Strategy):
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # so that gloo and NCCL do the same
         fill(torch.device("cpu") if self._keeps_on_cpu else device)
+        self._module = sharded  # the last one is the whole
         return module
+
+    def before_pass(self, *, is_last: bool) -> None:
+        """Let gradients travel between nodes with the last pass. Those that leave the device go with each pass."""
+        if self.nodes > 1 and not self._keeps_on_cpu:
+            self._module.set_requires_all_reduce(is_last)
 
     def reduce_gradients(self, module: nn.Module) -> None:
         """Do nothing: the backward pass has summed them."""

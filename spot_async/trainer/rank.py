@@ -233,7 +233,10 @@ class StudentTrainer:
         `where` names the step in errors. `has_moved` says that the iteration has already changed the weights.
         """
         self._optimizer.zero_grad()
-        losses = [self._accumulate(batch, update, tally, has_moved=has_moved).total.detach() for batch in batches]
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            self._strategy.before_pass(is_last=number == len(batches))
+            losses.append(self._accumulate(batch, update, tally, has_moved=has_moved).total.detach())
         self._strategy.reduce_gradients(self.model)
         norm = self._strategy.clip_grad_norm(self.model, self._training.max_grad_norm)
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
