@@ -76,10 +76,10 @@ def slurm_job(tmp_path: Path, nodes: int, code: int = 0, **environ: str) -> tupl
 
 @pytest.mark.parametrize(("nodes", "student", "teacher"), [(4, 2, 3), (3, 2, 2)])
 def test_slurm_trains_on_the_first_nodes_and_serves_on_the_last(tmp_path, nodes, student, teacher):
-    (_, srun), code = slurm_job(tmp_path, nodes, SLURM_GPUS_ON_NODE="8")
+    (_, srun), code = slurm_job(tmp_path, nodes, SLURM_GPUS_ON_NODE="8", SLURM_CPUS_ON_NODE="64")
     assert code == 0
     at = srun.index("spot-async")
-    assert {"--nodes=2", "--ntasks=2"} <= set(srun[:at])
+    assert {"--nodes=2", "--ntasks=2", "--cpu-bind=none", "--cpus-per-task=64"} <= set(srun[:at])
     config = load(srun[at + 1 :])
     assert meets(config, SLURM) == (2, 1, "node1")
     assert (config.training.ranks, config.training.iterations) == (16, 30)
@@ -87,7 +87,14 @@ def test_slurm_trains_on_the_first_nodes_and_serves_on_the_last(tmp_path, nodes,
     for role, node in ((config.student, student), (config.teacher, teacher)):
         launch = role.backend.launch
         assert launch.host == f"node{node + 1}"
-        assert launch.prefix == ["srun", "--overlap", f"--relative={node}", "--nodes=1", "--ntasks=1"]
+        assert launch.prefix == [
+            "srun",
+            "--overlap",
+            f"--relative={node}",
+            "--nodes=1",
+            "--ntasks=1",
+            "--cpu-bind=none",
+        ]
 
 
 def test_slurm_requeues_what_can_go_on_and_nothing_else(tmp_path):
