@@ -11,7 +11,7 @@ import pytest
 from spot_async.config import LoraConfig
 from spot_async.tools.estimate.device_memory import GIB, per_device, server_on, trainer_memory
 from spot_async.tools.estimate.model_size import size_of
-from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
+from spot_async.tools.estimate.work import GPUS, decoding_s, run_work, scoring_s, training_s
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 ROOT = Path(__file__).parents[2]
@@ -251,12 +251,16 @@ def test_tokens_of_a_run_are_counted_by_what_each_method_does():
 
 def test_times_are_operations_and_bytes_over_assumed_speeds():
     once = 596_049_920 * 1e6 / (0.3 * 312e12 * 2)  # one operation a parameter and token
-    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=False, recomputed_layers=0) == pytest.approx(
-        6 * once
-    )
-    assert training_s(1e6, QWEN3_06B, ranks=2, recomputes_behavior=True, recomputed_layers=28) == pytest.approx(
-        10 * once
-    )
-    assert scoring_s(1e6, QWEN3_06B, servers=1) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 312e12))
+    a800, h200 = GPUS["a800"], GPUS["h200"]
+    assert training_s(
+        1e6, QWEN3_06B, ranks=2, recomputes_behavior=False, recomputed_layers=0, gpu=a800
+    ) == pytest.approx(6 * once)
+    assert training_s(
+        1e6, QWEN3_06B, ranks=2, recomputes_behavior=True, recomputed_layers=28, gpu=a800
+    ) == pytest.approx(10 * once)
+    assert scoring_s(1e6, QWEN3_06B, servers=1, gpu=h200) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 989e12))
+    assert scoring_s(1e6, QWEN3_06B, servers=1, gpu=a800) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 312e12))
     step = (2 * 596_049_920 + 64 * 1_000 * 114_688) / 1e12  # seconds for 64 tokens
-    assert decoding_s(64_000, QWEN3_06B, at_once=64, context_tokens=1_000, servers=1) == pytest.approx(1_000 * step)
+    assert decoding_s(64_000, QWEN3_06B, at_once=64, context_tokens=1_000, servers=1, gpu=a800) == pytest.approx(
+        1_000 * step
+    )

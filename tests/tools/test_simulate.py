@@ -331,3 +331,10 @@ def test_the_command_prints_json_and_writes_a_page(tmp_path):
     assert "<li>* " not in text  # the terminal's bullets
     assert "Simulation of c" in text
     assert text.count('<svg class="plot"') == 6
+
+
+def test_a_student_that_sleeps_is_simulated_as_it_can_be_trained(tmp_path: Path) -> None:
+    sleeping = configuration().student.backend.model_copy(update={"sleep_while_training": True})
+    config = configuration()
+    config = config.model_copy(update={"student": config.student.model_copy(update={"backend": sleeping})})
+    assert [each.max_staleness for each in outcomes(config, tmp_path)] == [0]

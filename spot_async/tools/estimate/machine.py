@@ -35,9 +35,8 @@ from spot_async.tools.estimate.device_memory import (
 from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
 from spot_async.tools.estimate.model_size import ModelSize, read_size
 from spot_async.tools.estimate.work import (
-    BYTES_PER_S,
     DECODING_SHARE,
-    OPERATIONS_PER_S,
+    GPUS,
     SCORING_SHARE,
     TRAINING_SHARE,
     Work,
@@ -78,6 +77,7 @@ class MachineEstimate:
     student_parameters: int
     assumption: str
     training: TrainingConfig
+    gpu: str  # a key of `GPUS`
 
 
 def estimate_machine(
@@ -118,6 +118,7 @@ def estimate_machine(
         assumption=f"responses of {expected:.0f} tokens, "
         + ("as in the run given" if measured is not None else f"half of sampling.max_response_tokens={longest}"),
         training=training,
+        gpu=config.cluster.gpu,
     )
 
 
@@ -166,6 +167,7 @@ class _Loads:
         self, config: Config, plan: TrainPlan, sizes: dict[str, ModelSize], servers: list[ServerOnDevice]
     ) -> None:
         self._config, self._plan, self._sizes, self._servers = config, plan, sizes, servers
+        self._gpu = GPUS[config.cluster.gpu]
         prompts = list(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
         self._prompts = len(prompts)
         self._prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -204,13 +206,14 @@ class _Loads:
             work=work,
             evaluation_tokens=evaluated,
             sampling_h=sampling_s / 3600,
-            scoring_h=scoring_s(work.scored, size, servers=count) / 3600 if size and count else 0.0,
+            scoring_h=scoring_s(work.scored, size, servers=count, gpu=self._gpu) / 3600 if size and count else 0.0,
             training_h=training_s(
                 work.trained,
                 self._sizes["student"],
                 ranks=config.training.ranks,
                 recomputes_behavior=config.training.behavior_under(config.max_staleness) == "recomputed",
                 recomputed_layers=config.training.recomputed_layers(self._sizes["student"].layers),
+                gpu=self._gpu,
             )
             / 3600,
             evaluation_h=0.0
@@ -235,7 +238,7 @@ class _Loads:
         room = max(1.0, min(each.cache_gib for each in here) * GIB / (context_tokens * size.cache_bytes_per_token))
         count = min(len(here), in_flight)
         at_once = min(in_flight / count, room)
-        return decoding_s(tokens, size, at_once=at_once, context_tokens=context_tokens, servers=count)
+        return decoding_s(tokens, size, at_once=at_once, context_tokens=context_tokens, servers=count, gpu=self._gpu)
 
 
 def show_machine(screen: Console, estimate: MachineEstimate | None) -> None:
@@ -316,7 +319,7 @@ def memory_table(estimate: MachineEstimate) -> Table:
 
 def assumptions(estimate: MachineEstimate) -> list[str]:
     """Return what the tables take for granted, a line for each subject."""
-    trainer = estimate.trainer
+    trainer, gpu = estimate.trainer, GPUS[estimate.gpu]
     alike: dict[tuple[str, float, float, bool], list[int]] = {}
     for each in estimate.servers:
         alike.setdefault((each.role, each.gib, each.cache_gib, each.sleeps), []).append(each.device)
@@ -334,8 +337,9 @@ def assumptions(estimate: MachineEstimate) -> list[str]:
         ),
         f"assumes {estimate.assumption}, in evaluations likewise; a batch's longest response at its limit; nothing "
         "overlaps",
-        f"assumes devices of {estimate.devices[0].size:.0f} GiB (cluster.device_gib), {OPERATIONS_PER_S / 1e12:.0f} "
-        f"TFLOP/s and {BYTES_PER_S / 1e12:.1f} TB/s (A800); training reaches {TRAINING_SHARE:.0%} of "
+        f"assumes devices of {estimate.devices[0].size:.0f} GiB (cluster.device_gib), "
+        f"{gpu.operations_per_s / 1e12:.0f} TFLOP/s and {gpu.bytes_per_s / 1e12:.3g} TB/s "
+        f"(cluster.gpu={estimate.gpu}); training reaches {TRAINING_SHARE:.0%} of "
         f"that, scoring {SCORING_SHARE:.0%}, decoding {DECODING_SHARE:.0%}",
         "None of it is measured",
     ]

@@ -7,12 +7,20 @@ that overlaps in a run is counted as if it did not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from spot_async.tools.estimate.model_size import ModelSize
 
-# NVIDIA A800 and A100, 80 GB (data sheet): dense bfloat16 operations and memory bytes per second.
-OPERATIONS_PER_S = 312e12
-BYTES_PER_S = 2.0e12
+
+class Gpu(NamedTuple):
+    """What a GPU's data sheet says."""
+
+    operations_per_s: float  # dense, in bfloat16
+    bytes_per_s: float  # of its memory
+
+
+# NVIDIA's data sheets, of the SXM cards. An A800 computes as an A100 does. Keys are those of `cluster.gpu`.
+GPUS = {"a800": Gpu(312e12, 2.0e12), "h100": Gpu(989e12, 3.35e12), "h200": Gpu(989e12, 4.8e12)}
 TRAINING_SHARE = 0.3  # of the operations per second, with padding and without fused kernels
 SCORING_SHARE = 0.4
 DECODING_SHARE = 0.5  # of the bandwidth
@@ -61,28 +69,30 @@ def run_work(
     )
 
 
-def decoding_s(tokens: float, size: ModelSize, *, at_once: float, context_tokens: float, servers: int) -> float:
+def decoding_s(
+    tokens: float, size: ModelSize, *, at_once: float, context_tokens: float, servers: int, gpu: Gpu
+) -> float:
     """Return the seconds to generate `tokens`.
 
     Each step reads the weights and every sequence's keys and values once, in 16 bits.
     """
     step_s = (2 * size.parameters + at_once * context_tokens * size.cache_bytes_per_token) / (
-        DECODING_SHARE * BYTES_PER_S
+        DECODING_SHARE * gpu.bytes_per_s
     )
     return tokens / (at_once * servers) * step_s
 
 
-def scoring_s(tokens: float, size: ModelSize, *, servers: int) -> float:
+def scoring_s(tokens: float, size: ModelSize, *, servers: int, gpu: Gpu) -> float:
     """Return the seconds to score `tokens`, at 2 operations per parameter and token."""
-    return 2 * size.parameters * tokens / (SCORING_SHARE * OPERATIONS_PER_S * servers)
+    return 2 * size.parameters * tokens / (SCORING_SHARE * gpu.operations_per_s * servers)
 
 
 def training_s(
-    tokens: float, size: ModelSize, *, ranks: int, recomputes_behavior: bool, recomputed_layers: int
+    tokens: float, size: ModelSize, *, ranks: int, recomputes_behavior: bool, recomputed_layers: int, gpu: Gpu
 ) -> float:
     """Return the seconds to train on `tokens`, at 6 operations per parameter and token.
 
     Recomputing the behaviour policy takes 2 more, and recomputing all layers in the backward pass another 2.
     """
     operations = 6 + 2 * recomputes_behavior + 2 * recomputed_layers / size.layers
-    return operations * size.parameters * tokens / (TRAINING_SHARE * OPERATIONS_PER_S * ranks)
+    return operations * size.parameters * tokens / (TRAINING_SHARE * gpu.operations_per_s * ranks)

@@ -58,6 +58,8 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
             )
     except ExceptionGroup as failures:
         raise SpotError(f"the simulated run ended early: {root_cause(failures)}") from failures
+    if len(outcomes) <= options.max_staleness:
+        told.append("with student.backend.sleep_while_training only max_staleness=0 can be run: no other is simulated")
     lines = [*advice(outcomes), *told, *rate_lines(rates, outcomes[0].response_tokens)]
     if options.is_json:
         found = Simulation(rates=rates.model_dump(), outcomes=outcomes)

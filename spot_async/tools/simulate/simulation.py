@@ -16,6 +16,7 @@ import msgspec
 
 from spot_async.base import registry
 from spot_async.base.tasks import watched
+from spot_async.checks.plan import sleeps_while_training
 from spot_async.config import Config
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
@@ -81,13 +82,15 @@ def simulate(
 ) -> list[Outcome]:
     """Return what each `max_staleness` from 0 to `most_staleness` comes to. `iterations` of each count.
 
+    A student whose servers sleep while the trainer works can only be trained strictly.
+
     Before the iterations that count come some in which the run gets going, and after them some in which it comes to
     its end.
     """
     # What a run would log of single requests is nobody's concern here.
     logging.getLogger("spot_async").addHandler(logging.NullHandler())
     outcomes: list[Outcome] = []
-    for staleness in range(most_staleness + 1):
+    for staleness in range(1 if sleeps_while_training(config.student) else most_staleness + 1):
         # Batches that were admitted together may finish together, which repeats every n + 1 iterations.
         counted = max(1, iterations // (staleness + 1)) * (staleness + 1)
         first = 1 + WARM_UP * staleness
