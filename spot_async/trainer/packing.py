@@ -8,7 +8,8 @@ in one call (`varlen.py`). Neither way has ever run on one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.trainer.loading import read_in_passing
 
 PER_DOCUMENT = "spot_per_document"  # the attention function's name in transformers
+LAYERS_OF_A_KIND = 2
 TRIAL_LENGTHS = (4, 1, 3)
 TRIAL_TOLERANCE = 1e-4  # of the largest number: rounding makes 1e-6, attention to another document far more
 # What transformers' layers also give an attention function, and what changes nothing.
@@ -88,7 +91,7 @@ def packs(model: PreTrainedModel, directory: str, wanted: Literal["auto"] | bool
     if wanted is False:
         return False
     try:
-        with read_in_passing(model, directory):
+        with read_in_passing(model, directory), first_layers(model):
             attend_per_document(model)
     except DataError as error:
         if wanted is True:
@@ -97,6 +100,26 @@ def packs(model: PreTrainedModel, directory: str, wanted: Literal["auto"] | bool
             sys.stderr.write(f"trajectories are padded, not packed: {error}\n")
         return False
     return True
+
+
+@contextmanager
+def first_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model have no more than the first `LAYERS_OF_A_KIND` decoder layers made of the same modules."""
+    whole = {}
+    for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
+        if not all(isinstance(each, GradientCheckpointingLayer) for each in layers):
+            continue
+        whole[layers] = list(layers)
+        kinds = [tuple(map(type, each.modules())) for each in layers]
+        kept = [each for i, each in enumerate(layers) if kinds[:i].count(kinds[i]) < LAYERS_OF_A_KIND]
+        del layers[:]
+        layers.extend(kept)
+    try:
+        yield
+    finally:
+        for layers, every in whole.items():
+            del layers[:]
+            layers.extend(every)
 
 
 @torch.no_grad()

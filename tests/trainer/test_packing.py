@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from spot_async.errors import DataError
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.packing import Documents, attend_per_document
+from spot_async.trainer.packing import Documents, attend_per_document, first_layers
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Supervision
 
@@ -65,6 +65,25 @@ OTHERS: dict[str, tuple[Callable[[], transformers.PreTrainedConfig], str]] = {
         "MambaForCausalLM has linear_attention layers",
     ),
 }
+
+
+def test_a_trial_passes_through_two_layers_of_a_kind_and_leaves_the_model_whole() -> None:
+    config = transformers.LlamaConfig(**SIZES, intermediate_size=32, num_attention_heads=4)
+    config.num_hidden_layers = 5
+    model = transformers.LlamaForCausalLM(config)
+    model.model.layers[3].mlp.act_fn = torch.nn.Tanh()  # a kind of its own
+    layers, names, passed = list(model.model.layers), list(model.state_dict()), list[int]()
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: passed.append(number))
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        whole = model(ids).logits
+        passed.clear()
+        with first_layers(model):
+            model(ids)
+        assert passed == [0, 1, 3]
+        assert (list(model.model.layers), list(model.state_dict())) == (layers, names)
+        assert torch.equal(model(ids).logits, whole)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
