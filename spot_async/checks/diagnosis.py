@@ -64,7 +64,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     every = {name: backend for each in servers.values() for name, backend in each.items()}
     said = dict(zip(every, await gather(capabilities(backend) for backend in every.values()), strict=True))
     first = next(iter(servers["student"]))
-    asked = await _asked(plan, every[first], said[first])
+    asked = await _asked(config, plan, every[first], said[first])
     agreements = {role: await agreement(role, each, said, asked) for role, each in servers.items()}
     together = {role: found.together for role, found in agreements.items()}
     refusals = [line for found in agreements.values() for line in found.refusals]
@@ -94,7 +94,11 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
 
 
 async def compare_students(
-    plan: TrainPlan, student: Backend, found: Capabilities, warn: Callable[[str], None]
+    plan: TrainPlan,
+    student: Backend,
+    found: Capabilities,
+    warn: Callable[[str], None],
+    config: Config | None = None,
 ) -> Capabilities:
     """Return what the student's servers offer together, once they hold this run's weights.
 
@@ -106,7 +110,7 @@ async def compare_students(
         return found
     said = {name: msgspec.structs.replace(found, version=WeightVersion(0, 0)) for name in servers}
     first = next(iter(servers))
-    compared = await agreement("student", servers, said, await _asked(plan, servers[first], said[first]))
+    compared = await agreement("student", servers, said, await _asked(config, plan, servers[first], said[first]))
     if compared.refusals:
         raise ConfigError("\n".join(compared.refusals))
     for warning in compared.warnings:
@@ -119,10 +123,15 @@ async def capabilities(backend: Backend) -> Capabilities:
     return await backend.capabilities(deadline=deadline)
 
 
-async def _asked(plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
+async def _asked(config: Config | None, plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
     """Return prompts of the run, each with a response of the student."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS)]
-    asked = Asked(prompts, [prompt[-RESPONSE_TOKENS:] for prompt in prompts], plan.stop_token_ids, plan.common.limit)
+    responses = [prompt[-RESPONSE_TOKENS:] for prompt in prompts]
+    asked = Asked(prompts, responses, plan.stop_token_ids, plan.common.limit)
+    if config is not None:
+        limits = {stage: getattr(config.stages, stage).attempt_timeout_s for stage in ("rollout", "score")}
+        limited = {stage: timeout_s for stage, timeout_s in limits.items() if timeout_s is not None}
+        asked = replace(asked, attempt_timeouts_s=limited)
     if not said.generation:
         return asked
     return replace(asked, responses=await discovery.responses(student, asked, RESPONSE_TOKENS))

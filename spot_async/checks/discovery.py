@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from spot_async.base.tasks import gather
-from spot_async.errors import PermanentError
+from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.protocols import Generator, Scorer
 from spot_async.types import (
     FloatArray,
@@ -27,6 +27,8 @@ from spot_async.types import (
 )
 
 COOL = 0.5  # a temperature at which log-probabilities differ clearly from those at 1
+T = TypeVar("T")
+
 NOISE_MARGIN = 2.0  # times the noise that was seen, since a few requests see less of it than a long run
 VISIBLE_NATS = 0.05  # no server's rounding makes larger differences
 REPEATS = 4
@@ -45,9 +47,28 @@ class Asked:
     # Sampling is limited to ids below this, since the responses are scored by models that may know no more.
     vocab_limit: int | None = None
     timeout_s: float = 120.0
+    attempt_timeouts_s: Mapping[str, float] = field(default_factory=dict)  # of stages whose attempts are limited
 
-    def deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self.timeout_s
+    async def answer(self, stage: str, request: Callable[[float], Awaitable[T]]) -> T:
+        """Return the reply to a request, which is given its deadline. One that hangs is sent again, as by the stage."""
+        attempt_s = min(self.timeout_s, self.attempt_timeouts_s.get(stage, self.timeout_s))
+        for left in reversed(range(max(1, round(self.timeout_s / attempt_s)))):
+            try:
+                return await request(asyncio.get_running_loop().time() + attempt_s)
+            except DeadlineExceededError:
+                if not left:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def scores(
+        self, scorer: Scorer, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int = 1, temperature: float = 1.0
+    ) -> TokenScores:
+        return await self.answer(
+            "score",
+            lambda deadline: scorer.score(
+                prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -163,7 +184,7 @@ async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, 
     differences: list[float] = []
     for n, prompt in enumerate(asked.prompts):
         reply = await _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
-        scores = await scorer.score(prompt, reply.token_ids, top_k=1, temperature=1.0, deadline=asked.deadline())
+        scores = await asked.scores(scorer, prompt, reply.token_ids)
         known = slice(None) if scores.valid is None else scores.valid
         differences += np.abs(scores.logprobs - reply.logprobs)[known].tolist()
     return max(differences, default=None)
@@ -208,11 +229,8 @@ async def generation_round_trip_s(generator: Generator, asked: Asked) -> float:
 
 
 async def score_round_trip_s(scorer: Scorer, asked: Asked) -> float:
-    return await _median_s(
-        lambda: scorer.score(
-            asked.prompts[0], asked.responses[0][:1], top_k=1, temperature=1.0, deadline=asked.deadline()
-        )
-    )
+    """Return the median seconds of scoring one token."""
+    return await _median_s(lambda: asked.scores(scorer, asked.prompts[0], asked.responses[0][:1]))
 
 
 async def _median_s(request: Callable[[], Awaitable[object]]) -> float:
@@ -256,9 +274,7 @@ def _values(scores: TokenScores) -> FloatArray:
 
 
 async def _score(scorer: Scorer, asked: Asked, n: int, *, top_k: int, temperature: float = 1.0) -> TokenScores:
-    return await scorer.score(
-        asked.prompts[n], asked.responses[n], top_k=top_k, temperature=temperature, deadline=asked.deadline()
-    )
+    return await asked.scores(scorer, asked.prompts[n], asked.responses[n], top_k=top_k, temperature=temperature)
 
 
 async def _generate(
@@ -278,4 +294,6 @@ async def _generate(
         seed=seed,
         vocab_limit=asked.vocab_limit,
     )
-    return await generator.generate(prompt_ids, sampling, top_k=top_k, deadline=asked.deadline())
+    return await asked.answer(
+        "rollout", lambda deadline: generator.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
+    )

@@ -83,13 +83,7 @@ class _Text:
         return cls(prompt[:start], np.concatenate([prompt[start:], response]).astype(np.int32), len(prompt) - start)
 
     async def scored(self, scorer: Scorer, asked: Asked, top_k: int, given: IntArray | None = None) -> TokenScores:
-        return await scorer.score(
-            self.before,
-            self.given if given is None else given,
-            top_k=top_k,
-            temperature=1.0,
-            deadline=asked.deadline(),
-        )
+        return await asked.scores(scorer, self.before, self.given if given is None else given, top_k=top_k)
 
 
 async def check_score_rows(

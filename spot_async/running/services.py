@@ -196,5 +196,5 @@ async def _give_first_weights(
     await send_initial_weights(served["student"], student, found["student"], listener.step)
     if run is None:
         return found
-    _, plan = run
-    return {**found, "student": await compare_students(plan, student, found["student"], listener.warn)}
+    config, plan = run
+    return {**found, "student": await compare_students(plan, student, found["student"], listener.warn, config)}
