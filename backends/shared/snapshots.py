@@ -10,29 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-from safetensors import SafetensorError, safe_open
 
 from spot_async.errors import DataError
 from spot_async.models.files import files_signature
-from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, names_in_model, weight_files
+from spot_async.models.small_files import CONFIG_FILE, read_json
+from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, Header, file_headers, names_in_model, weight_files
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers convert between these while loading
 TIED_SUFFIX = "lm_head.weight"  # a model with tied embeddings may leave this out
 
 
-class TensorHeader(NamedTuple):
-    """What a file's header says about one tensor."""
-
-    dtype: str  # as safetensors spells it, such as BF16
-    shape: tuple[int, ...]
-
-
-Layout = Mapping[str, TensorHeader]  # all tensors of a directory, by name
+Layout = Mapping[str, Header]  # all tensors of a directory, by name
 
 
 async def ties_embeddings(directory: Path) -> bool:
@@ -95,11 +85,9 @@ def _model_layout(like: Path, signature: object) -> tuple[Layout, bool]:
 
 
 def _ties_embeddings(directory: Path) -> bool:
-    try:
-        config = json.loads((directory / "config.json").read_bytes())
-        return bool(config.get("text_config", config).get("tie_word_embeddings", False))
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{directory}: cannot read config.json: {error}") from None
+    config = read_json(directory / CONFIG_FILE)
+    inner = config.get("text_config", config)
+    return bool(inner.get("tie_word_embeddings", False)) if isinstance(inner, dict) else False
 
 
 def _snapshot_files(directory: Path) -> list[Path]:
@@ -119,20 +107,10 @@ def _snapshot_files(directory: Path) -> list[Path]:
 
 
 def _read_layout(directory: Path, files: Sequence[Path]) -> Layout:
-    layout: dict[str, TensorHeader] = {}
+    layout: dict[str, Header] = {}
     for path in files:
-        for name, header in _read_headers(path).items():
+        for name, header in file_headers(path).items():
             if name in layout:
                 raise DataError(f"{path}: tensor {name!r} is in another file of {directory} too")
             layout[name] = header
     return layout
-
-
-def _read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return every tensor's type and shape. safetensors itself compares the header with the file's size."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return {name: TensorHeader(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: cannot be read, it may be cut off: {error}") from None

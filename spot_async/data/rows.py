@@ -19,6 +19,7 @@ from typing import IO, Any, AnyStr, BinaryIO, Generic, NamedTuple, Self, TypeAli
 
 import msgspec
 
+from spot_async.base.bounded_files import open_regular
 from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import ProblemSetConfig
@@ -30,6 +31,7 @@ Columns: TypeAlias = dict[str, Any]
 
 MAX_ROW_BYTES = 16 << 20  # as encoded in the file; worked solutions of a million characters fit
 MAX_INFLATED_BYTES = 256 << 20  # of a .gz whose format must be in memory as a whole
+MAX_VALUES = 4_000_000  # of a .json
 _LONGEST_LITERAL_CHARS = 1 << 20
 _BATCH_ROWS = 1024  # rows of Parquet that are Python objects at the same time
 
@@ -63,7 +65,8 @@ def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
         raise DataError(f"{setting(key, stray[0])}: {path} is a file; only data sets on the hub have one")
     refuse_pointer(file)
     try:
-        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
+        with open_regular(file) as opened:
+            stream = gzip.GzipFile(fileobj=opened) if file.suffix.lower() == ".gz" else opened
             yield from read(path, cast("BinaryIO", stream))
     except (OSError, EOFError, zlib.error) as error:
         if strerror := getattr(error, "strerror", None):
@@ -127,20 +130,21 @@ def _read_jsonl(path: str, stream: BinaryIO) -> Iterator[Row]:
 
 
 def _whole(path: str, stream: BinaryIO) -> bytes:
-    """Return a file's whole content. Of a compressed file no more than `MAX_INFLATED_BYTES` are read."""
+    """Return a file's whole content. No more than `MAX_INFLATED_BYTES` are read."""
     is_compressed = isinstance(stream, gzip.GzipFile)
-    content = stream.read(MAX_INFLATED_BYTES + 1 if is_compressed else -1)
-    if is_compressed and len(content) > MAX_INFLATED_BYTES:
-        raise DataError(
-            f"{path}: more than {MAX_INFLATED_BYTES >> 20} MiB once it is inflated: write it as .jsonl.gz, which is "
-            "read line by line"
-        )
+    content = stream.read(MAX_INFLATED_BYTES + 1)
+    if len(content) > MAX_INFLATED_BYTES:
+        said = " once it is inflated: write it as .jsonl.gz" if is_compressed else ": write it as .jsonl"
+        raise DataError(f"{path}: more than {MAX_INFLATED_BYTES >> 20} MiB{said}, which is read line by line")
     return content
 
 
 def _read_json(path: str, stream: BinaryIO) -> Iterator[Row]:
     """Read a list of objects, or an object that holds one such list."""
-    found = _decode(_whole(path, stream).removeprefix(codecs.BOM_UTF8), path, Any)
+    content = _whole(path, stream).removeprefix(codecs.BOM_UTF8)
+    if max(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise DataError(f"{path}: more than {MAX_VALUES:,} values: write it as .jsonl, which is read line by line")
+    found = _decode(content, path, Any)
     if isinstance(found, dict):
         lists = [value for value in found.values() if isinstance(value, list)]
         found = lists[0] if len(lists) == 1 else found
@@ -179,12 +183,28 @@ def _read_parquet(path: str, stream: BinaryIO) -> Iterator[Row]:
 
     source = pyarrow.BufferReader(_whole(path, stream)) if isinstance(stream, gzip.GzipFile) else stream
     try:
-        batches = parquet.ParquetFile(source).iter_batches(batch_size=_BATCH_ROWS)
+        schema = parquet.ParquetFile(source).schema
+        columns_of_bytes = (schema.column(each) for each in range(len(schema)))
+        texts = [each.path for each in columns_of_bytes if each.physical_type == "BYTE_ARRAY"]
+        # Texts stay as they are in the file, once for all rows that have them: a few bytes may say one a million times.
+        file = parquet.ParquetFile(source, read_dictionary=texts)
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+            if group.total_byte_size > max(1, group.num_rows) * MAX_ROW_BYTES:
+                raise DataError(f"{path}: rows of more than {MAX_ROW_BYTES:,} bytes, longer than any problem")
+            if group.total_byte_size > MAX_INFLATED_BYTES:
+                raise DataError(
+                    f"{path}: a row group of more than {MAX_INFLATED_BYTES >> 20} MiB: write fewer rows in each "
+                    "(row_group_size)"
+                )
         number = 0
-        for batch in batches:
-            for columns in batch.to_pylist():
-                number += 1
-                yield Row(f"{path}: row {number}", number, columns)
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            if batch.nbytes > MAX_INFLATED_BYTES:
+                raise DataError(f"{path}: rows after {number} of more than {MAX_INFLATED_BYTES >> 20} MiB together")
+            at_once = _BATCH_ROWS if batch.nbytes <= MAX_ROW_BYTES else 1
+            for begin in range(0, batch.num_rows, at_once):
+                for columns in batch.slice(begin, at_once).to_pylist():
+                    number += 1
+                    yield Row(f"{path}: row {number}", number, columns)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # it raises OSError for damaged pages
         raise DataError(f"{path}: not valid Parquet: {first_line(error)}") from None
 

@@ -6,7 +6,6 @@ no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError
 from spot_async.models.adapted import adapted_weights
+from spot_async.models.small_files import read_json
 from spot_async.models.weight_files import weight_shapes
 
 ADAPTER = "adapter"  # the directory of published weights that holds their adapter
@@ -81,7 +81,7 @@ def check_adapter(directory: Path, layers: Layers, lora: LoraConfig, *, numbers:
     """
     refuse_foreign_writers([directory, directory / CONFIG_FILE, directory / WEIGHTS_FILE])
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text())
+        config = read_json(directory / CONFIG_FILE)
         with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
             shapes = {key: tuple(each.get_shape()) for key, each in slices.items()}

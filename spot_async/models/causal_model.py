@@ -17,14 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from spot_async.base.git_lfs import refuse_pointer
 from spot_async.errors import DataError
-from spot_async.models.small_files import CONFIG_FILE
+from spot_async.models.small_files import CONFIG_FILE, read_json
 from spot_async.models.vocabulary import without_code
 from spot_async.models.weight_files import names_in_model, weight_files, weight_headers
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
-LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+# What transformers raises for a config.json that is none; it checks few of the values.
+LOADING_ERRORS = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError,
+                  ImportError, RuntimeError, SafetensorError)  # fmt: skip
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def _refusing(directory: Path) -> Iterator[None]:
 
 def read_config(directory: Path) -> PreTrainedConfig:
     """Return what transformers makes of a directory's config.json. Raises `DataError`."""
-    refuse_pointer(directory / CONFIG_FILE)
+    read_json(directory / CONFIG_FILE)
     with _refusing(directory):
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 

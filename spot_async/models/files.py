@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from spot_async.base.git_lfs import refuse_pointer
-from spot_async.base.text import first_line
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import local_path
-from spot_async.models.small_files import refuse_foreign_files
+from spot_async.models.small_files import CONFIG_FILE, read_json, refuse_foreign_files
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import PolicyContext
 
@@ -98,7 +94,11 @@ def softmax_width(role: str, directory: Path) -> int:
 def _size(role: str, directory: Path, text_config: Mapping[str, Any], keys: Sequence[str]) -> int:
     """Return a size by the first of its keys that config.json has, or by transformers' default for the architecture."""
     if (named := next((text_config[key] for key in keys if key in text_config), None)) is not None:
-        return int(named)
+        if type(named) is not int or named < 1:
+            raise DataError(
+                f"{role}.model: {directory}/config.json has {keys[0]}={named!r}, which is no number of tokens"
+            )
+        return named
     from spot_async.models.causal_model import read_config  # slow to import
 
     try:
@@ -113,19 +113,18 @@ def _size(role: str, directory: Path, text_config: Mapping[str, Any], keys: Sequ
 
 
 def _text_config(role: str, directory: Path) -> dict[str, Any]:
-    refuse_pointer(directory / "config.json")
-    try:
-        raw = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
+    if not (directory / CONFIG_FILE).exists():
         if (directory / ADAPTER_CONFIG).is_file():
             raise DataError(
                 f"{role}.model: {directory} holds an adapter, and no whole model: give the directory of the model that "
                 "it is merged into, as a run's `student` is"
-            ) from None
+            )
         said = f"{role}.model: {directory} has no config.json, so it is no Hugging Face model directory"
-        raise DataError(said) from None
-    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{role}.model: cannot read {directory}/config.json: {first_line(error)}") from None
+        raise DataError(said)
+    try:
+        raw = read_json(directory / CONFIG_FILE)
+    except DataError as error:
+        raise DataError(f"{role}.model: {error}") from None
     # Multimodal models keep the language model's part separately.
     text_config = raw.get("text_config", raw)
     return text_config if isinstance(text_config, dict) else raw

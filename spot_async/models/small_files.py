@@ -7,20 +7,30 @@ understand what they were given, and not what this one would write.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from spot_async.base.bounded_files import decode_json, read_bounded
 from spot_async.base.git_lfs import refuse_pointer
-from spot_async.base.text import first_line
+from spot_async.base.text import shortened
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
 
 CONFIG_FILE, GENERATION_CONFIG = "config.json", "generation_config.json"
 TEMPLATES = "additional_chat_templates"  # a folder
 PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.spm", "tokenizer.*", "LICENSE*")
+MAX_SMALL_BYTES, MAX_SMALL_VALUES = 64 << 20, 4_000_000  # the largest tokenizers have half of that
+# Keys of config.json whose value is a size or, in the first group, a number of modules that are made one by one.
+SIZE_KEY = re.compile(
+    r"^(?:(num_(?:hidden_)?layers|n_layers?|num_(?:local_|routed_)?experts|n_routed_experts)|vocab_size|hidden_size|"
+    r"intermediate_size|moe_intermediate_size|num_attention_heads|num_key_value_heads|head_dim|n_embd|n_head|n_inner|"
+    r"max_position_embeddings|n_positions|n_ctx)$"
+)
+MAX_SIZE, MAX_MODULES = 1 << 28, 4096
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of all versions
 
 
@@ -46,16 +56,43 @@ def refuse_foreign_files(directory: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON file's object, which is empty where there is no file. Raises `DataError`."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     refuse_pointer(path)
+    where = f"{path.parent}: cannot read {path.name}"
     try:
-        found: object = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path.parent}: cannot read {path.name}: {first_line(error)}") from None
+        data = read_bounded(path)
+    except OSError as error:
+        raise DataError(f"{where}: {error.strerror}") from None
+    found = decode_json(data, object, where)
     if not isinstance(found, dict):
-        raise DataError(f"{path.parent}: cannot read {path.name}: it is no JSON object")
+        raise DataError(f"{where}: it is no JSON object")
+    if path.name == CONFIG_FILE:
+        _refuse_sizes(found, where)
     return found
+
+
+def refuse_large(directory: Path) -> None:
+    """Raise `DataError` for a small file that is none, or whose values would take gigabytes of memory."""
+    for path in small_files(directory):
+        refuse_pointer(path)
+        try:
+            data = read_bounded(path, MAX_SMALL_BYTES)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        if max(map(data.count, (b",", b"[", b"{", b"\n"))) > MAX_SMALL_VALUES:
+            raise DataError(f"{path}: has more than {MAX_SMALL_VALUES:,} values")
+
+
+def _refuse_sizes(config: dict[str, Any], where: str) -> None:
+    """Raise `DataError` for a size that no model has: transformers would take all time or memory for it."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _refuse_sizes(value, where)
+        elif (named := SIZE_KEY.search(key)) is not None and isinstance(value, int | float | str):
+            most = MAX_SIZE if named[1] is None else MAX_MODULES
+            if not isinstance(value, int) or not -1 <= value <= most:
+                raise DataError(f"{where}: {key}={shortened(repr(value), 40)} is no whole number up to {most:,}")
 
 
 def publish_small_files(

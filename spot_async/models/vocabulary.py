@@ -7,11 +7,10 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.processes.memory import without_gc
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
-from spot_async.models.small_files import GENERATION_CONFIG, read_json, small_files
+from spot_async.models.small_files import GENERATION_CONFIG, read_json, refuse_large
 from spot_async.types import IntArray
 
 if TYPE_CHECKING:  # slow to import
@@ -58,11 +57,11 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory. Raises DataError when there is none that loads."""
     from transformers import AutoTokenizer  # slow to import
 
-    for file in small_files(directory) if directory.is_dir() else ():
-        refuse_pointer(file)
+    if directory.is_dir():
+        refuse_large(directory)
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises no other class for what it cannot read
         raise DataError(f"{directory}: has no tokenizer that can be loaded: {without_code(error)}") from None
 
 

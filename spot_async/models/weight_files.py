@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import math
 import os
 import re
 import shutil
@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import structlog
 
+from spot_async.base.bounded_files import decode_json, open_regular, read_json
 from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
@@ -31,6 +33,25 @@ COMPUTED = re.compile(
 )
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+        "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}  # fmt: skip
+MAX_HEADER_BYTES = 16 << 20  # of 100,000 tensors
+
+
+class _Tensor(msgspec.Struct):
+    """A tensor in a file's header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    """What is read of an index: the file of each tensor."""
+
+    weight_map: dict[str, str]
 
 
 class Header(NamedTuple):
@@ -54,11 +75,9 @@ def weight_files(directory: Path) -> list[Path]:
         raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     refuse_foreign_writers([directory, index])
     refuse_pointer(index)
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index}: is no index of safetensors files: {error}") from error
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+    found = read_json(index, _Index, otherwise="is no index of safetensors files")
+    names = sorted({*found.weight_map.values()})
+    if any(Path(name).name != name for name in names):
         raise DataError(f"{index}: names files outside its directory")
     files = [directory / name for name in names]
     refuse_foreign_writers(files)
@@ -76,23 +95,45 @@ def weight_headers(directory: Path) -> dict[str, Header]:
     """Return what the headers of a directory's files say of its weights, by name. Raises `DataError`."""
     headers: dict[str, Header] = {}
     for path in weight_files(directory):
-        try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > size:
-                    raise ValueError("its header would be longer than the file")
-                found = json.loads(file.read(length))
-            found.pop("__metadata__", None)
-            end = max((each["data_offsets"][1] for each in found.values()), default=0)
-            headers |= {name: Header(each["dtype"], tuple(each["shape"])) for name, each in found.items()}
-        except FileNotFoundError:
-            raise DataError(f"{directory}: {INDEX_FILE} names {path.name}, which is not there") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: is no safetensors file: {error}") from error
-        if size < 8 + length + end:
-            raise DataError(f"{path}: is cut off: it has {size} of {8 + length + end} bytes")
+        if not path.exists():
+            raise DataError(f"{directory}: {INDEX_FILE} names {path.name}, which is not there")
+        headers |= file_headers(path)
     return headers
+
+
+def file_headers(path: Path) -> dict[str, Header]:
+    """Return what a safetensors file's header says of its tensors, by name.
+
+    Raises `DataError` for what is none: as safetensors has it, tensors follow each other without holes, to the end.
+    """
+    where = f"{path}: is no safetensors file"
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > size:
+                raise DataError(f"{where}: its header would be longer than the file")
+            if length > MAX_HEADER_BYTES:
+                raise DataError(f"{where}: its header has more than {MAX_HEADER_BYTES:,} bytes")
+            found = decode_json(file.read(length), dict[str, msgspec.Raw], where)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    found.pop("__metadata__", None)
+    tensors = {name: decode_json(bytes(each), _Tensor, f"{where}: {name!r}") for name, each in found.items()}
+    end = 0
+    for name, each in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        begin, after = each.data_offsets
+        if begin != end or after < begin or any(width < 0 for width in each.shape):
+            raise DataError(f"{where}: tensor {name!r} overlaps another, or leaves a hole")
+        bits = 8 * (after - begin)
+        if each.dtype in BITS and bits != BITS[each.dtype] * math.prod(each.shape):
+            raise DataError(f"{where}: tensor {name!r} has {after - begin} bytes, which its shape does not have")
+        end = after
+    if size < 8 + length + end:
+        raise DataError(f"{path}: is cut off: it has {size} of {8 + length + end} bytes")
+    if size > 8 + length + end:
+        raise DataError(f"{where}: it has {size} bytes, and by its header {8 + length + end}")
+    return {name: Header(each.dtype, each.shape) for name, each in tensors.items()}
 
 
 def weight_shapes(directory: Path) -> Shapes:

@@ -18,12 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.backends.shared.snapshots import TensorHeader
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings, buckets
 from spot_async.base.tasks import both
 from spot_async.config.loading import validate_as
 from spot_async.errors import ConfigError, DeadlineExceededError, TransientError
-from spot_async.models.weight_files import weight_files
+from spot_async.models.weight_files import Header, weight_files
 
 # Rank 1, with what servers join by; prints the sum of each tensor that it receives.
 RECEIVER = """
@@ -84,7 +83,7 @@ async def test_a_snapshots_tensors_arrive_in_the_order_that_was_agreed(model: Pa
 
     [file] = weight_files(model)
     wanted = {name: tensor.astype(np.float64).sum() for name, tensor in load_file(file).items()}
-    layout = {name: TensorHeader("F32", tensor.shape) for name, tensor in load_file(file).items()}
+    layout = {name: Header("F32", tensor.shape) for name, tensor in load_file(file).items()}
     [tensors] = buckets(layout)
     async with started(tmp_path) as (sender, port):
 
@@ -110,7 +109,7 @@ async def test_what_a_sender_cannot_do_is_one_line(model: Path, tmp_path: Path) 
             if not address.startswith("127."):
                 with pytest.raises(ConnectionRefusedError):  # it listens on one address
                     socket.create_connection((address, port), timeout=5.0)
-        [tensors] = buckets({"no.such.weight": TensorHeader("F32", (2,))})
+        [tensors] = buckets({"no.such.weight": Header("F32", (2,))})
         with pytest.raises(TransientError, match=r"cannot send 1 tensors: .*no\.such\.weight"):
             await sender.broadcast(str(model), tensors, deadline=soon())
         join = asyncio.create_task(sender.join("weights", world_size=2, deadline=soon()))
@@ -138,7 +137,7 @@ async def test_what_a_sender_cannot_do_is_one_line(model: Path, tmp_path: Path) 
     capacity=st.integers(1, 200),
 )
 def test_buckets_hold_every_tensor_once_and_no_more_than_they_may(sizes: list[int], dtype: str, capacity: int) -> None:
-    layout = {f"w{i:02}": TensorHeader(dtype, (size, 2)) for i, size in enumerate(sizes)}
+    layout = {f"w{i:02}": Header(dtype, (size, 2)) for i, size in enumerate(sizes)}
     element = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype]
     parts = list(buckets(layout, capacity))
     assert [tensor.name for part in parts for tensor in part] == list(layout)

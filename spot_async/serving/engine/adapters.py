@@ -6,7 +6,6 @@ so that a row's bits do not depend on which adapters run beside it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from spot_async.config import LoraConfig
 from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError, PermanentError, ServerRestartedError
 from spot_async.models.adapter_files import CONFIG_FILE, DOWN, PEFT_PREFIX, UP, WEIGHTS_FILE, check_adapter, layers_of
+from spot_async.models.small_files import read_json
 from spot_async.types import WeightVersion
 
 # More than the runs need that share a server. Those of a run that was killed are never unloaded.
@@ -138,7 +138,7 @@ class Adapters:
 def _described(directory: Path, base: Path) -> LoraConfig:
     """Return what an adapter's own configuration says that it is. Raises `DataError`."""
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text())
+        config = read_json(directory / CONFIG_FILE)
         modules = set(config["target_modules"])
         for targets in TARGETS:
             lora = LoraConfig.model_validate({"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
+from spot_async.models.small_files import CONFIG_FILE, read_json
 
 NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 SIZED = ("qwen2", "qwen3", "llama", "mistral")
@@ -100,7 +100,7 @@ class ModelSize:
 
 def read_size(directory: Path) -> ModelSize | None:
     """Return the size of a directory's model; None for unknown architectures. The directory must have a config.json."""
-    return size_of(msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any]))
+    return size_of(read_json(directory / CONFIG_FILE))
 
 
 def size_of(config: Mapping[str, Any]) -> ModelSize | None:
@@ -111,7 +111,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
     kind = config.get("model_type")
     if kind not in SIZED or config.get("mlp_bias") or (kind != "qwen2" and config.get("attention_bias")):
         return None
-    if any(config.get(key) is None for key in NEEDED):
+    if any(type(config.get(key)) is not int or config[key] < 1 for key in NEEDED):
         return None
     heads = config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads

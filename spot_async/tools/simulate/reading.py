@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from spot_async.base.bounded_files import lines_of
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model
@@ -215,16 +216,18 @@ def _slices(path: Path) -> list[Slice]:
     if not path.exists():
         return found
     decoder = msgspec.json.Decoder(Slice)
-    with path.open("rb") as file:
-        for line in file:
+    try:
+        for line in lines_of(path):
             if line.startswith(b'{"ph":"X"'):
                 try:
                     each = decoder.decode(line.rstrip(b",\n"))
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, RecursionError):
                     break
                 if each.name.startswith("iteration ") and "requests" in each.args:
                     break
                 found.append(each)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     return found
 
 
