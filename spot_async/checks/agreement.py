@@ -15,12 +15,12 @@ from spot_async.base.tasks import gather
 from spot_async.checks import discovery
 from spot_async.checks.discovery import NOISE_MARGIN, Asked
 from spot_async.errors import ConfigError, RequestError
+from spot_async.models.precision import precision
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.types import Capabilities
 
 TOP_K = 16
-NOISY_NATS = 0.05  # rounding of bfloat16 makes no larger differences
 OTHER_ROWS_NATS = 1.0  # no rounding makes such differences: the rows are of other weights
 
 
@@ -109,5 +109,5 @@ def _judge(role: str, names: Sequence[str], nats: Sequence[float | None], found:
         line = f"{role}.backend: {name} gives log-probabilities up to {difference:.2g} nats from those of {names[0]}"
         if difference > OTHER_ROWS_NATS:
             found.refusals.append(f"{line}: these are not the same weights; give all servers of a role the same model")
-        elif difference > NOISY_NATS:
+        elif difference > precision(found.together.dtype).largest_nats:
             found.warnings.append(f"{line}: start them with the same type and flags")

@@ -18,7 +18,7 @@ import msgspec
 from spot_async.base.tasks import gather
 from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.checks import discovery
-from spot_async.checks.agreement import NOISY_NATS, TOP_K, agreement, holds_unknown_weights, servers_of
+from spot_async.checks.agreement import TOP_K, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends
 from spot_async.checks.discovery import NOISE_MARGIN, Asked, Noise
 from spot_async.checks.plan import TrainPlan
@@ -339,7 +339,7 @@ class _ServerDiagnosis:
         if noise is None:
             return
         self.noise_nats = noise.largest
-        if noise.largest > NOISY_NATS:
+        if noise.largest > precision(self.said.dtype).largest_nats:
             self.warnings.append(
                 f"{self.section}: the same row differs by up to {noise.largest:.2g} nats between requests: serve "
                 "it in a wider type, or without what batches requests differently"

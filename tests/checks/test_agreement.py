@@ -23,6 +23,7 @@ SAID = capabilities(
     candidate_logprobs="none",
     generation=False,
     logprob_noise_nats=0.01,
+    dtype="float32",
 )
 IDS = np.arange(4, dtype=np.int32)
 ASKED = Asked([IDS, IDS], [IDS, IDS], ())
@@ -56,6 +57,13 @@ async def test_what_lies_between_servers_counts_as_noise_until_it_is_too_much(
     assert (len(found.refusals), len(found.warnings)) == (refused, warned)
     assert all("teacher.backend: teacher-3 gives" in line for line in (*found.refusals, *found.warnings))
     assert found.together.logprob_noise_nats == pytest.approx(noise, abs=1e-5)
+
+
+@pytest.mark.parametrize(("nats", "warned"), [(0.25, 0), (0.6, 1)])
+async def test_servers_in_16_bits_are_judged_by_what_their_rounding_makes(nats: float, warned: int) -> None:
+    said = msgspec.structs.replace(SAID, dtype="bfloat16")
+    servers = {"teacher-1": Server(), "teacher-2": Server(nats)}
+    assert len((await agreement("teacher", servers, dict.fromkeys(servers, said), ASKED)).warnings) == warned
 
 
 async def test_positions_that_a_server_does_not_know_are_not_compared() -> None:

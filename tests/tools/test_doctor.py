@@ -341,7 +341,7 @@ async def test_what_makes_a_run_worse_is_a_warning(
     role: str, kind: type[Other], expected: str, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis, "SLOW_ROUND_TRIP_S", SLOW_ROUND_TRIP_S)
-    found = await diagnosis_of(services, **{role: kind(services[role], dtype="bfloat16")})
+    found = await diagnosis_of(services, **{role: kind(services[role], dtype="float32")})
     assert found.refusals == []
     assert [line for line in found.warnings if re.match(expected, line)], found.warnings
 
