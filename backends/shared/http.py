@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import contextvars
 import functools
 import hashlib
 import io
@@ -43,6 +44,8 @@ READ_BYTES = 1 << 15  # read from a connection at a time; the event loop waits u
 MOST_HEADS = 16  # unread heads of replies on a connection: the reply's, and what a server may send before it
 DIGEST_HEADER = "Content-Digest"  # RFC 9530
 SHA_256 = re.compile(r"\bsha-256=:([A-Za-z0-9+/]{43}=):")
+
+_was_open: contextvars.ContextVar[list[bool]] = contextvars.ContextVar("was_open")  # of the request of this task
 
 parsed_url = functools.lru_cache(maxsize=256)(httpx.URL)  # parsing is half the work of making a request
 
@@ -254,16 +257,20 @@ class HttpEndpoint:
             raise BadBodyError("it changed on its way")
 
     async def _respond(self, request: httpx.Request, *, resend: bool) -> httpx.Response:
-        """Return the reply's head. If the server closes the connection instead, send the request once more at once.
+        """Return the reply's head. If a connection that was open before closes instead, send the request again at once.
 
-        Servers close idle connections, and some close one after an error. A request on such a connection fails unread.
-        Requests with `resend=False` are not sent again. To send any other twice does no harm.
+        Servers close idle connections, and some close one after an error. A request on such a connection fails unread,
+        so it is no failed attempt. One on a new connection is. Requests with `resend=False` are not sent again. To send
+        any other twice does no harm.
         """
+        was_open: list[bool] = []
+        _was_open.set(was_open)
         try:
             response: httpx.Response = await self._transport.handle_async_request(request)
         except httpx.HTTPError as error:
             was_refused = isinstance(error.__cause__, aiohttp.ClientConnectorError)
-            if not resend or self._is_left or was_refused or not isinstance(error.__cause__, CLOSED):
+            is_closed = was_open and not was_refused and isinstance(error.__cause__, CLOSED)
+            if not resend or self._is_left or not is_closed:
                 raise
             response = await self._transport.handle_async_request(request)
         return response
@@ -278,7 +285,16 @@ def _session(uds: str | None, context: ssl.SSLContext) -> aiohttp.ClientSession:
     make: type[ResponseHandler] = _Connection
     connector._factory = functools.partial(make, asyncio.get_running_loop())
     no_cookies = aiohttp.DummyCookieJar()
-    return aiohttp.ClientSession(connector=connector, cookie_jar=no_cookies, read_bufsize=UNREAD_BYTES)
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_open)
+    return aiohttp.ClientSession(
+        connector=connector, cookie_jar=no_cookies, read_bufsize=UNREAD_BYTES, trace_configs=[trace]
+    )
+
+
+async def _note_open(*told: object) -> None:
+    """Note that the request of this task goes over a connection that was open before."""
+    _was_open.get().append(True)
 
 
 def with_exchange(error: RequestError, exchange: Exchange) -> RequestError:

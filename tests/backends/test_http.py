@@ -229,6 +229,24 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once
     assert connections == 2
 
 
+async def test_a_new_connection_that_closes_without_a_reply_is_a_failed_attempt() -> None:
+    connections = 0
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with contextlib.closing(server):
+        async with HttpEndpoint("teacher", f"http://127.0.0.1:{port}") as endpoint:
+            with pytest.raises(TransientError):
+                await endpoint.post("/x", b"{}", content_type="application/json", deadline=soon())
+    assert connections == 1, "it is not hidden by a second sending"
+
+
 async def test_many_long_replies_at_once_all_come_whole_and_wait_no_longer_than_the_deadline() -> None:
     body = bytes(range(256)) * (1 << 13)  # 2 MiB
     stuck = asyncio.Event()
