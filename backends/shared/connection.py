@@ -133,13 +133,19 @@ def address_of(url: str) -> str:
 
 
 def read_secret(section: str, variable: str) -> str:
+    """Return the secret that an environment variable holds. Raises `ConfigError` as `read_variable`."""
+    value = read_variable(section, variable)
+    SECRETS.learn(value, variable)
+    return value
+
+
+def read_variable(section: str, variable: str) -> str:
     """Return an environment variable's value. Raises `ConfigError` if it is not set or no header can carry it."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise ConfigError(f"{section}: the environment variable {variable} is not set")
     if not (value.isascii() and value.isprintable()):
         raise ConfigError(f"{section}: the environment variable {variable} holds what no header can carry")
-    SECRETS.learn(value, variable)
     return value
 
 

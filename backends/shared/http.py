@@ -208,7 +208,8 @@ class HttpEndpoint:
         if own is not None:
             return own
         found = classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access)
-        return found.reworded(f"{found}{self.through}")
+        words = self._redacted(f"{found}{self.through}".encode()).decode(errors="replace")  # advice names headers
+        return found.reworded(words)
 
     def exchange(
         self, method: str, path: str, body: bytes | None, *, status: int | None = 200, received: bytes = b""

@@ -295,7 +295,7 @@ class LaunchedServer:
                 **command.environment,
             },
             cores=self._cores,
-            secret=self.key,
+            secrets=[self.key, *self._settings.passed_secrets],
         )
         return command, port
 
@@ -312,7 +312,8 @@ class LaunchedServer:
             directory=directory if command.files else None,
             files=command.files,
         )
-        self._child = await ChildProcess.start_far(self._name, program, log_path=self._log_path, secret=self.key)
+        secrets = [self.key, *settings.passed_secrets]
+        self._child = await ChildProcess.start_far(self._name, program, log_path=self._log_path, secrets=secrets)
         return command, port
 
     def _far_port(self) -> int:

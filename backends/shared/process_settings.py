@@ -11,10 +11,11 @@ from pydantic import Field
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.far_side import is_variable_name
+from spot_async.base.secrets import SHORTEST, is_secret_variable
 from spot_async.config import PositiveFloat, Section
 from spot_async.errors import ConfigError
 
-from .connection import read_secret
+from .connection import read_secret, read_variable
 from .far_side import FarSide, check_prefix
 
 
@@ -111,7 +112,16 @@ class ProcessSettings(Section):
 
     def passed_environment(self, section: str) -> dict[str, str]:
         """Return the variables of `pass_environment`. Raises ConfigError for one that is not set."""
-        return {name: read_secret(section, name) for name in self.pass_environment}
+        return {
+            name: (read_secret if is_secret_variable(name, os.environ.get(name, "")) else read_variable)(section, name)
+            for name in self.pass_environment
+        }
+
+    @property
+    def passed_secrets(self) -> list[str]:
+        """Return the values of `pass_environment` that a log must not show."""
+        found = ((name, os.environ.get(name, "")) for name in self.pass_environment)
+        return [value for name, value in found if len(value) >= SHORTEST and is_secret_variable(name, value)]
 
     def check_machine(self, section: str) -> None:
         """Check the interpreter or the prefix, as `PluginSettings.check_machine`."""

@@ -21,7 +21,7 @@ from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.processes.private_directory import remove_private_directories
 from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, root_cause
-from spot_async.base.text import counted
+from spot_async.base.text import counted, visible
 from spot_async.cli.signals import SAVING, TRY_AGAIN, Answer, answer_to
 from spot_async.errors import (
     BudgetSpentError,
@@ -159,8 +159,8 @@ def leave_at_once(message: str, code: int, directory: RunDirectory | None = None
     """
     kept = in_time(lambda: saved(directory), LAST_WORDS_S) if directory is not None else None
     show_cursor = "\x1b[?25h" if screen.is_terminal else ""
-    lines = "\n".join([f"{show_cursor}{message}", *([kept] if kept is not None else []), ""])
-    in_time(lambda: os.write(2, lines.encode(errors="replace")), LAST_WORDS_S)
+    said = visible(SECRETS.struck_text("\n".join([message, *([kept] if kept is not None else []), ""])))
+    in_time(lambda: os.write(2, f"{show_cursor}{said}".encode(errors="replace")), LAST_WORDS_S)
     in_time(remove_private_directories, LAST_WORDS_S)
     os._exit(code)
 
@@ -189,7 +189,7 @@ def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
     for line in SECRETS.struck_text(str(error)).split("\n"):
         stderr.print(Text(f"error: {line}", style="red"))
     for detail in getattr(error, "__notes__", ()):
-        stderr.print(Text(SECRETS.struck_text(detail)))
+        stderr.print(Text(detail))
     if note is not None:
         stderr.print(Text(note))
     raise typer.Exit(code)

@@ -314,6 +314,7 @@ def log_events_to_python_logging() -> None:
                 structlog.stdlib.filter_by_level,
                 structlog.processors.format_exc_info,
                 structlog.processors.KeyValueRenderer(key_order=["event"]),
+                _without_secrets,
             ],
             logger_factory=structlog.stdlib.LoggerFactory(),
             wrapper_class=structlog.stdlib.BoundLogger,

@@ -15,7 +15,9 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
+from spot_async.base.secrets import SECRETS
 from spot_async.base.text import visible
 
 # What stands for our own characters on a screen that has only others. Any other character becomes a question mark.
@@ -31,11 +33,14 @@ class Screen(Console):
     """A console that falls silent when it can no longer write, so that the command still ends as it would.
 
     That is so behind `head`, on a terminal that was closed, and on a full disk. What servers, models and files say may
-    hold characters that terminals obey. They are shown as symbols, wherever they are printed.
+    hold characters that terminals obey. They are shown as symbols, wherever they are printed, and keys as asterisks.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, **options})  # brackets of a foreign text are its own
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*map(_without_keys, objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -70,6 +75,15 @@ class Screen(Console):
             return
         with Path(os.devnull).open("wb") as nowhere:  # takes what Python has buffered, and writes when it ends
             os.dup2(nowhere.fileno(), self.file.fileno())
+
+
+def _without_keys(said: Any) -> Any:
+    match said:
+        case str():
+            return SECRETS.struck_text(said)
+        case Text() if (struck := SECRETS.struck_text(said.plain)) != said.plain:
+            return Text(struck, said.style)
+    return said
 
 
 class Relay:

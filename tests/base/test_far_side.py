@@ -192,7 +192,7 @@ async def test_values_arrive_as_they_are_and_secrets_on_no_command_line_and_in_n
         files={"flags": secret},
     )
     assert secret not in repr(far)
-    child = await ChildProcess.start_far("told", far, log_path=tmp_path / "log", secret="a-key-to-hide")
+    child = await ChildProcess.start_far("told", far, log_path=tmp_path / "log", secrets=["a-key-to-hide"])
     with pytest.raises(ProcessDiedError, match="exited with code 0"):
         await child.watch()
     told = json.loads((tmp_path / "log").read_text().splitlines()[-1])
@@ -202,6 +202,7 @@ async def test_values_arrive_as_they_are_and_secrets_on_no_command_line_and_in_n
     assert (told["mode"], told["of_directory"], told["input"]) == (0o600, 0o700, "")
     assert not told["seen"]
     assert told["key"] == "***"
+    assert "\x1b]52" not in (tmp_path / "log").read_text()
     assert not directory.exists()
 
 

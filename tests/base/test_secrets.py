@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import urllib.parse
 
 import pytest
@@ -45,6 +46,15 @@ def test_a_key_that_is_cut_off_at_an_end_of_the_text_is_struck_out(key: str, cut
     assert key[-cut:].lower() not in secrets.struck_text(f"{key[-cut:]} is wrong").lower()
 
 
+@given(key=st.text(string.ascii_letters + string.digits + "-_.~/+=", min_size=24, max_size=60), cut=st.integers(12, 23))
+def test_a_long_part_of_a_key_is_struck_out_wherever_it_stands(key: str, cut: int) -> None:
+    secrets = Secrets()
+    secrets.learn(key)
+    for part in (key[:cut], key[-cut:], key[6 : 6 + cut], key[:cut].encode().hex(), json_escaped(key[:cut])):
+        said = f'{{"message": "wrong key {part} (cut)"}}'
+        assert STRUCK in secrets.struck_text(said)
+
+
 @given(said=st.text(max_size=200))
 def test_a_text_without_a_key_stays_as_it_is(said: str) -> None:
     secrets = Secrets()
@@ -70,6 +80,13 @@ def test_an_environment_loses_keys_and_nothing_else() -> None:
     lost = {
         **{"OPENAI_API_KEY": "1", "HF_TOKEN": "1", "AWS_SECRET_ACCESS_KEY": "1", "AWS_ACCESS_KEY_ID": "1"},
         **{"WANDB_API_KEY": "1", "DB_PASSWORD": "1", "SPOT_ASYNC_CLUSTER_SECRET": "1", "MY_SERVER": "abc"},
+        **{
+            "API_KEY_2": "1",
+            "DATABASE_URL": "postgres://me:pw@h/d",
+            "SLURM_JWT": "1",
+            "SENTRY_DSN": "1",
+            "PG_PASS": "1",
+        },
         **{"https_proxy": "http://me:pw@p:1", "NOTE": "sk-abcdefghijklmnopqrstuvwx"},
     }
     del kept["MONKEY"]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import time
+import unicodedata
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from key_spellings import SPELLINGS
+from rich.text import Text
+
+from spot_async.base.secrets import SECRETS
+from spot_async.telemetry.screen import Screen
 
 SHOWS = """
 import sys
@@ -31,6 +40,22 @@ print("plain · words", file=sys.stderr)
 def test_what_an_encoding_lacks_is_shown_as_what_is_nearest(encoding, shown, aside):
     done = subprocess.run([sys.executable, "-c", SHOWS], capture_output=True, env={"PYTHONIOENCODING": encoding})
     assert (done.stdout.decode(encoding), done.stderr.decode(encoding)) == (f"{shown}\n", f"{aside}\n")
+
+
+@given(before=st.text(max_size=20), after=st.text(max_size=20), spelling=st.sampled_from([*SPELLINGS]))
+def test_a_screen_shows_no_key_and_nothing_that_a_terminal_obeys(before, after, spelling):
+    key = "a/Key-of-98+the.screen"
+    SECRETS.learn(key)
+    said = f"{before} {SPELLINGS[spelling](key)} {after}\x1b]52;c;AA==\x07\x9b2J\u202e\u2028\r\b\0[red]"
+    file = io.StringIO()
+    screen = Screen(file=file, width=1000)
+    for each in (said, Text(said)):
+        screen.print(each)
+    shown = file.getvalue()
+    assert "[red]" in shown
+    assert SPELLINGS[spelling](key) not in shown
+    assert all(each == "\n" or unicodedata.category(each) not in ("Cc", "Cs", "Zl", "Zp") for each in shown)
+    assert "\u202e" not in shown
 
 
 def test_a_screen_that_was_closed_falls_silent(tmp_path):

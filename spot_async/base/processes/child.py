@@ -77,22 +77,22 @@ class ChildProcess:
         log_path: Path,
         environment: Mapping[str, str] | None = None,
         cores: Collection[int] | None = None,
-        secret: str | None = None,
+        secrets: Collection[str] = (),
     ) -> ChildProcess:
         """Start a program of others under a guard: no process of it outlives its own end, `stop` or our death.
 
         `pid` is the guard's. The program gets our environment, but keys, PYTHONPATH and PYTHONHOME only from
         `environment`.
-        The log shows asterisks in place of `secret`.
+        The log shows asterisks in place of `secrets`, and symbols for characters that terminals obey.
         """
-        hidden = {guard.SECRET_VARIABLE: pattern(secret)} if secret is not None else {}
+        hidden = {guard.SECRET_VARIABLE: pattern(secrets)} if secrets else {}
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
         process = await _spawn(guarded, log_path, foreign_environment({**(environment or {}), **hidden}), cores)
         return cls(name, process, log_path, guard_grace_s=FOREIGN_GRACE_S + GUARD_MARGIN_S)
 
     @classmethod
     async def start_far(
-        cls, name: str, program: FarProgram, *, log_path: Path, secret: str | None = None
+        cls, name: str, program: FarProgram, *, log_path: Path, secrets: Collection[str] = ()
     ) -> ChildProcess:
         """Start a program on the far side of a prefix, with the same promises as `start_foreign`.
 
@@ -100,7 +100,7 @@ class ChildProcess:
         """
         grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S  # the far guard has the program's own grace, and then some to kill
         guarded, environment = program.guarded(grace_s, far_grace_s=FOREIGN_GRACE_S)
-        hidden = {guard.SECRET_VARIABLE: pattern(secret)} if secret is not None else {}
+        hidden = {guard.SECRET_VARIABLE: pattern(secrets)} if secrets else {}
         process = await _spawn(guarded, log_path, foreign_environment({**environment, **hidden}), None)
         return cls(name, process, log_path, guard_grace_s=grace_s + GUARD_MARGIN_S)
 

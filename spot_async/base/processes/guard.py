@@ -38,6 +38,11 @@ LOG_GRACE_S = 5.0  # wait this long for the end of a log, which a process that w
 # A regular expression of what the log must not show, such as a key that the program prints.
 SECRET_VARIABLE = "SPOT_ASYNC_SECRET"
 REDACTED = b"***"
+# What terminals obey, but for line ends, tabs and colours: escape sequences, control and direction characters in UTF-8.
+OBEYED = re.compile(
+    rb"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\x8e\x8f\xa8-\xae]|"
+    rb"\xe2\x81[\xa6-\xa9]"
+)
 CORES_VARIABLE = "SPOT_ASYNC_CORES"  # numbers of the cores to use
 # Of the guard here: the text that its program reads first, and the seconds between two line breaks after that. The end
 # of the input is how this program is told to stop, in place of a signal.
@@ -197,12 +202,13 @@ def _say(line: str) -> None:
 def _copy_without(secret: re.Pattern[bytes], source: int) -> None:
     """Copy lines from `source` to our output, with asterisks for what `secret` finds.
 
+    Of what terminals obey, colours are left.
     Lines that cannot be written are lost: a full disk must not stop the program.
     """
     with open(source, "rb") as lines:
         for line in lines:
             with contextlib.suppress(OSError):
-                os.write(sys.stdout.fileno(), secret.sub(REDACTED, line))
+                os.write(sys.stdout.fileno(), OBEYED.sub(b"\xef\xbf\xbd", secret.sub(REDACTED, line)))
 
 
 def take_given_cores() -> None:
