@@ -159,7 +159,7 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
         *keys, last = name.strip().split(".")
         if last != "kind" or keys[-1:] == [] or keys[-1] not in KEYS_OF_PLUGINS:
             continue
-        kind = parse_yaml(text, f"override {override!r}")
+        kind = parse_yaml(text, f"override {name!r}")
         section: Any = tree
         for key in keys:
             section = section.get(key) if isinstance(section, dict) else None
@@ -171,7 +171,7 @@ def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in `tree`; the value is read as YAML.
+    """Set one `section.key=value` in `tree`; the value is read as YAML. Errors do not show it: it may be a key.
 
     In a list of sections, such as one of several servers to launch, it is set in each, or in that of a number:
     `launch.0.devices=1`.
@@ -184,12 +184,12 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         found = [each for section in sections for each in _below(section, key)]
         if not found or not all(isinstance(each, dict | list) for each in found):
-            raise ConfigError(f"override {override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+            raise ConfigError(f"override {name!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
         sections = found
     last = keys[-1]
     for section in sections:
         for each in section if isinstance(section, list) else [section]:
-            each[last] = parse_yaml(text, f"override {override!r}") if text.strip() else ""
+            each[last] = parse_yaml(text, f"override {name!r}") if text.strip() else ""
 
 
 def _below(section: Any, key: str) -> list[Any]:
@@ -210,8 +210,6 @@ def _below(section: Any, key: str) -> list[Any]:
 
 def validate(tree: dict[str, Any]) -> Config:
     """Return the configuration that plain values make. Raises ConfigError with a line for each problem."""
-    if lines := list(dict.fromkeys(saved_secrets(tree))):  # first, because other lines show values
-        raise ConfigError("\n".join(lines))
     return validate_as(Config, tree)
 
 
@@ -220,6 +218,8 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
 
     They are validated as JSON, where a list may become a tuple but "1" is not 1.
     """
+    if lines := list(dict.fromkeys(saved_secrets(tree))):  # first, because other lines show values
+        raise ConfigError("\n".join(lines))
     try:
         return schema.model_validate_json(plain_json(tree))
     except ValidationError as errors:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import BaseModel
 
 from spot_async.base import registry
+from spot_async.base.secrets import looks_secret, names_secret
 
 # From TRL's and verl's names to ours. After a comma: what is different about ours.
 OTHER_TRAINERS: Mapping[str, str] = {
@@ -187,7 +188,8 @@ def unknown_option(option: str, value: str, root: type[BaseModel]) -> str:
         keys = [OTHER_TRAINERS[name].partition(", ")[0]]
     if name.partition(".")[0] in root.model_fields:
         keys = [name]
-    given = " or ".join(f"{key}={value or '...'}" for key in keys[:PLACES_SHOWN])
+    shown = "..." if not value or names_secret(name) or looks_secret(value) else value
+    given = " or ".join(f"{key}={shown}" for key in keys[:PLACES_SHOWN])
     return f"{option}: no such option; keys are given without dashes: {given or 'section.key=value'}"
 
 

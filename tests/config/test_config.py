@@ -146,7 +146,7 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("training", "override 'training': expected section.key=value"),
         (
             "training.batch_size.x=1",
-            "override 'training.batch_size.x=1': training.batch_size is a value, not a section",
+            "override 'training.batch_size.x': training.batch_size is a value, not a section",
         ),
         ("data.train=null", "data.train: input should be a valid string, a list of them or a section, but got null"),
         ("prompt.template=chatml", "prompt.template: give teacher, student or the path of a Jinja file that ends in"),
@@ -159,7 +159,7 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
             "together: lower it, raise timeout_s, or leave it out",
         ),
         ("evaluation.attempt_timeout_s=700", "evaluation: attempt_timeout_s=700 is longer than timeout_s=600"),
-        ("policy.beta=[1", "override 'policy.beta=[1': line 1 not valid YAML"),
+        ("policy.beta=[1", "override 'policy.beta': line 1 not valid YAML"),
     ],
 )
 def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, expected):
