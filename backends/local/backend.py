@@ -108,7 +108,7 @@ class LocalBackend:
         try:
             return self._client.decode(await stranger.get(api.HEALTH, deadline=deadline), api.HealthReply)
         except (PermanentError, PoisonedReplyError) as error:
-            if not may_be_other(error):
+            if not may_be_other(error) and not _is_of_others(error):
                 raise
             expected, others = "`spot-async serve`", "vllm, sglang or openai"
             raise await other_kind(
@@ -336,3 +336,9 @@ class LocalBackend:
 
     def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
         return self._client.connection(self._server.address, headers, by_proxy=self._settings.url is not None)
+
+
+def _is_of_others(error: RequestError) -> bool:
+    """Return whether a refusal came in another form than our own server's, so that another setting cannot mend it."""
+    status = error.exchange.status if error.exchange is not None else None
+    return status in (400, 401, 403, 501) and f"HTTP {status}" in str(error)

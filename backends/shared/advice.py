@@ -19,7 +19,7 @@ OLD_TLS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL")  # OpenSSL's 
 NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL")
 # Gateways that refuse a key with 400: LiteLLM without a database, Google.
 WRONG_KEY = re.compile(
-    r"no connected db|authentication ?error|\b(invalid|incorrect|wrong|malformed|missing|no) api[ _-]?key"
+    r"no connected db|authentication[ _]?error|\b(invalid|incorrect|wrong|malformed|missing|no)[ _-]api[ _-]?key"
     r"|api[ _-]?key (is )?(not valid|invalid|expired|missing|required)",
     re.I,
 )

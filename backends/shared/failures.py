@@ -108,7 +108,9 @@ def classify(
 
 def _of_status(request: str, reply: FailedReply, now_s: float, access: Access) -> RequestError:
     status = reply.status
-    advice = of_reply(status, reply.said, reply.headers, access, is_page=reply.is_page)
+    advice = of_reply(
+        status, " ".join([reply.said, *sorted(_codes(reply.body))]), reply.headers, access, is_page=reply.is_page
+    )
     message = f"{request}: {reply.answer}" + (f"; {advice}" if advice else "")
     if status == NO_CREDIT or (status == 429 and not SPENT.isdisjoint(_codes(reply.body))):
         return PermanentError(f"{message}; the account has no credit left")
@@ -221,11 +223,14 @@ def error_message(body: bytes) -> str:
 def _codes(body: bytes) -> set[str]:
     """Return the codes in an error body, from all places where hosted endpoints put them."""
     reply = _json(body)
-    error = reply.get("error") if isinstance(reply, dict) else None
-    if not isinstance(error, dict):
+    if not isinstance(reply, dict):
         return set()
+    error = each if isinstance(each := reply.get("error"), dict) else {}
     details = error.get("details")
-    named = [error.get("code"), error.get("type"), details.get("error_code") if isinstance(details, dict) else None]
+    named = [
+        *(error.get("code"), error.get("type"), details.get("error_code") if isinstance(details, dict) else None),
+        *(reply.get("code"), reply.get("error")),
+    ]
     return {each for each in named if isinstance(each, str)}
 
 

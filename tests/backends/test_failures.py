@@ -176,6 +176,15 @@ HTTP = Access("teacher.backend", "http", ())
          "no; it may want a key: name the environment variable that holds it in teacher.backend.api_key_env"),
         (403, b"no", {}, Access("teacher.backend", "http", ("api_key_env", "secret_headers")),
          "no; check the key that teacher.backend.api_key_env and teacher.backend.secret_headers names"),
+        *(
+            (400, said, {}, Access("teacher.backend", "http", ("api_key_env",)),
+             "no; check the key that teacher.backend.api_key_env names")
+            for said in (
+                b'{"error": {"message": "no", "code": "invalid_api_key"}}',
+                b'{"error": {"message": "no", "type": "authentication_error"}}',
+                b'{"message": "no", "code": "invalid_api_key"}',
+            )
+        ),
         (401, b"no", BASIC, Access(), "no"),  # a server whose settings hold no keys
         (308, b"moved", {"location": "https://user:pw@gpu.example:8443/version?key=sk-1"}, HTTP,
          "moved; it redirects to https://gpu.example:8443: if that is the server, write it in teacher.backend.url"),

@@ -232,7 +232,7 @@ async def test_a_key_that_sglang_refuses_is_no_other_kind_of_server(model: Path,
             await backend.__aenter__()
 
 
-@pytest.mark.parametrize("answers", [[(404, b"{}")], [(200, b"")]])
+@pytest.mark.parametrize("answers", [*([(status, b"{}")] for status in (400, 401, 403, 404, 501)), [(200, b"")]])
 async def test_a_server_of_another_kind_is_told_from_ours(answers: Any, model: Path, tmp_path: Path) -> None:
     stand_in = StandIn({"/health": answers})
     with closing(await asyncio.start_server(stand_in.serve, "127.0.0.1", 0)) as server:
