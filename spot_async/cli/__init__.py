@@ -9,21 +9,43 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import traceback
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
+from typer.core import TyperGroup
 
 from spot_async.cli import files, runs, servers
 from spot_async.cli.arguments import ConfiguredCommand
 from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
 from spot_async.cli.ending import exit_code as exit_code
+from spot_async.cli.ending import fail, screen, stderr
 from spot_async.cli.ending import hung as hung
-from spot_async.cli.ending import screen
+from spot_async.errors import ConfigError
 from spot_async.telemetry.screen import show_nearest_characters
+
+
+class Commands(TyperGroup):
+    """The commands. Of an option or a file in a command's place, it says which command is meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        given = args[0]
+        if given not in self.commands:
+            if given in ("dry-run", "resume"):
+                meant = f"train --{given}"
+            elif given.endswith((".yaml", ".yml")):
+                meant = f"train {given}"
+            else:
+                return super().resolve_command(ctx, args)
+            fail(ConfigError(f"{given}: no such command; did you mean `spot-async {meant}`?"), code=2)
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="spot-async",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,4 +99,8 @@ def main() -> None:
     """Entry point of the `spot-async` command."""
     show_nearest_characters()
     os.umask(os.umask(0) | 0o022)  # weights that others could write would be refused
-    app()
+    try:
+        app()
+    except Exception:  # noqa: BLE001 - a bug, whose trace may quote what a server said
+        stderr.print(Text(traceback.format_exc().rstrip()))
+        raise SystemExit(1) from None

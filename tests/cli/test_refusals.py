@@ -43,6 +43,14 @@ def test_a_dry_run_finds_a_directory_that_cannot_be_made_and_may_leave_the_confi
     assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", "--brief"), "--brief", "--dry-run")
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("dry-run", "train --dry-run"), ("resume", "train --resume"), ("configs/x.yaml", "train configs/x.yaml")],
+)
+def test_an_option_or_a_file_in_a_commands_place_is_told_with_the_command(monkeypatch, given, meant):
+    assert_refused(invoke(monkeypatch, given, "x"), f"{given}: no such command; did you mean `spot-async {meant}`?")
+
+
 def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
     def resume(*given):
         return invoke(monkeypatch, "train", "--resume", *given)
