@@ -112,7 +112,7 @@ class TrainingConfig(Section):
     checkpoint_every: int = Field(
         10,
         ge=0,
-        description="iterations between two checkpoints, which `train --resume` goes on from; the last iteration has "
+        description="iterations between two checkpoints, which `train --resume` continues from; the last iteration has "
         "one too; 0: none at all",
     )
     keep_checkpoints: KeptCheckpoints = Field(KeptCheckpoints(), description="the checkpoints that are kept")
