@@ -7,6 +7,7 @@ for each other in each layer. Gradients are summed, never averaged: the loss alr
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import sys
@@ -24,7 +25,12 @@ import torch.distributed as dist
 # there is a group, or the group and its threads live on in those defaults.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in __all__
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,6 +41,7 @@ from spot_async.base.processes.gpus import VISIBLE, GpuSoftware
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch
+from spot_async.trainer.groups import Ranks
 from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STORE_PORT_VARIABLE
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
@@ -114,13 +121,19 @@ def process_group(channel_directory: str, device: torch.device, sharding: Shardi
     if place.ranks == 1 and sharding == "none":
         yield
         return
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=_meeting_place(channel_directory, place),
-        rank=place.rank,
-        world_size=place.ranks,
-        timeout=TRAINING_TIMEOUT,
-    )
+    store, attempts = _meeting_place(channel_directory, place), itertools.count()
+
+    def world() -> dist.ProcessGroup:
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=PrefixStore(f"world {next(attempts)}", store),
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=TRAINING_TIMEOUT,
+        )
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+
+    Ranks(store, place.rank, place.ranks).form(world, lambda made: [made])
     try:
         yield
     finally:
@@ -156,7 +169,13 @@ def rank_count() -> int:
 
 def idle_group() -> dist.ProcessGroup | None:
     """Return a new group of all ranks that may wait in it without a deadline; None if there is only one rank."""
-    return dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT) if rank_count() > 1 else None
+    if rank_count() == 1:
+        return None
+
+    def idle() -> dist.ProcessGroup:
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT))
+
+    return Ranks.of_the_world().form(idle, lambda group: [group])
 
 
 def wait_for_all(group: dist.ProcessGroup | None) -> None:
@@ -243,7 +262,8 @@ class Strategy(ABC):
         """Give the other nodes' ranks what the first node's hold, in place. All ranks must call it."""
         if self.nodes == 1:
             return
-        groups = [dist.new_group(range(first, self.ranks, self.ranks_of_node)) for first in range(self.ranks_of_node)]
+        alike = [range(first, self.ranks, self.ranks_of_node) for first in range(self.ranks_of_node)]
+        groups = Ranks.of_the_world().form(lambda: [dist.new_group(ranks) for ranks in alike], lambda made: made)
         source = self.rank % self.ranks_of_node
         for tensor in tensors:
             if (part := local(tensor)).numel():
@@ -355,8 +375,9 @@ class ShardedStrategy(Strategy):
         if self.nodes == 1:
             mesh = init_device_mesh(device.type, (self.ranks,))
         else:
-            mesh = init_device_mesh(
-                device.type, (self.nodes, self.ranks_of_node), mesh_dim_names=("nodes", "ranks of a node")
+            shape, names = (self.nodes, self.ranks_of_node), ("nodes", "ranks of a node")
+            mesh = Ranks.of_the_world().form(
+                lambda: init_device_mesh(device.type, shape, mesh_dim_names=names), lambda made: made.get_all_groups()
             )
         # DTensor's caches keep the mesh for ever, and the mesh would keep the group through this registry. Only
         # compiled code reads it, so it can be emptied.

@@ -134,6 +134,8 @@ def test_the_secret_comes_from_the_environment_or_from_a_file_of_ones_own(tmp_pa
     file.chmod(0o600)
     file.write_text("")
     refused("the secret has 0 bytes", by_file)
+    file.write_bytes(bytes(range(100, 164)))
+    refused("must be printable ASCII", by_file)
     refused("No such file", ClusterConfig(secret_file=tmp_path / "none"))
     os.mkfifo(tmp_path / "fifo", 0o600)
     refused("is no regular file", ClusterConfig(secret_file=tmp_path / "fifo"))

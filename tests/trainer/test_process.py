@@ -28,6 +28,7 @@ from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.exits import exit_at_once
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
+from spot_async.trainer.groups import Ranks
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group
@@ -348,7 +349,7 @@ def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back
-    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **named: None)
+    monkeypatch.setattr(Ranks, "form", lambda *arguments: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: pytest.fail("NCCL waits here"))
     with pytest.raises(MemoryError), process_group(str(tmp_path), torch.device("cuda"), "none"):
         raise MemoryError

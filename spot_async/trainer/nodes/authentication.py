@@ -71,6 +71,8 @@ def cluster_secret(environ: Mapping[str, str], cluster: ClusterConfig) -> Secret
         raise ConfigError(
             f"{where}: the secret has {len(value)} bytes, it must have {SHORTEST_SECRET} to {LONGEST_SECRET}: {_HOW}"
         )
+    if not (value.isascii() and value.decode().isprintable()):  # agents get it as a variable
+        raise ConfigError(f"{where}: the secret must be printable ASCII: {_HOW}")
     return Secret(value)
 
 
