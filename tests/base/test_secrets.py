@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import string
+import sys
 import urllib.parse
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from key_spellings import SPELLINGS, json_escaped
 
-from spot_async.base.secrets import STRUCK, Secrets, looks_secret, names_secret
+from spot_async.backends.shared.process_settings import ProcessSettings
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.secrets import SECRETS, STRUCK, Secrets, looks_secret, names_secret
+from spot_async.errors import ProcessDiedError
 
 KEYS = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=12, max_size=60)
 AROUND = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -110,3 +116,26 @@ def test_keys_of_well_known_services_are_known_by_their_looks() -> None:
     assert looks_secret("--key=sk-proj-abcdefghijklmnopqrstuvwx")
     assert looks_secret("hf_abcdefghijklmnopqrstuvwxyz")
     assert not looks_secret("sk-learn and hf_transfer")
+
+
+async def test_the_log_of_a_foreign_program_hides_secrets_and_has_colours_alone_of_what_terminals_obey(
+    tmp_path: Path,
+) -> None:
+    key, other = "sk-of-this-server-0123", "token-that-is-passed-on"
+    said = f"{key} {json_escaped(other)} \x1b[31mred\x1b[0m \x1b]52;c;AA==\x07 \x9b2J \u202e \x08 é\tend"
+    program = [sys.executable, "-c", f"print({said!r})"]
+    child = await ChildProcess.start_foreign("told", program, log_path=tmp_path / "log", secrets=[key, other])
+    with pytest.raises(ProcessDiedError, match="exited with code 0"):
+        await child.watch()
+    lost = "\ufffd"
+    shown = f"*** *** \x1b[31mred\x1b[0m {lost}]52;c;AA=={lost} {lost}2J {lost} {lost} é\tend\n"
+    assert (tmp_path / "log").read_text() == shown
+
+
+def test_a_variable_that_is_passed_on_and_holds_no_secret_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL_CACHE", "/srv/cache-of-models")
+    settings = ProcessSettings(python="python", pass_environment=["MODEL_CACHE"])
+    assert settings.passed_environment("launch") == {"MODEL_CACHE": "/srv/cache-of-models"}
+    assert SECRETS.without_keys(os.environ)["MODEL_CACHE"] == "/srv/cache-of-models"
+    assert SECRETS.struck_text("in /srv/cache-of-models") == "in /srv/cache-of-models"
+    assert settings.passed_secrets == []
