@@ -37,7 +37,8 @@ def vllm_command(
     """
     uds = doorway.uds if settings.port is None and not settings.is_elsewhere else None
     argv = [
-        *(settings.python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        # `vllm serve` does not start where the distribution is not called vllm, as that for CPUs is (0.32).
+        *(settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *(("--host", doorway.host, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
         *("--generation-config", "vllm"),  # or sampling defaults would come from the model's directory
         *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),

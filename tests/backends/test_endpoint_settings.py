@@ -20,11 +20,11 @@ KEY = "sk-a-key-that-nobody-may-read"
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"headers": {"Authorization": f"Bearer {KEY}"}}, "Authorization is a secret"),
-        ({"headers": {"x-api-key": KEY}}, "x-api-key is a secret"),
-        ({"proxy": f"http://user:{KEY}@proxy"}, "holds a password"),
-        ({"proxy": f"user:{KEY}@proxy:3128"}, "holds a password"),
-        ({"url": f"https://user:{KEY}@host"}, "holds a password"),
+        ({"headers": {"Authorization": f"Bearer {KEY}"}}, "headers.Authorization: holds a secret"),
+        ({"headers": {"x-api-key": KEY}}, "headers.x-api-key: holds a secret"),
+        ({"proxy": f"http://user:{KEY}@proxy"}, "proxy: holds a secret"),
+        ({"proxy": f"user:{KEY}@proxy:3128"}, "proxy: holds a secret"),
+        ({"url": f"https://user:{KEY}@host"}, "url: holds a secret"),
     ],
 )
 def test_a_configuration_with_a_secret_in_it_is_refused_without_repeating_it(

@@ -243,7 +243,7 @@ def test_the_command_has_the_flags_that_the_installed_version_knows(
     given = " ".join(command.argv)
     assert ("--enable-scale-out" in command.argv) == flag
     for part in (
-        "/opt/vllm/bin/python -m vllm.entrypoints.cli.main serve /models/student",
+        "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --model /models/student",
         "--uds /tmp/spot-server-x/http",
         "--max-logprobs 65 --dtype bfloat16 --tensor-parallel-size 2",
         "--enable-prompt-tokens-details --gpu-memory-utilization 0.5",

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 def test_the_trainer_is_given_what_staleness_asks_of_it(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", [])
     plan: Any = SimpleNamespace(
-        policy=SimpleNamespace(needs=PolicyNeeds()), schedule=SimpleNamespace(iterations=3), stop_token_ids=()
+        policy=SimpleNamespace(needs=PolicyNeeds()),
+        schedule=SimpleNamespace(iterations=3),
+        stop_token_ids=(),
+        served={},
     )
     directory: Any = SimpleNamespace(path=tmp_path)
     strict = trainer_settings(config, plan, directory)

@@ -24,13 +24,12 @@ LORA = LoraConfig(rank=16, alpha=32)
 PARSERS = {
     "vllm": """
 import json, sys
-from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-ServeSubcommand().subparser_init(parser.add_subparsers())
+parser = make_arg_parser(FlexibleArgumentParser())
 for words in json.load(sys.stdin):
     parsed = parser.parse_args(words)
-    print(json.dumps([parsed.model_tag, parsed.hf_overrides, parsed.gpu_memory_utilization]))
+    print(json.dumps([parsed.model, parsed.hf_overrides, parsed.gpu_memory_utilization]))
 """,
     "sglang": """
 import argparse, json, sys

@@ -78,7 +78,7 @@ async def test_a_vllm_student_from_start_to_a_sudden_end(
         started = children_of_this_test() - before
         assert len(started) >= 3  # the guard, the API server, its engine
         await follow(backend, models.other)
-        await kill_and_watch(backend, started, "vllm.entrypoints.cli.main")
+        await kill_and_watch(backend, started, "vllm.entrypoints.openai.api_server")
 
 
 async def test_an_sglang_student_from_start_to_a_sudden_end(
