@@ -7,6 +7,7 @@ last, incomplete batch are left out of that epoch, as in the paper.
 from __future__ import annotations
 
 import inspect
+import json
 import random
 import traceback
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from spot_async.base.git_lfs import refuse_pointer
 from spot_async.base.seeds import derive_seed
 from spot_async.base.text import first_line
 from spot_async.config import PromptConfig
+from spot_async.data.template_trial import overdoes
 from spot_async.errors import DataError
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.types import IntArray, Problem, Prompt
@@ -50,6 +52,7 @@ class PromptRenderer:
         if given := sorted(config.template_arguments.keys() & taken):
             raise DataError(f"prompt.template_arguments.{given[0]}: is no variable of the template's own: remove it")
         self._name = str(self._tokenizer.name_or_path)
+        self._is_tried = False
         if config.template.endswith(".jinja"):
             self._name = f"prompt.template={config.template}"
             self._arguments["chat_template"] = read_template(Path(config.template))
@@ -99,15 +102,29 @@ class PromptRenderer:
         parts = (problem.text.strip(), self._config.instruction.strip())
         content = self._config.separator.join(filter(None, parts))
         history = [{"role": turn.role, "content": turn.content} for turn in problem.history]
+        messages = [*history, {"role": "user", "content": content}]
+        if not self._is_tried:
+            self._try(messages)
         try:
             return self._tokenizer.apply_chat_template(
-                [*history, {"role": "user", "content": content}],
-                add_generation_prompt=True,
-                **{**self._arguments, **arguments},
+                messages, add_generation_prompt=True, **{**self._arguments, **arguments}
             )
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
             where = f" in line {line}" if (line := template_line(error)) else ""
             raise DataError(f"{self._name}: the chat template fails{where}: {first_line(error)}") from None
+
+    def _try(self, messages: list[dict[str, str]]) -> None:
+        """Raise DataError if the template never comes to its end, or takes all memory."""
+        self._is_tried = True
+        variables = {name: value for name, value in self._arguments.items() if name != "chat_template"}
+        special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
+        try:
+            template = self._tokenizer.get_chat_template(self._arguments.get("chat_template"))
+            call = json.dumps({**special, **variables, "messages": messages, "add_generation_prompt": True})
+        except (ValueError, TypeError):
+            return  # said when it is used
+        if (fault := overdoes(template, call)) is not None:
+            raise DataError(f"{self._name}: the chat template {fault} for one problem: correct it, or give another")
 
 
 def template_line(error: Exception) -> int | None:

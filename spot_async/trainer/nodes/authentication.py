@@ -21,6 +21,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from spot_async.base.secrets import SECRETS
 from spot_async.config import ClusterConfig
 from spot_async.errors import ConfigError
 
@@ -73,6 +74,7 @@ def cluster_secret(environ: Mapping[str, str], cluster: ClusterConfig) -> Secret
         )
     if not (value.isascii() and value.decode().isprintable()):  # agents get it as a variable
         raise ConfigError(f"{where}: the secret must be printable ASCII: {_HOW}")
+    SECRETS.learn(value, SECRET_VARIABLE)
     return Secret(value)
 
 
