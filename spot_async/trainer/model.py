@@ -84,6 +84,9 @@ class ResponseLogprobs(nn.Module):
             token_ids = torch.cat([batch.sampled_ids[start:end], soft_ids.flatten()])
             blocks.append(Block(start, end, rows, token_ids))
         found = selected_logprobs(hidden, output_layer.weight, output_layer.bias, blocks, self._temperature)
-        sampled = [each[: block.end - block.start] for each, block in zip(found, blocks, strict=True)]
-        candidates = [each[block.end - block.start :] for each, block in zip(found, blocks, strict=True)]
-        return torch.cat(sampled), torch.cat(candidates).view(batch.soft_ids.shape)
+        sampled, candidates = [], []
+        for logprobs, block, (first, last) in zip(found, blocks, pairwise(soft_limits), strict=True):
+            own, of_soft_targets = logprobs.tensor_split([block.end - block.start])
+            sampled.append(own)
+            candidates.append(of_soft_targets.view(last - first, batch.soft_ids.shape[1]))
+        return torch.cat(sampled), torch.cat(candidates)
