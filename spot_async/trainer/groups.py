@@ -81,6 +81,8 @@ class Ranks:
 
 def _is_ours(group: ProcessGroup, key: bytes) -> bool:
     """Return whether all members know the key."""
+    if torch.device("cpu") not in group._device_types:
+        return True  # it has no gloo
     rank, ranks = group.rank(), group.size()
     said = _tensor([_proof(key, rank, to) for to in range(ranks)])
     expected = _tensor([_proof(key, of, rank) for of in range(ranks)])

@@ -160,7 +160,7 @@ def test_leaving_at_once_takes_the_private_directories_along(monkeypatch, capfd)
         with pytest.raises(SystemExit, match="130"):
             leave_at_once("stopped at once in \udcff", 130)
         assert not path.exists()
-    assert capfd.readouterr().err == "stopped at once in ?\n"
+    assert capfd.readouterr().err == "stopped at once in �\n"
 
 
 def test_where_no_directory_for_sockets_can_be_made_it_is_said(monkeypatch):
