@@ -60,7 +60,7 @@ def test_a_stranger_runs_nothing_ends_nothing_changes_nothing_and_is_told_of(tmp
                     *train(tmp_path / "wrong", "training.iterations=16", "cluster.nodes=2", "cluster.node_rank=1"),
                     *(f"cluster.address={here.address}", "cluster.join_timeout_s=4"),
                 ),
-                env={**os.environ, "SPOT_ASYNC_CLUSTER_SECRET": "another secret of sixteen"},
+                env={**os.environ, "SPOT_ASYNC_CLUSTER_SECRET": "5c0ffee5c0ffee5c0ffee5c0ffee5c0f"},
                 cwd=ROOT,
                 capture_output=True,
                 text=True,
