@@ -139,4 +139,8 @@ def test_the_secret_comes_from_the_environment_or_from_a_file_of_ones_own(tmp_pa
     refused("No such file", ClusterConfig(secret_file=tmp_path / "none"))
     os.mkfifo(tmp_path / "fifo", 0o600)
     refused("is no regular file", ClusterConfig(secret_file=tmp_path / "fifo"))
+    if os.geteuid() == 0:
+        file.write_text("0123456789abcdef")
+        os.chown(file, 12345, -1)
+        refused("belongs to another user", by_file)
     refused("no regular file|Is a directory", ClusterConfig(secret_file=tmp_path))

@@ -14,13 +14,13 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from spot_async.base.bounded_files import open_regular
 from spot_async.base.secrets import SECRETS
 from spot_async.config import ClusterConfig
 from spot_async.errors import ConfigError
@@ -80,10 +80,10 @@ def cluster_secret(environ: Mapping[str, str], cluster: ClusterConfig) -> Secret
 
 def _read(path: Path) -> bytes:
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"cluster.secret_file={path} is no regular file")
+            if status.st_uid not in (0, os.geteuid()):
+                raise ConfigError(f"cluster.secret_file={path}: belongs to another user: give a file of your own")
             if status.st_mode & 0o077:
                 raise ConfigError(f"cluster.secret_file={path}: other users can read or write it: chmod 600 {path}")
             return file.read(LONGEST_SECRET + 2).strip()
