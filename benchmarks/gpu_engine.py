@@ -25,13 +25,13 @@ from qwen3_models import VOCABULARY, save_qwen3
 from report import show
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from spot_async.models.model_size import ModelSize, read_size
 from spot_async.serving.api import GenerateRequest, ScoreRequest
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.fused import fused
 from spot_async.serving.engine.model import load_model, quiet_transformers
 from spot_async.serving.engine.requests import Task, new_task
 from spot_async.serving.settings import EngineSettings
-from spot_async.tools.estimate.model_size import ModelSize, read_size
 from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.types import Generation, SamplingSettings
 

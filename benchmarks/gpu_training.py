@@ -67,8 +67,8 @@ def trajectories(seed: int) -> tuple[Any, ...]:
 def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, float]:
     """Make two updates in this process; return what the second took, and memory."""
 
+    from spot_async.models.model_size import read_size
     from spot_async.tools.estimate.machine import rank_memory
-    from spot_async.tools.estimate.model_size import read_size
     from spot_async.trainer.messages import Batch
     from spot_async.trainer.parallel import process_group, rank_count, rank_device, strategy_of
     from spot_async.trainer.rank import StudentTrainer

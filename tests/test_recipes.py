@@ -19,9 +19,9 @@ from spot_async.data.layouts import GPQA_CHOICES
 from spot_async.data.prompts import PromptSchedule
 from spot_async.errors import ConfigError
 from spot_async.models.files import read_model
+from spot_async.models.model_size import size_of
 from spot_async.run_directory.layout import name_of
 from spot_async.tools.estimate import machine
-from spot_async.tools.estimate.model_size import size_of
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
 RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]*-*/*.yaml")) + sorted(

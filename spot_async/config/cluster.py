@@ -24,7 +24,7 @@ class ClusterConfig(Section):
     device_gib: PositiveFloat = Field(
         DEVICE_GIB, description="memory of each GPU, for the estimate of what a run needs; it decides nothing else"
     )
-    gpu: Literal["a800", "h100", "h200"] = Field(
+    gpu: Literal["a800", "h100", "h200", "b200"] = Field(
         "a800", description="the kind of GPU whose speed that estimate assumes; an A100 is as fast as an A800"
     )
     kind: Literal["ray"] | None = Field(

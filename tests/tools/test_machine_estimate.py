@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from spot_async.base.processes.gpus import GPUS, gpu_named
 from spot_async.config import LoraConfig
+from spot_async.config.cluster import ClusterConfig
+from spot_async.models.model_size import size_of
 from spot_async.tools.estimate.device_memory import GIB, per_device, server_on, trainer_memory
-from spot_async.tools.estimate.model_size import size_of
-from spot_async.tools.estimate.work import GPUS, decoding_s, run_work, scoring_s, training_s
+from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 ROOT = Path(__file__).parents[2]
@@ -264,3 +267,29 @@ def test_times_are_operations_and_bytes_over_assumed_speeds():
     assert decoding_s(64_000, QWEN3_06B, at_once=64, context_tokens=1_000, servers=1, gpu=a800) == pytest.approx(
         1_000 * step
     )
+
+
+def test_every_kind_of_gpu_that_a_run_can_name_has_its_data_sheet():
+    assert set(get_args(ClusterConfig.model_fields["gpu"].annotation)) == GPUS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "operations_per_s"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_devices_rate_is_known_by_its_whole_name_or_not_at_all(name, operations_per_s):
+    sheet = gpu_named(name)
+    assert (sheet and sheet.operations_per_s) == operations_per_s

@@ -12,7 +12,7 @@ from typing import Literal
 from spot_async.config import LoraConfig
 from spot_async.config.cluster import DEVICE_GIB
 from spot_async.config.lora import TARGETS
-from spot_async.tools.estimate.model_size import ModelSize, Precision
+from spot_async.models.model_size import ModelSize, Precision
 
 GIB = float(1 << 30)
 USABLE_SHARE = 0.95  # the rest is for gaps of the allocator, the driver, and what is not counted here

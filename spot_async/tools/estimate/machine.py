@@ -1,7 +1,8 @@
 """Estimates whether a run fits its GPUs, how many tokens it moves, and about how long it takes.
 
 It is for runs that launch their servers; what the local engine or servers elsewhere take is not known here. Sizes come
-from `model_size`, memory from `device_memory`, tokens and times from `work`. Here they are put together and shown.
+from `models/model_size.py`, memory from `device_memory`, tokens and times from `work`. Here they are put together and
+shown.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.base.processes.gpus import GPUS
 from spot_async.checks.plan import TrainPlan, sleeps_while_training
 from spot_async.config import Config, ModelConfig, TrainingConfig
 from spot_async.models.hub import local_path
+from spot_async.models.model_size import ModelSize, read_size
 from spot_async.run_directory.reading import RunFiles
 from spot_async.tools.estimate.device_memory import (
     CONTEXT_GIB,
@@ -33,10 +36,8 @@ from spot_async.tools.estimate.device_memory import (
     trainer_memory,
 )
 from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
-from spot_async.tools.estimate.model_size import ModelSize, read_size
 from spot_async.tools.estimate.work import (
     DECODING_SHARE,
-    GPUS,
     SCORING_SHARE,
     TRAINING_SHARE,
     Work,

@@ -22,13 +22,13 @@ from spot_async.config.lora import TARGETS
 from spot_async.errors import DataError
 from spot_async.loop.sample_bytes import payload_bytes
 from spot_async.models.adapted import adapted_weights
+from spot_async.models.model_size import ModelSize, read_size
 from spot_async.models.weight_files import weight_shapes
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.room import BYTES_OF_PARAMETER
 from spot_async.tools.estimate.device_memory import CONTEXT_GIB, LOGITS_GIB, TrainerMemory
 from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
 from spot_async.tools.estimate.machine import MachineEstimate, estimate_machine, misfits, rank_memory
-from spot_async.tools.estimate.model_size import ModelSize, read_size
 from spot_async.tools.simulate.reading import read_run, read_tune, tune_beside
 
 SAMPLE_BYTES_PER_TOKEN = 80  # of samples.jsonl, as `run.samples_every` says

@@ -7,20 +7,10 @@ that overlaps in a run is counted as if it did not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from spot_async.tools.estimate.model_size import ModelSize
+from spot_async.base.processes.gpus import Gpu
+from spot_async.models.model_size import ModelSize
 
-
-class Gpu(NamedTuple):
-    """What a GPU's data sheet says."""
-
-    operations_per_s: float  # dense, in bfloat16
-    bytes_per_s: float  # of its memory
-
-
-# NVIDIA's data sheets, of the SXM cards. An A800 computes as an A100 does. Keys are those of `cluster.gpu`.
-GPUS = {"a800": Gpu(312e12, 2.0e12), "h100": Gpu(989e12, 3.35e12), "h200": Gpu(989e12, 4.8e12)}
 TRAINING_SHARE = 0.3  # of the operations per second, with padding and without fused kernels
 SCORING_SHARE = 0.4
 DECODING_SHARE = 0.5  # of the bandwidth
