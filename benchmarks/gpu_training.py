@@ -5,8 +5,8 @@
 Each argument is a size, followed by `key=value` of `training` after slashes. Each runs in a process of its own, so that
 memory peaks do not mix. A run makes two updates, each on 32 trajectories of 1,024 to 4,096 response tokens, with pi_old
 recomputed, in bfloat16, and publishes weights after each. The second update is timed. Weights are random, since only
-sizes count. The bound is the arithmetic of its matrix products, at the rate that a large product reaches on this GPU in
-the same run.
+sizes count. Tokens a second, MFU and peak memory are the metrics `perf/...` that a run shows. The bound is the same
+arithmetic as MFU's, at the rate that a large product reaches on this GPU in the same run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def trajectories(seed: int) -> tuple[Any, ...]:
     return tuple(samples)
 
 
-def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, float]:
+def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, float | None]:
     """Make two updates in this process; return what the second took, and memory."""
 
     from spot_async.models.model_size import read_size
@@ -100,30 +100,25 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
     device = rank_device()
     with tempfile.TemporaryDirectory() as channel, process_group(channel, device, settings.training.sharding):
         rate = matrix_rate(device)
-        torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         trainer = StudentTrainer(settings, strategy_of(settings.training), device)
         loaded_s = time.perf_counter() - started
-        metrics: dict[str, float] = {}
-        for iteration in range(2):
-            metrics = trainer.train(Batch(iteration, trajectories(iteration))).metrics
-            assert rank_count() == 1
-    samples = trajectories(1)
-    inputs = sum(len(sample.prompt_ids) + len(sample.response_ids) - 1 for sample in samples)
+        _, second = (trainer.train(Batch(iteration, trajectories(iteration))) for iteration in range(2))
+        assert rank_count() == 1
+    metrics, performance = second.metrics, second.performance
     found = read_size(model)
     assert found is not None
     estimate = rank_memory(found, settings.training, longest_tokens=PROMPT_TOKENS + RESPONSE_TOKENS[1])
-    # Operations per parameter and token: pi_old's forward, forward and backward, the layers' forward once more.
-    passes = 2 + 6 + 2 * bool(keys.get("recompute_layers"))
     return {
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "peak_gib": performance.get("max_memory_allocated_gib"),
+        "reserved_gib": performance.get("max_memory_reserved_gib"),
         "estimate_gib": estimate.training,
         "update_s": metrics["train_s"],
         "publish_s": metrics["publish_s"],
         "loaded_s": loaded_s,
-        "tokens": inputs,
-        "bound_s": passes * found.parameters * inputs / rate,
+        "tokens_per_s": performance["tokens_per_s_per_rank"],
+        "mfu": performance.get("mfu"),  # None: nobody knows this GPU's data sheet
+        "bound_s": 1e12 * performance["tflops_per_rank"] * metrics["train_s"] / rate,
         "rate": rate,
         "loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
@@ -159,7 +154,7 @@ def main() -> None:
         worker = [sys.executable, __file__, run, "--worker", "--directory", str(arguments.directory)]
         finished = subprocess.run(worker, stdout=subprocess.PIPE, text=True, check=False)
         if finished.returncode:
-            rows.append([run, f"failed ({finished.returncode})", *[""] * 7])
+            rows.append([run, f"failed ({finished.returncode})", *[""] * 8])
             continue
         found = json.loads(finished.stdout.splitlines()[-1])
         rows.append(
@@ -169,13 +164,15 @@ def main() -> None:
                 f"{found['estimate_gib']:.1f}",
                 f"{found['update_s']:.2f}",
                 f"{found['update_s'] / found['bound_s']:.2f}",
-                f"{found['tokens'] / found['update_s']:,.0f}",
+                f"{found['tokens_per_s']:,.0f}",
+                "" if found["mfu"] is None else f"{100 * found['mfu']:.1f}",
                 f"{found['loaded_s']:.0f} / {found['publish_s']:.1f}",
                 f"{found['loss']:.5f}",
                 f"{found['grad_norm']:.3f}",
             ]
         )
-    columns = ["run", "peak GiB", "estimate", "update s", "x bound", "tokens/s", "load / publish s", "loss", "norm"]
+    columns = ["run", "peak GiB", "estimate", "update s", "x bound", "tokens/s", "MFU %", "load / publish s",
+               "loss", "norm"]  # fmt: skip
     device = torch.cuda.get_device_properties(0)
     notes = [f"{device.name}, {device.total_memory / GIB:.0f} GiB, torch {torch.__version__}"]
     show(f"{TRAJECTORIES} trajectories an update, vocabulary {VOCABULARY:,}", columns, rows, notes)

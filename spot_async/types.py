@@ -277,6 +277,7 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
 
     snapshot: WeightSnapshot
     metrics: dict[str, float]  # loss parts, ratio and clip statistics, gradient norm, tokens, seconds
+    performance: dict[str, float] = {}  # how the trainer used its devices: tokens a second, arithmetic, memory
 
 
 # How a student's server gives log-probabilities of chosen tokens at chosen positions.

@@ -49,12 +49,18 @@ class ModelSize:
     tied: bool  # whether embedding and output layer share their weights
     has_query_bias: bool
     has_query_norm: bool
+    window: int = 0  # tokens that a token attends to in the layers that limit it
+    windowed_layers: int = 0
+
+    @property
+    def layer_matrices(self) -> int:
+        """The parameters of a layer that a token is multiplied with."""
+        return self.hidden * (2 * self.queries + 2 * self.keys) + 3 * self.hidden * self.feed_forward
 
     @property
     def layer_parameters(self) -> int:
-        attention = self.hidden * (2 * self.queries + 2 * self.keys)
-        attention += (self.queries + 2 * self.keys) * self.has_query_bias + 2 * self.head * self.has_query_norm
-        return attention + 3 * self.hidden * self.feed_forward + 2 * self.hidden
+        vectors = (self.queries + 2 * self.keys) * self.has_query_bias + 2 * self.head * self.has_query_norm
+        return self.layer_matrices + vectors + 2 * self.hidden
 
     @property
     def outer_parameters(self) -> int:
@@ -114,6 +120,7 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
     if any(type(config.get(key)) is not int or config[key] < 1 for key in NEEDED):
         return None
     heads = config["num_attention_heads"]
+    window, windowed_layers = _window(kind, config)
     head = config.get("head_dim") or config["hidden_size"] // heads
     return ModelSize(
         layers=config["num_hidden_layers"],
@@ -126,4 +133,17 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
         tied=bool(config.get("tie_word_embeddings", False)),
         has_query_bias=kind == "qwen2",
         has_query_norm=kind == "qwen3",
+        window=window,
+        windowed_layers=windowed_layers,
     )
+
+
+def _window(kind: str, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many tokens a token attends to at most, and in how many layers; (0, 0) without such a limit."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window", 4096)
+    if not window or kind == "llama" or (kind.startswith("qwen") and not config.get("use_sliding_window")):
+        return 0, 0
+    if kind == "mistral":
+        return window, layers
+    types = config.get("layer_types") or ["sliding_attention"] * (layers - config.get("max_window_layers", 28))
+    return window, types.count("sliding_attention")

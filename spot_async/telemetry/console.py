@@ -60,7 +60,7 @@ class RunConsole:
         self._step = "starting"
         self._phases: dict[Pump, Phase] = {"train": "wait for batch", "publish": "wait for weights"}  # while it trains
         self._judged = ""  # how far an evaluation beside training is
-        self._lag = ""  # of the newest iteration
+        self._lag = self._performance = ""  # of the newest iteration
         self._progress: tuple[int, int] | None = None
         self._pace = Pace(time.monotonic())  # of the present step
         self._training_pace = self._pace  # of training, including evaluations in between
@@ -134,7 +134,7 @@ class RunConsole:
         if result.made_no_step:
             self.warn(no_step_words(result))
         train = result.report.metrics
-        self._lag = lag_words(train)
+        self._lag, self._performance = lag_words(train), performance_words(result.report.performance)
         if self.console.is_interactive:
             return
         parts = [
@@ -143,6 +143,7 @@ class RunConsole:
             f"loss {train['loss']:.4f}" if "loss" in train else "",
             f"kept {means['spot/retained']:.2f} of {means['spot/selected']:.2f}" if "spot/retained" in means else "",
             f"wait {result.times_s.wait_for_batch:.1f} s, train {result.times_s.train:.1f} s",
+            self._performance,
             self._lag,
             "" if evaluation is None else evaluation_words(evaluation, result.iteration),
             self._left,
@@ -176,7 +177,9 @@ class RunConsole:
             bar.add_row(ProgressBar(total=total, completed=finished, width=40), words)
             rows.append(bar)
         if self._orchestrator is not None:
-            rows += [self._status(self._orchestrator), stage_table(self._orchestrator)]
+            rows += [self._status(self._orchestrator)]
+            rows += [Text(self._performance)] if self._performance else []
+            rows += [stage_table(self._orchestrator)]
             rows += [Text(line, style="dim") for line in self._replicas()]
         return Group(*rows)
 
@@ -199,6 +202,20 @@ def lag_words(train: Mapping[str, float]) -> str:
     if "lag_mean" not in train:
         return ""
     return f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max"
+
+
+def performance_words(performance: Mapping[str, float]) -> str:
+    """Return how the trainer used its devices; empty where it has not said. GPUs are told by their memory."""
+    if "tokens_per_s_per_rank" not in performance:
+        return ""
+    memory_gib, mfu = performance.get("max_memory_allocated_gib"), performance.get("mfu")
+    rank = "rank" if memory_gib is None else "GPU"
+    parts = [
+        f"trainer {performance['tokens_per_s_per_rank']:,.0f} tokens/s a {rank}",
+        "" if mfu is None else f"MFU {percent(mfu)}",
+        "" if memory_gib is None else f"peak {memory_gib:.1f} GiB",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def masked_words(means: Mapping[str, float]) -> str:

@@ -174,7 +174,7 @@ def sample_line(iteration: int, sample: Sample) -> dict[str, Any]:
 def iteration_metrics(
     result: IterationFinished, elapsed_s: float, evaluation: Evaluated | None = None
 ) -> dict[str, float]:
-    """Return the metrics `rollout/...`, `train/...`, `time/...`, `wait/...` and others of one iteration.
+    """Return the metrics `rollout/...`, `train/...`, `perf/...`, `time/...`, `wait/...` and others of one iteration.
 
     `evaluation` is the oldest that is in no row yet. With staleness it may be of earlier weights.
     """
@@ -182,6 +182,7 @@ def iteration_metrics(
     return {
         **means,
         **{f"train/{name}": value for name, value in result.report.metrics.items()},
+        **{f"perf/{name}": value for name, value in result.report.performance.items()},
         "time/iteration_s": elapsed_s,
         "time/wait_for_batch_s": result.times_s.wait_for_batch,
         "time/train_s": result.times_s.train,

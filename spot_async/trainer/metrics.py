@@ -39,7 +39,7 @@ METRICS: dict[str, str] = {
     "trajectories": "trained in the iteration",
     "tokens": "response tokens trained in the iteration",
     "updates": "optimiser steps",
-    "train_s": "seconds from the batch's arrival to the last optimiser step",
+    "train_s": "seconds from the batch's arrival to the end of the last optimiser step, without waits for the disk",
     "publish_s": "seconds for which writing weights durably held up training",
     "checkpoint_s": "seconds for which a checkpoint held up training, in the iteration that follows it",
     "tokens_per_s": "tokens / train_s",
@@ -97,8 +97,10 @@ class Tally:
         row = [values[name].double() if name in values else self.maxima.new_zeros(()) for name in _MAXIMA]
         self.maxima = torch.maximum(self.maxima, torch.stack(row))
 
-    def report(self, *, grad_norms: Sequence[float], learning_rate: float, train_s: float) -> dict[str, float]:
-        """Return the `METRICS`, except times of writing and means over nothing. `grad_norms` has one norm per update.
+    def report(self, *, grad_norms: Sequence[float], learning_rate: float) -> dict[str, float]:
+        """Return the `METRICS`, except times and means over nothing. `grad_norms` has one norm per update.
+
+        It waits until the device has computed everything, the last optimiser step too.
 
         Lag, staleness and the effective sample size are left out where no token lags. In a strict run they could only
         say that it is strict.
@@ -149,6 +151,4 @@ class Tally:
             "trajectories": sums["trajectories"],
             "tokens": sums["tokens"],
             "updates": float(updates),
-            "train_s": train_s,
-            "tokens_per_s": sums["tokens"] / train_s,
         }

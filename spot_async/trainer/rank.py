@@ -45,6 +45,7 @@ from spot_async.trainer.loss import (
     weight_statistics,
 )
 from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
+from spot_async.trainer.meters import Meters
 from spot_async.trainer.metrics import Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
@@ -135,6 +136,7 @@ class StudentTrainer:
             writes=strategy.rank == 0,
         )
         self._publisher.try_out(self.model)
+        self._meters = Meters(self._training, Path(settings.model_directory), device)
         self._saver = CheckpointSaver(strategy, device, is_offloaded=self._training.offload != "none")
         # For which checkpoints, and the writing of weights, held up training since the last report.
         self._checkpoint_s = self._publish_s = 0.0
@@ -170,7 +172,7 @@ class StudentTrainer:
 
         A batch without samples makes no update, and the weights are published as they are.
         """
-        started = time.perf_counter()
+        started, held_s = time.perf_counter(), self._checkpoint_s
         iteration, updates = share.iteration, share.updates
         rate = learning_rate(self._training, iteration, self._settings.iterations)
         for group in self._optimizer.param_groups:
@@ -184,8 +186,10 @@ class StudentTrainer:
             norms.append(self._update(update, batches, tally, where, has_moved=number > 1))
         self._strategy.sum(tally.sums)
         self._strategy.max(tally.maxima)
-        train_s = time.perf_counter() - started - self._publish_s
-        metrics = tally.report(grad_norms=norms, learning_rate=rate, train_s=train_s)
+        metrics = tally.report(grad_norms=norms, learning_rate=rate)
+        train_s = time.perf_counter() - started - self._publish_s - (self._checkpoint_s - held_s)
+        metrics |= {"train_s": train_s, "tokens_per_s": metrics["tokens"] / train_s}
+        performance = self._meters.read(updates, self._strategy, train_s)
         snapshot = self._publish(iteration + 1, published)
         if self._settings.shares_devices:  # the student's server needs the memory that torch would keep
             self._optimizer.zero_grad()
@@ -195,7 +199,7 @@ class StudentTrainer:
         if self._checkpoint_s:
             metrics["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
         self.step = iteration + 1
-        return TrainReport(snapshot=snapshot, metrics=metrics)
+        return TrainReport(snapshot=snapshot, metrics=metrics, performance=performance)
 
     def begin_to_save(self, directory: Path, done: Done) -> None:
         """Begin to write a checkpoint of the state between two iterations. The next one may be trained at once."""

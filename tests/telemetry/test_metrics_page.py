@@ -39,6 +39,7 @@ from spot_async.testing.services import (
     SimulatedVerifier,
 )
 from spot_async.testing.simulation import make_policy, make_run, policy_context, simulated_prompts
+from spot_async.trainer.meters import PERFORMANCE
 from spot_async.trainer.metrics import METRICS
 from spot_async.types import Traffic, Verdict
 
@@ -70,7 +71,9 @@ class Trainer(SimulatedTrainer):
 
     async def train(self, iteration, batch):
         report = await super().train(iteration, batch)
-        return msgspec.structs.replace(report, metrics=dict.fromkeys(METRICS, 1.0))
+        return msgspec.structs.replace(
+            report, metrics=dict.fromkeys(METRICS, 1.0), performance=dict.fromkeys(PERFORMANCE, 1.0)
+        )
 
     async def published(self, step):
         await asyncio.sleep(0.1)

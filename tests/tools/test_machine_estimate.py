@@ -12,6 +12,7 @@ import pytest
 from spot_async.base.processes.gpus import GPUS, gpu_named
 from spot_async.config import LoraConfig
 from spot_async.config.cluster import ClusterConfig
+from spot_async.models.arithmetic import training_operations
 from spot_async.models.model_size import size_of
 from spot_async.tools.estimate.device_memory import GIB, per_device, server_on, trainer_memory
 from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
@@ -222,8 +223,7 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
     small = {"TRAJECTORIES": 4, "PROMPT_TOKENS": 5, "RESPONSE_TOKENS": (8, 20), "MICRO_BATCH_TOKENS": {"0.6b": 60}}
     for name, value in small.items():
         monkeypatch.setattr(benchmark, name, value)
-    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")  # which the worker sets
     choices = {"sharding": "fsdp2", "recompute_layers": True}
@@ -239,6 +239,11 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
         is_packed=True,
     )
     assert found["estimate_gib"] == expected.training
+    samples = benchmark.trajectories(1)
+    lengths = [len(each.prompt_ids) + len(each.response_ids) - 1 for each in samples]
+    rows = sum(len(each.response_ids) for each in samples)
+    operations = training_operations(size, lengths, rows, recomputes_behavior=True)  # as `perf/mfu` counts
+    assert found["bound_s"] == pytest.approx(operations / 1e12)
     assert found["loss"] != 0
 
 

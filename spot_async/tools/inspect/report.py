@@ -226,6 +226,15 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
             ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest. "
              "Of few events the last two are one.",
              lines(rows, lags, seconds, from_zero=True)),
+            ("Trainer: tokens per second", "Of prompts and responses, by each rank (a GPU, where there are any), while "
+             "it trains.",
+             lines(rows, {"tokens/s": "perf/tokens_per_s_per_rank"}, from_zero=True)),
+            ("Trainer: share of the GPUs' arithmetic", "MFU: what training needs, over the dense bfloat16 rate of the "
+             "data sheets. Layers computed again count once.",
+             lines(rows, {"MFU": "perf/mfu"}, percent, from_zero=True)),
+            ("Trainer: peak memory", "GiB of the fullest GPU among the ranks.",
+             lines(rows, {"tensors": "perf/max_memory_allocated_gib", "held by torch": "perf/max_memory_reserved_gib"},
+                   from_zero=True)),
             ("Tokens generated per second", "Rollouts and probes, over the whole iteration.",
              lines(rows, {"tokens/s": "throughput/generated_tokens_per_s"}, from_zero=True)),
         ),
