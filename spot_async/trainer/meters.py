@@ -63,7 +63,7 @@ class Meters:
             found |= {"max_memory_allocated_gib": allocated, "max_memory_reserved_gib": reserved}
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
-    def _work(self, updates: Sequence[UpdateShare]) -> tuple[float, float]:
+    def _work(self, updates: Sequence[UpdateShare]) -> tuple[int, float]:
         """Return the tokens that the student reads of a rank's shares, and the operations to train on them."""
         samples = [sample for update in updates for sample in update.samples.values()]
         lengths = [input_length(sample) for sample in samples]

@@ -166,7 +166,9 @@ def test_the_panel_of_an_asynchronous_run_shows_both_pumps_their_versions_and_th
     text = io.StringIO()
     screen = RunConsole(Console(file=text, width=120, force_terminal=True), iterations=20)
     orchestrator, metrics = asynchronous_run(), {"loss": 1.0, "lag_mean": 0.75, "lag_max": 2.0}
-    report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 13)), metrics=metrics)
+    performance = {"tokens_per_s_per_rank": 9000.0, "mfu": 0.31, "max_memory_allocated_gib": 61.25}
+    snapshot = WeightSnapshot(directory="w", version=WeightVersion(0, 13))
+    report = TrainReport(snapshot=snapshot, metrics=metrics, performance=performance)
     screen.on(StepBegan("training with opd", orchestrator))
     screen.on(IterationFinished(13, [], report, PhaseTimes()))
     screen.on(PhaseBegan("train", 14, "wait for batch", 0.0))
@@ -175,6 +177,7 @@ def test_the_panel_of_an_asynchronous_run_shows_both_pumps_their_versions_and_th
         pass
     panel = Text.from_ansi(text.getvalue()).plain
     assert "weights: 13 trained, 11 served · lag 0.75 mean, 2 max" in panel
+    assert "trainer 9,000 tokens/s a GPU, MFU 31.0 %, peak 61.2 GiB" in panel
     assert "the trainer waits for supervision · publishing waits for the weight update" in panel
     assert not any(each in words for each in ("the trainer", "publishing") for words in WAITS_FOR.values())
 

@@ -258,14 +258,16 @@ def test_tokens_of_a_run_are_counted_by_what_each_method_does():
 
 
 def test_times_are_operations_and_bytes_over_assumed_speeds():
-    once = 596_049_920 * 1e6 / (0.3 * 312e12 * 2)  # one operation a parameter and token
     a800, h200 = GPUS["a800"], GPUS["h200"]
-    assert training_s(
-        1e6, QWEN3_06B, ranks=2, recomputes_behavior=False, recomputed_layers=0, gpu=a800
-    ) == pytest.approx(6 * once)
-    assert training_s(
-        1e6, QWEN3_06B, ranks=2, recomputes_behavior=True, recomputed_layers=28, gpu=a800
-    ) == pytest.approx(10 * once)
+    # 1,000 sequences: layers and attention for 300 tokens, the output layer for 200.
+    layers = 2 * 28 * (15_730_944 - 2 * 1_024 - 2 * 128) * 300 + 4 * 28 * 2_048 * 300 * 301 / 2
+    output = 2 * 1_024 * 151_936 * 200
+    common = {"prompt_tokens": 100.0, "response_tokens": 200.0, "ranks": 2, "lora": None, "gpu": a800}
+    one_s = 1_000 / (0.3 * 312e12 * 2)
+    plain = training_s(1_000, QWEN3_06B, **common, recomputes_behavior=False, recomputed_layers=0)
+    assert plain == pytest.approx(3 * (layers + output) * one_s)
+    twice = training_s(1_000, QWEN3_06B, **common, recomputes_behavior=True, recomputed_layers=14)
+    assert twice == pytest.approx((4 * (layers + output) + layers / 2) * one_s)
     assert scoring_s(1e6, QWEN3_06B, servers=1, gpu=h200) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 989e12))
     assert scoring_s(1e6, QWEN3_06B, servers=1, gpu=a800) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 312e12))
     step = (2 * 596_049_920 + 64 * 1_000 * 114_688) / 1e12  # seconds for 64 tokens

@@ -135,7 +135,7 @@ def train(run):
         assert all(len(p.to_local()) < len(p) for p in trainer.model.parameters())
         gradients = {n: g.full_tensor() for n, g in gradients.items()}
     save_file(gradients, run / f"gradients-{dist.get_rank()}")
-    (run / f"metrics-{dist.get_rank()}").write_text(json.dumps(report.metrics))
+    (run / f"metrics-{dist.get_rank()}").write_text(json.dumps(report.metrics | report.performance))
 
 try:
     with process_group(sys.argv[1], cpu, "fsdp2"):
@@ -195,7 +195,8 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
                 alone.train(Batch(0, samples))
             assert {(tmp_path / name / f"error-{rank}").read_text() for rank in range(2)} == {str(caught.value)}
             continue
-        expected = alone.train(Batch(0, samples)).metrics
+        report = alone.train(Batch(0, samples))
+        expected = report.metrics
         published = [tmp_path / run / "weights" / "step-000001" for run in (name, f"{name} alone")]
         assert {p.name: p.stat().st_size for p in published[0].iterdir()} == {
             p.name: p.stat().st_size for p in published[1].iterdir()
@@ -207,6 +208,8 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one_replicated_or_s
             metrics = json.loads((tmp_path / name / f"metrics-{rank}").read_text())
             for metric in expected.keys() - {"train_s", "publish_s", "tokens_per_s"}:
                 assert metrics[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-7), metric
+            for each, value in report.performance.items():  # rates of a rank, of which there are two
+                assert 2 * metrics[each] * metrics["train_s"] == pytest.approx(value * expected["train_s"]), each
             found = load_file(tmp_path / name / f"gradients-{rank}")
             for parameter_name, parameter in alone.model.named_parameters():
                 tolerance = 1e-5 * expected["grad_norm"]

@@ -188,7 +188,8 @@ class _Loads:
             teacher_problems=self._problems if needs.teacher_responses else 0,
         )
         # While it is written, a response has half of its final length on average.
-        context = self._prompt_tokens / max(1, self._prompts) + response_tokens / 2
+        prompt_tokens = self._prompt_tokens / max(1, self._prompts)
+        context = prompt_tokens + response_tokens / 2
         in_flight = config.training.batch_size * needs.samples_per_prompt
         bulk_s = self._decoding_s("student", work.rollout + work.probe, context, in_flight)
         steps = config.sampling.max_response_tokens * (1 + (needs.probes_per_prompt > 0))
@@ -209,9 +210,12 @@ class _Loads:
             sampling_h=sampling_s / 3600,
             scoring_h=scoring_s(work.scored, size, servers=count, gpu=self._gpu) / 3600 if size and count else 0.0,
             training_h=training_s(
-                work.trained,
+                self._prompts * needs.samples_per_prompt,
                 self._sizes["student"],
+                prompt_tokens=prompt_tokens,
+                response_tokens=response_tokens,
                 ranks=config.training.ranks,
+                lora=config.training.lora,
                 recomputes_behavior=config.training.behavior_under(config.max_staleness) == "recomputed",
                 recomputed_layers=config.training.recomputed_layers(self._sizes["student"].layers),
                 gpu=self._gpu,

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spot_async.base.processes.gpus import Gpu
+from spot_async.config import LoraConfig
+from spot_async.models.arithmetic import forward_operations, training_operations
 from spot_async.models.model_size import ModelSize
 
-TRAINING_SHARE = 0.3  # of the operations per second, with padding and without fused kernels
+TRAINING_SHARE = 0.3  # of the operations per second, without fused kernels: what a run shows as `perf/mfu`
 SCORING_SHARE = 0.4
 DECODING_SHARE = 0.5  # of the bandwidth
 
@@ -78,11 +80,22 @@ def scoring_s(tokens: float, size: ModelSize, *, servers: int, gpu: Gpu) -> floa
 
 
 def training_s(
-    tokens: float, size: ModelSize, *, ranks: int, recomputes_behavior: bool, recomputed_layers: int, gpu: Gpu
+    sequences: float,
+    size: ModelSize,
+    *,
+    prompt_tokens: float,
+    response_tokens: float,
+    ranks: int,
+    lora: LoraConfig | None,
+    recomputes_behavior: bool,
+    recomputed_layers: int,
+    gpu: Gpu,
 ) -> float:
-    """Return the seconds to train on `tokens`, at 6 operations per parameter and token.
+    """Return the seconds to train on sequences of a prompt and a response of these mean lengths.
 
-    Recomputing the behaviour policy takes 2 more, and recomputing all layers in the backward pass another 2.
+    The arithmetic is that of the metric `perf/mfu`, and that of layers that are computed again in the backward pass.
     """
-    operations = 6 + 2 * recomputes_behavior + 2 * recomputed_layers / size.layers
-    return operations * size.parameters * tokens / (TRAINING_SHARE * gpu.operations_per_s * ranks)
+    length, rows = round(prompt_tokens + response_tokens), round(response_tokens)
+    needed = training_operations(size, [length], rows, lora=lora, recomputes_behavior=recomputes_behavior)
+    again = recomputed_layers / size.layers * forward_operations(size, [length], 0, lora)
+    return sequences * (needed + again) / (TRAINING_SHARE * gpu.operations_per_s * ranks)
