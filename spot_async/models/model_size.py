@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from spot_async.models.small_files import CONFIG_FILE, read_json
 
 NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+OPTIONAL = ("head_dim", "num_key_value_heads", "sliding_window", "max_window_layers")
 SIZED = ("qwen2", "qwen3", "llama", "mistral")
 Precision = Literal["float32", "autocast", "bfloat16"]  # autocast: only matrix products are in bfloat16
 
@@ -119,6 +120,8 @@ def size_of(config: Mapping[str, Any]) -> ModelSize | None:
         return None
     if any(type(config.get(key)) is not int or config[key] < 1 for key in NEEDED):
         return None
+    if any(type(config.get(key)) not in (int, type(None)) for key in OPTIONAL):
+        return None
     heads = config["num_attention_heads"]
     window, windowed_layers = _window(kind, config)
     head = config.get("head_dim") or config["hidden_size"] // heads
@@ -145,5 +148,7 @@ def _window(kind: str, config: Mapping[str, Any]) -> tuple[int, int]:
         return 0, 0
     if kind == "mistral":
         return window, layers
-    types = config.get("layer_types") or ["sliding_attention"] * (layers - config.get("max_window_layers", 28))
-    return window, types.count("sliding_attention")
+    types, first = config.get("layer_types"), config.get("max_window_layers")
+    if isinstance(types, list):
+        return window, types.count("sliding_attention")
+    return window, max(0, layers - (28 if first is None else first))

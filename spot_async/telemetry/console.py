@@ -40,6 +40,7 @@ from spot_async.stages.stages import Stages
 from spot_async.stages.wait_clock import busiest
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
+from spot_async.telemetry.performance import performance_words
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
 from spot_async.types import Verdict
@@ -134,7 +135,9 @@ class RunConsole:
         if result.made_no_step:
             self.warn(no_step_words(result))
         train = result.report.metrics
-        self._lag, self._performance = lag_words(train), performance_words(result.report.performance)
+        self._lag = lag_words(train)
+        words = performance_words(result.report.performance)
+        self._performance = f"trainer: {words}" if words else ""
         if self.console.is_interactive:
             return
         parts = [
@@ -202,20 +205,6 @@ def lag_words(train: Mapping[str, float]) -> str:
     if "lag_mean" not in train:
         return ""
     return f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max"
-
-
-def performance_words(performance: Mapping[str, float]) -> str:
-    """Return how the trainer used its devices; empty where it has not said. GPUs are told by their memory."""
-    if "tokens_per_s_per_rank" not in performance:
-        return ""
-    memory_gib, mfu = performance.get("max_memory_allocated_gib"), performance.get("mfu")
-    rank = "rank" if memory_gib is None else "GPU"
-    parts = [
-        f"trainer {performance['tokens_per_s_per_rank']:,.0f} tokens/s a {rank}",
-        "" if mfu is None else f"MFU {percent(mfu)}",
-        "" if memory_gib is None else f"peak {memory_gib:.1f} GiB",
-    ]
-    return ", ".join(filter(None, parts))
 
 
 def masked_words(means: Mapping[str, float]) -> str:

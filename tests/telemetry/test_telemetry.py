@@ -177,7 +177,7 @@ def test_the_panel_of_an_asynchronous_run_shows_both_pumps_their_versions_and_th
         pass
     panel = Text.from_ansi(text.getvalue()).plain
     assert "weights: 13 trained, 11 served · lag 0.75 mean, 2 max" in panel
-    assert "trainer 9,000 tokens/s a GPU, MFU 31.0 %, peak 61.2 GiB" in panel
+    assert "trainer: 9,000 tokens/s a GPU, MFU 31.0 %, peak 61.2 GiB" in panel
     assert "the trainer waits for supervision · publishing waits for the weight update" in panel
     assert not any(each in words for each in ("the trainer", "publishing") for words in WAITS_FOR.values())
 

@@ -31,6 +31,7 @@ from spot_async.models.arithmetic import training_operations
 from spot_async.models.model_size import read_size, size_of
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.performance import performance_words, run_performance
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.tools.inspect.report import read_report
@@ -158,6 +159,7 @@ def test_padding_and_layers_computed_again_do_not_count(
         ),
         ("mistral", {"sliding_window": 3}, [3, 3, 3]),
         ("mistral", {"sliding_window": None}, [None, None, None]),
+        ("mistral", {}, [None, None, None]),  # the architecture's own, 4,096
         ("llama", {}, [None, None, None]),
     ],
 )
@@ -280,14 +282,38 @@ def test_a_gpus_figures_arrive_in_console_report_and_every_sink(
     names = {f"perf/{name}" for name in PERFORMANCE}
     row = json.loads((files.path / "metrics.jsonl").read_text())
     assert {name for name in row if name.startswith("perf/")} == names
-    assert "trainer 12,346 tokens/s a GPU, MFU 35.4 %, peak 40.0 GiB" in screen.getvalue()
+    assert "trainer: 12,346 tokens/s a GPU, MFU 35.4 %, peak 40.0 GiB" in screen.getvalue()
     assert all(f'spot_async_metric{{name="{name}"}} {row[name]}' in scraped for name in names)
     (events,) = (files.path / "tensorboard").iterdir()
     written = {value.tag for each in records(events.read_bytes()) for value in Event.FromString(each).summary.value}
     assert names <= written
-    (time,) = (section for section in read_report(files).sections if section.title == "Time")
+    page = read_report(files)
+    assert dict(page.facts)["trainer"] == "12,346 tokens/s a GPU, MFU 35.4 %, peak 40.0 GiB"
+    (time,) = (section for section in page.sections if section.title == "Time")
     assert {each.title for each in time.plots if each.title.startswith("Trainer: ")} == {
         "Trainer: tokens per second",
         "Trainer: share of the GPUs' arithmetic",
         "Trainer: peak memory",
     }
+
+
+def test_a_runs_rates_are_over_its_busy_time_and_its_peaks_the_highest() -> None:
+    rows = [
+        {
+            "train/train_s": 3.0,
+            "perf/tokens_per_s_per_rank": 100.0,
+            "perf/mfu": 0.2,
+            "perf/max_memory_allocated_gib": 9.0,
+        },
+        {
+            "train/train_s": 1.0,
+            "perf/tokens_per_s_per_rank": 500.0,
+            "perf/mfu": 0.4,
+            "perf/max_memory_allocated_gib": 7.0,
+        },
+        {"train/train_s": 0.1},  # nothing was trained
+    ]
+    found = run_performance(rows)
+    assert found == {"tokens_per_s_per_rank": 200.0, "mfu": pytest.approx(0.25), "max_memory_allocated_gib": 9.0}
+    assert performance_words(found) == "200 tokens/s a GPU, MFU 25.0 %, peak 9.0 GiB"
+    assert performance_words(run_performance([{"train/train_s": 1.0}])) == ""

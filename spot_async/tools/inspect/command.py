@@ -88,8 +88,9 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
     path = page_path(run, "report.html", html)
     report = read_report(files, more)
     screen.print(Text(report.bottleneck.sentence), *(Text(f"* {line}") for line in report.bottleneck.advice), sep="\n")
-    if (staleness := dict(report.facts).get("staleness")) is not None:
-        screen.print(Text(f"staleness: {staleness}"))
+    for name, fact in report.facts:
+        if name in ("trainer", "staleness"):
+            screen.print(Text(f"{name}: {fact}"))
     if report.missing_signal is not None:
         screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:

@@ -19,6 +19,7 @@ from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
 from spot_async.spending.records import spending_words
 from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
+from spot_async.telemetry.performance import performance_words, run_performance
 from spot_async.telemetry.totals import (
     RELATIVE_BINS,
     Rows,
@@ -323,6 +324,7 @@ def facts(
         "masked": None if masked is None else f"{percent(masked)} of the positions, by the teacher's server",
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
+        "trainer": performance_words(run_performance(rows)) or None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,
         **{f"{role} spent": spending_words(spent) for role, spent in (summary or {}).get("spending", {}).items()},
         "ended early": (summary or {}).get("ended_early"),
