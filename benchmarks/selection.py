@@ -20,12 +20,13 @@ from report import show
 
 from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.truncated.certainty import Evidence
+from spot_async.policies.truncated.noise import split
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, served_student
 from spot_async.types import Float64Array, Int64Array, ScoredPositions
 
 CANDIDATES, BUDGET = 16, 2  # k_s and M of the method
 TOP_KS = (20, 64)
-NOISES_NATS = (0.0, 0.02)
+NOISES_NATS = (0.0, 0.02, 0.05, 0.12)
 WHOLE = -1
 # Who may be asked for single positions: the teacher's widest top-k, and whether the student answers.
 WAYS = {
@@ -153,13 +154,13 @@ class Trajectory:
         served = self.served[noise]
         ids, logprobs = (part[:, :k].copy() for part in served.teacher)
         lower, upper = entropy_bounds(logprobs, self.vocabulary)
-        teacher = TeacherRows(
-            ids, logprobs, lower, upper, np.zeros(self.positions, np.bool_), np.full(self.positions, noise)
-        )
+        sure, spread = split(noise, self.positions)
+        noises = np.full(self.positions, sure), np.full(self.positions, spread)
+        teacher = TeacherRows(ids, logprobs, lower, upper, np.zeros(self.positions, np.bool_), *noises)
         student_ids, student_logprobs = (part[:, :k] for part in served.student)
         return Evidence(
             teacher,
-            served_student(student_ids, student_logprobs, self.sampled, served.sampled_logprobs, noise),
+            served_student(student_ids, student_logprobs, self.sampled, served.sampled_logprobs, sure, spread),
             ScoreRule(CANDIDATES, self.vocabulary),
             BUDGET,
             teacher_top_k=self.vocabulary if widest == WHOLE else widest,

@@ -19,6 +19,7 @@ from spot_async.types import BoolArray, Int64Array, PolicyContext, PolicyNeeds, 
 
 from .samples import distillation_sample
 from .targets import target_entropy, teacher_prior
+from .truncated.noise import of_entropy, split
 
 
 class EopdSettings(PluginSettings):
@@ -72,11 +73,13 @@ class EopdPolicy:
     def _uncertain(self, scores: TokenScores, stages: PromptStages) -> BoolArray:
         """Return (T,) true where tau lies within the entropy's bounds, so that only their midpoint decides.
 
-        The bounds are widened by the teacher's noise, which changes an entropy by a factor (see `score_bounds`).
+        The bounds are widened by the teacher's noise (see `truncated/noise.py`).
         """
-        factor = math.exp(stages.teacher.logprob_noise_nats) if stages.teacher is not None else 1.0
-        tau = self.settings.tau_nats
-        return (scores.entropy_lower / factor <= tau) & (tau < scores.entropy_upper * factor)
+        noise = stages.teacher.logprob_noise_nats if stages.teacher is not None else 0.0
+        sure, spread = split(noise, len(scores.entropy))
+        moved = of_entropy(scores.topk_logprobs, scores.entropy_lower, scores.entropy_upper, spread)
+        tau, factor = self.settings.tau_nats, math.exp(sure)
+        return (scores.entropy_lower / factor - moved <= tau) & (tau < scores.entropy_upper * factor + moved)
 
     def _forward_kl(self, scores: TokenScores, gated: Int64Array) -> SoftTargets:
         """Return the forward KL at the gated positions (N,), weighted alpha / T (the paper's Eqs. (3) and (4)).

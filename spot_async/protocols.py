@@ -108,7 +108,7 @@ class PositionScorer(Protocol):
         """Return the distributions that decide `response_ids[positions]`, for 0-based `positions` (N,).
 
         `top_k` is at most `max_position_top_k`. The caller treats what is returned as exact, and what `score` returned
-        as within `logprob_noise_nats` of it.
+        as off by `logprob_noise_nats`.
         """
         ...
 

@@ -145,7 +145,7 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     topk_ids: IntArray  # (T, K) descending by probability
     topk_logprobs: FloatArray  # (T, K)
     entropy: FloatArray  # (T,) nats; a midpoint where only bounds are known
-    entropy_lower: FloatArray  # (T,) equal to entropy when it is exact
+    entropy_lower: FloatArray  # (T,) of the row as it was served, without noise; equal to entropy when it is exact
     entropy_upper: FloatArray  # (T,)
     version: WeightVersion
     # (T,) false where nothing is known, because a server that reads text tokenised it differently there. Such rows
@@ -327,7 +327,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     every_position: bool = True  # False: scores may leave positions out (`TokenScores.valid`)
     sampled_token_ids: bool = True  # False: generations are text that is tokenised again, good for KD and evaluation
     abort: bool = True  # a request that is given up frees its place at once
-    # The largest difference seen between two computations of the same row. Intervals are widened by it.
+    # Between two computations of the same row: 99.9 % of log-probabilities differ by less, or all if it is below 1e-3.
+    # Scores are widened by it.
     logprob_noise_nats: float = 0.0
     logprob_convention: Literal["untruncated", "truncated"] = "untruncated"
     score_temperature: LogprobTemperature = "request"

@@ -153,7 +153,7 @@ def token_scores(
     """Return the scores of T response tokens. `at` (T,) is the row of each, -1 where the server has none.
 
     Tokens without a row are masked, and so are rows in which one of the `top_k` best tokens is not known. Entropy
-    bounds need only numbers, not names. They follow from everything served, widened by the noise.
+    bounds need only numbers, not names. They follow from everything served, and are those of the served rows.
     """
     positions = np.flatnonzero(at >= 0)
     chosen = at[positions].tolist()
@@ -172,9 +172,7 @@ def token_scores(
         shown, lost = values[:, :served_k], np.zeros(len(chosen), dtype=np.bool_)
         if not np.isfinite(shown).all():
             raise PoisonedReplyError(f"fewer than {served_k} log-probabilities at a position")
-    lower, upper = served_entropy_bounds(shown, lost, vocab_size)
-    lower = np.maximum(lower - noise_nats * (1 + lower), 0.0)
-    upper = np.minimum(upper + noise_nats * (1 + upper), math.log(vocab_size))
+    lower, upper = (np.clip(each, 0.0, math.log(vocab_size)) for each in served_entropy_bounds(shown, lost, vocab_size))
     # A lost entry has at most the missing mass. If that is below the last candidate's, it cannot be a candidate.
     missing = 1.0 - np.exp(shown).sum(axis=-1)
     complete = ~lost | (missing * math.exp(2 * noise_nats) < np.exp(shown[:, top_k - 1]))

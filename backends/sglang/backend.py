@@ -202,7 +202,6 @@ class SglangBackend(RemoteBackend):
             *found.top,
             top_k=top_k,
             vocab_size=self._vocab_size,
-            noise_nats=self._capabilities.logprob_noise_nats,
             version=found.version,
         )
 

@@ -22,7 +22,6 @@ def bounded_scores(
     *,
     top_k: int,
     vocab_size: int,
-    noise_nats: float,
     version: WeightVersion,
 ) -> TokenScores:
     """Return scores of T tokens from log-probabilities (T,) and a served top-K (T, K), cut to the requested `top_k`.
@@ -30,7 +29,7 @@ def bounded_scores(
     Raises `PoisonedReplyError` for numbers that are not log-probabilities, from which no bounds could be computed.
     """
     check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
-    lower, upper = _widened_bounds(topk_logprobs, vocab_size, noise_nats)
+    lower, upper = _bounds(topk_logprobs, vocab_size)
     return TokenScores(
         logprobs=logprobs,
         topk_ids=topk_ids[:, :top_k],
@@ -43,21 +42,22 @@ def bounded_scores(
 
 
 def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_size: int) -> ScoredPositions:
-    """Return positions from a top-K (N, K) that was asked for singly. It counts as exact, so bounds are not widened.
+    """Return positions from a top-K (N, K) that was asked for singly.
 
     Raises `PoisonedReplyError`, as `bounded_scores`.
     """
     check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
-    lower, upper = _widened_bounds(topk_logprobs, vocab_size, 0.0)
+    lower, upper = _bounds(topk_logprobs, vocab_size)
     return ScoredPositions(topk_ids=topk_ids, topk_logprobs=topk_logprobs, entropy_lower=lower, entropy_upper=upper)
 
 
-def _widened_bounds(topk_logprobs: FloatArray, vocab_size: int, noise_nats: float) -> tuple[FloatArray, FloatArray]:
-    """Return bounds (T,) of the entropy. An error e of log-probabilities moves it by at most about e (1 + H)."""
+def _bounds(topk_logprobs: FloatArray, vocab_size: int) -> tuple[FloatArray, FloatArray]:
+    """Return bounds (T,) of the served row's entropy. Whoever means another computation of it widens them by noise."""
     if not topk_logprobs.size:  # nothing was served
         rows = len(topk_logprobs)
         return np.zeros(rows, np.float32), np.full(rows, math.log(vocab_size), np.float32)
-    lower, upper = entropy_bounds(topk_logprobs, vocab_size)
-    slack = noise_nats * (1.0 + upper)
-    lower, upper = np.maximum(lower - slack, 0.0), np.minimum(upper + slack, math.log(vocab_size))
-    return np.minimum(lower, upper).astype(np.float32), upper.astype(np.float32)
+    lower, upper = (
+        np.clip(each, 0.0, math.log(vocab_size)).astype(np.float32)
+        for each in entropy_bounds(topk_logprobs, vocab_size)
+    )
+    return np.minimum(lower, upper), upper

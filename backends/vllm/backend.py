@@ -299,7 +299,6 @@ class VllmBackend(RemoteBackend):
             topk_logprobs,
             top_k=top_k,
             vocab_size=vocab_size,
-            noise_nats=self._found.noise_nats,
             version=INITIAL,
         )
 

@@ -119,7 +119,7 @@ class Evidence:
     def questions(self, among: BoolArray, limit: int) -> Questions:
         """Return what to ask next, about at most `limit` of the rows where `among` (T,) is true."""
         width = np.minimum(self._width * WIDENING, self._widest)
-        settled = (self.teacher.noise_nats == 0.0) & self.teacher.exact_entropy
+        settled = ~self.teacher.is_noisy & self.teacher.exact_entropy
         ask_teacher = ~settled & (width > self._width)
         ask_student = self._student_answers & ~self.student.is_exact_at(self.teacher.ids[:, : self.rule.candidates])
         rows = self.undecided
@@ -159,7 +159,7 @@ class Evidence:
         self.teacher.entropy_lower[rows] = reply.entropy_lower
         self.teacher.entropy_upper[rows] = reply.entropy_upper
         self.teacher.exact_entropy[rows] = top_k >= self.rule.vocab_size
-        self.teacher.noise_nats[rows] = 0.0
+        self.teacher.noise_nats[rows] = self.teacher.spread_nats[rows] = 0.0
         now = np.sort(self.teacher.ids[rows, :k], axis=-1)
         self.student.drop(rows[(now != before).any(axis=-1)], k)
         self._update(rows)

@@ -4,12 +4,17 @@ Pure numpy in float64. It selects nothing. Method.md section 1, "When the full d
 
 Noise. A server that computes the same row twice (in another batch, with another kernel) gives two slightly different
 distributions. The *served* row is one of them. The row that *counts*, from which the exact selection would be made, is
-another. All bounds rest on one assumption: between the two, the log-probability of each token, served or not, differs
-by at most the server's measured noise `n`. It follows that
+another. There are two kinds, and `noise.py` says which a server has.
+
+*Sure* noise (`noise_nats`): between the two rows, the log-probability of each token, served or not, differs by at most
+`n`, in the worst way that there is. It follows that
 
 * the log-probability of any set of tokens, and of its complement, differs by at most `n` too;
 * the entropies differ by a factor of at most e^n, since `H' <= -sum p' log p <= e^n H`, and the other way round;
 * the teacher's top k may be other tokens, where two log-probabilities are closer together than the noise moves them.
+
+*Statistical* noise (`spread_nats`): the logits of tokens move independently of each other, so that what they do to a
+sum averages out. Each part of the score is bounded in the served row first, and then widened by `noise.py`.
 
 Bounds are also widened for rounding: of float64 here, and of log-probabilities that were sent as float32. They must be
 true, and need not be tight.
@@ -28,11 +33,13 @@ import numpy.typing as npt
 from spot_async.types import BoolArray, Float64Array, Int64Array
 
 from ..acquisition import PositionScores, ScoreVariant, score_positions
+from . import noise
 from .gap_bounds import gap_bounds
 
 ROUNDING_NATS = 2e-6  # largest error of a log-probability down to -16, or of a sum of many, in float32
 FLOAT32_SPACING = 2.0**-23  # relative distance between neighbouring float32 numbers
 MASS_ROUNDING = 1e-6  # largest error of a sum of probabilities in float32
+TINY = 1e-300
 OUTWARD = 1e-12  # relative; more than the rounding of a hundred operations in float64
 
 
@@ -52,6 +59,17 @@ class Interval(NamedTuple):
     def times(self, other: Interval) -> Interval:
         """Return the product of two quantities that are not negative."""
         return Interval(self.lower * other.lower * (1.0 - OUTWARD), self.upper * other.upper * (1.0 + OUTWARD))
+
+    def widened(self, less: Float64Array, more: Float64Array) -> Interval:
+        """Return the interval widened by so much at its ends, of a quantity between 0 and 1."""
+        return Interval(np.maximum(self.lower - less, 0.0), np.minimum(self.upper + more, 1.0))
+
+    def shifted(self, nats: Float64Array) -> Interval:
+        """Return the interval of a probability whose log-odds are moved by at most `nats` (T,)."""
+        factor = np.exp(nats)
+        lower = self.lower / (self.lower + (1.0 - self.lower) * factor)
+        upper = self.upper / (self.upper + (1.0 - self.upper) / factor)
+        return Interval(np.where(nats > 0.0, lower, self.lower), np.where(nats > 0.0, upper, self.upper))
 
     def complement(self) -> Interval:
         """Return one minus the quantity, a probability. Its rounding is absolute: the difference may be tiny."""
@@ -89,7 +107,12 @@ class TeacherRows:
     entropy_lower: Float64Array  # (T,) nats, of the served row
     entropy_upper: Float64Array  # (T,)
     exact_entropy: BoolArray  # (T,) whether the served row's entropy is exact; else it is bounded from its top-k
-    noise_nats: Float64Array  # (T,) 0 where the served row is the one that counts
+    noise_nats: Float64Array  # (T,) sure noise; 0 where the served row is the one that counts
+    spread_nats: Float64Array  # (T,) statistical noise, as `noise.split` gives it; 0 likewise
+
+    @property
+    def is_noisy(self) -> BoolArray:
+        return (self.noise_nats > 0.0) | (self.spread_nats > 0.0)
 
     def at(self, rows: Int64Array) -> TeacherRows:
         return TeacherRows(*(value[rows] for value in vars(self).values()))
@@ -101,7 +124,8 @@ class StudentRows:
 
     ids: Int64Array  # (T, L) -1 where empty; if a token is listed twice, the first entry counts
     logprobs: Float64Array  # (T, L)
-    noise_nats: Float64Array  # (T, L) 0 where the value is the one that counts
+    noise_nats: Float64Array  # (T, L) sure noise; 0 where the value is the one that counts
+    spread_nats: Float64Array  # (T, L) statistical noise; 0 likewise
     cap: Float64Array  # (T,) largest probability that any one token not listed can have
     missing: Float64Array  # (T,) largest probability that all tokens not listed can have together
 
@@ -115,6 +139,7 @@ class StudentRows:
             np.concatenate([empty.astype(np.int64) - 1, self.ids], axis=-1),
             np.concatenate([empty, self.logprobs], axis=-1),
             np.concatenate([empty, self.noise_nats], axis=-1),
+            np.concatenate([empty, self.spread_nats], axis=-1),
             self.cap,
             self.missing,
         )
@@ -132,7 +157,8 @@ class StudentRows:
 
     def is_exact_at(self, ids: Int64Array) -> BoolArray:
         """Return (T,) true where all of the tokens (T, k) are listed with the values that count."""
-        exact = (self.noise_nats == 0.0)[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
+        is_noisy = (self.noise_nats > 0.0) | (self.spread_nats > 0.0)
+        exact = ~is_noisy[:, None, :] & (ids[:, :, None] == self.ids[:, None, :])
         return np.asarray(exact.any(axis=-1).all(axis=-1))
 
     def drop(self, rows: Int64Array, count: int) -> None:
@@ -159,7 +185,8 @@ def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
     """Return the rows of a student that was asked for exact log-probabilities (T, L) of tokens (T, L)."""
     values = np.asarray(logprobs, dtype=np.float64)
     missing = _left_by(np.exp(values).sum(axis=-1), 0.0)
-    return StudentRows(np.asarray(ids, dtype=np.int64), values, np.zeros(values.shape), missing, missing)
+    sure, spread = np.zeros(values.shape), np.zeros(values.shape)
+    return StudentRows(np.asarray(ids, dtype=np.int64), values, sure, spread, missing, missing)
 
 
 def served_student(
@@ -168,6 +195,7 @@ def served_student(
     sampled_ids: npt.ArrayLike,
     sampled_logprobs: npt.ArrayLike,
     noise_nats: float,
+    spread_nats: float = 0.0,
 ) -> StudentRows:
     """Return the rows of a student known only by its rollout: its top-K (T, K), which may be 0, and its tokens (T,)."""
     ids, sampled = np.asarray(topk_ids, dtype=np.int64), np.asarray(sampled_ids, dtype=np.int64)
@@ -180,7 +208,7 @@ def served_student(
     seen = np.where(ids >= 0, np.exp(logprobs), 0.0).sum(axis=-1)
     missing = _left_by(seen, noise_nats)
     cap = np.minimum(np.exp(np.minimum(last + noise_nats + rounding_nats(last), 0.0)), missing)
-    return StudentRows(ids, logprobs, np.full(ids.shape, noise_nats), cap, missing)
+    return StudentRows(ids, logprobs, np.full(ids.shape, noise_nats), np.full(ids.shape, spread_nats), cap, missing)
 
 
 def _left_by(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Float64Array:
@@ -196,21 +224,32 @@ def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *,
     k = rule.candidates
     served = teacher.entropy_lower, teacher.entropy_upper, teacher.exact_entropy
     entropy = normalized_entropy(*served, teacher.noise_nats, rule.vocab_size)
-    mass = probability_interval(np.exp(teacher.logprobs[:, :k]).sum(axis=-1), teacher.noise_nats)
+    moved = noise.of_entropy(teacher.logprobs, teacher.entropy_lower, teacher.entropy_upper, teacher.spread_nats)
+    moved = moved / np.log(max(rule.vocab_size, 2))
+    entropy = entropy.widened(moved, moved)
+    served_mass = np.exp(teacher.logprobs[:, :k]).sum(axis=-1)
+    mass = probability_interval(served_mass, teacher.noise_nats).shifted(_mass_shift(teacher, served_mass, k))
     none, one = np.zeros_like(mass.lower), np.ones_like(mass.lower)
+    coverage, spread = Interval(none, one), none
     if rule.asks_student:
-        lower, upper, coverage = _student_at_candidates(teacher, student, rule)
-    else:
-        coverage = Interval(none, one)
+        lower, upper, served_coverage, shift, spread = _student_at_candidates(teacher, student, rule)
+        coverage = served_coverage.shifted(shift)
     missing = coverage.complement()
     divergence = Interval(none, one)
     gap = Interval(rule.lambda_mass * missing.lower, rule.lambda_mass * missing.upper + rule.lambda_shape)
     if shape and rule.asks_student:
+        shares = _teacher_shares(teacher, k)
         divergence, gap = (
             Interval(*pair)
-            for pair in gap_bounds(
-                *_teacher_shares(teacher, k), lower, upper, coverage, rule.lambda_mass, rule.lambda_shape
-            )
+            for pair in gap_bounds(*shares, lower, upper, served_coverage, rule.lambda_mass, rule.lambda_shape)
+        )
+        moved = noise.of_divergence(
+            shares[1], *_student_shares(lower, upper), divergence.upper, teacher.spread_nats, spread
+        )
+        divergence = divergence.widened(moved, moved)
+        gap = gap.widened(
+            rule.lambda_mass * (coverage.upper - served_coverage.upper) + rule.lambda_shape * moved,
+            rule.lambda_mass * (served_coverage.lower - coverage.lower) + rule.lambda_shape * moved,
         )
     factor = {
         "H": Interval(one, one),
@@ -267,22 +306,39 @@ def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Float64Array, Float64
     return share / (share + (1.0 - share) * odds), share / (share + (1.0 - share) / odds)
 
 
+def _student_shares(lower: Float64Array, upper: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Return bounds (T, k) of the student renormalised on the candidates, from those of its probabilities there."""
+    others_lower, others_upper = (each.sum(axis=-1, keepdims=True) - each for each in (lower, upper))
+    return lower / np.maximum(lower + others_upper, TINY), upper / np.maximum(upper + others_lower, TINY)
+
+
+def _mass_shift(teacher: TeacherRows, mass: Float64Array, k: int) -> Float64Array:
+    """Return how far statistical noise moves the log-odds (T,) of the candidates together."""
+    squares = np.exp(2.0 * teacher.logprobs)
+    hidden = np.clip(1.0 - np.exp(teacher.logprobs).sum(axis=-1), 0.0, 1.0) * np.exp(teacher.logprobs[:, -1])
+    inside, outside = squares[:, :k].sum(axis=-1), squares[:, k:].sum(axis=-1) + hidden
+    return noise.of_set((inside, mass), (outside, 1.0 - mass), teacher.spread_nats)
+
+
 def _student_at_candidates(
     teacher: TeacherRows, student: StudentRows, rule: ScoreRule
-) -> tuple[Float64Array, Float64Array, Interval]:
-    """Return bounds (T, k) of the student's probabilities at the teacher's candidates, by rank, and of their sum A."""
+) -> tuple[Float64Array, Float64Array, Interval, Float64Array, Float64Array]:
+    """Return bounds (T, k) of the student's probabilities at the teacher's candidates, by rank, and of their sum A.
+
+    Also how far statistical noise moves the log-odds (T,) of A, and the spread (T,) of the student's logits there.
+    """
     k = rule.candidates
     same = teacher.ids[:, :, None] == student.ids[:, None, :]  # (T, K, L)
     known, place = same.any(axis=-1), same.argmax(axis=-1)
     logprobs = np.where(known, np.take_along_axis(student.logprobs, place, axis=-1), -np.inf)
-    noise = np.where(known, np.take_along_axis(student.noise_nats, place, axis=-1), 0.0)
-    values = probability_interval(np.exp(logprobs), noise)  # (T, K)
+    sure = np.where(known, np.take_along_axis(student.noise_nats, place, axis=-1), 0.0)
+    values = probability_interval(np.exp(logprobs), sure)  # (T, K)
     lower = np.where(known, values.lower, 0.0)
     upper = np.where(known, values.upper, student.cap[:, None])
 
     inside = known[:, :k]
-    seen, worst = np.exp(logprobs[:, :k]).sum(axis=-1), noise[:, :k].max(axis=-1)
-    alike = (np.where(inside, noise[:, :k], worst[:, None]) == worst[:, None]).all(axis=-1)
+    seen, worst = np.exp(logprobs[:, :k]).sum(axis=-1), sure[:, :k].max(axis=-1)
+    alike = (np.where(inside, sure[:, :k], worst[:, None]) == worst[:, None]).all(axis=-1)
     together = probability_interval(seen, worst)
     unseen = np.minimum(np.where(inside, 0.0, upper[:, :k]).sum(axis=-1), student.missing)
     known_upper = np.where(alike, together.upper, np.where(inside, upper[:, :k], 0.0).sum(axis=-1))
@@ -296,17 +352,29 @@ def _student_at_candidates(
     swap, pool, hidden = interchangeable(teacher, rule)
     if swap.any():
         apart = np.where(same.any(axis=1) | (student.ids < 0), 0.0, _upper(student)).max(axis=-1, initial=0.0)
-        open_lower = np.where(pool, lower, np.inf).min(axis=-1)
-        open_upper = np.where(pool, upper, 0.0).max(axis=-1)
-        open_lower = np.where(hidden, 0.0, open_lower)
-        open_upper = np.where(hidden, np.maximum(open_upper, np.maximum(apart, student.cap)), open_upper)
-        lower = np.where(swap, open_lower[:, None], lower[:, :k])
-        upper = np.where(swap, open_upper[:, None], upper[:, :k])
+        unserved = np.where(hidden, np.maximum(apart, student.cap), 0.0)[:, None]
+        smallest = np.where(hidden[:, None], 0.0, np.sort(np.where(pool, lower, np.inf), axis=-1))
+        largest = np.maximum(-np.sort(np.where(pool, -upper, 0.0), axis=-1), unserved)
+        lower = np.where(swap, smallest[:, :1], lower[:, :k])
+        upper = np.where(swap, largest[:, :1], upper[:, :k])
+        # Each token holds one rank, so the open ranks together have the smallest or largest of the pool, once each.
+        is_open = np.arange(swap.shape[-1]) < swap.sum(axis=-1, keepdims=True)
         some = swap.any(axis=-1)
-        coverage_lower = np.where(some, lower.sum(axis=-1), coverage_lower)
-        coverage_upper = np.where(some, upper.sum(axis=-1), coverage_upper)
+        coverage_lower, coverage_upper = (
+            np.where(
+                some,
+                np.where(swap, 0.0, each).sum(axis=-1) + np.where(is_open, of_pool[:, :k], 0.0).sum(axis=-1),
+                known,
+            )
+            for each, of_pool, known in ((lower, smallest, coverage_lower), (upper, largest, coverage_upper))
+        )
     coverage = Interval(np.clip(coverage_lower, 0.0, 1.0), np.clip(coverage_upper, 0.0, 1.0))
-    return lower[:, :k], upper[:, :k], coverage
+    lower, upper = lower[:, :k], upper[:, :k]
+    is_exact = student.is_exact_at(teacher.ids[:, :k]) & ~swap.any(axis=-1)
+    spread = np.where(is_exact, 0.0, student.spread_nats.max(axis=-1, initial=0.0))
+    outside = np.where(elsewhere, np.exp(2.0 * student.logprobs), 0.0).sum(axis=-1) + student.missing * student.cap
+    shift = noise.of_set(((upper**2).sum(axis=-1), coverage.lower), (outside, 1.0 - coverage.upper), spread)
+    return lower, upper, coverage, shift, spread
 
 
 def _upper(student: StudentRows) -> Float64Array:
@@ -327,9 +395,9 @@ def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
     if k >= rule.vocab_size:
         nothing = np.zeros_like(teacher.ids, dtype=np.bool_)
         return Interchangeable(nothing[:, :k], nothing, nothing[:, 0])
-    noisy = (teacher.noise_nats > 0.0)[:, None]
+    noisy = teacher.is_noisy[:, None]
     last, following = teacher.logprobs[:, k - 1 : k], teacher.logprobs[:, min(k, served - 1)][:, None]
-    reach = 2.0 * (teacher.noise_nats[:, None] + rounding_nats(following))
+    reach = 2.0 * (teacher.noise_nats[:, None] + rounding_nats(following)) + noise.of_two(teacher.spread_nats)[:, None]
     swap = noisy & (teacher.logprobs[:, :k] <= following + reach)
     pool = np.concatenate([swap, noisy & (teacher.logprobs[:, k:] >= last - reach)], axis=-1)
     hidden = (noisy & (teacher.logprobs[:, -1:] >= last - reach))[:, 0] & (served < rule.vocab_size)
@@ -339,7 +407,7 @@ def interchangeable(teacher: TeacherRows, rule: ScoreRule) -> Interchangeable:
 def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: StudentRows, rule: ScoreRule) -> ScoreBounds:
     """Return the bounds with exact rows set to what `score_positions` computes, so that ties stay ties."""
     k = rule.candidates
-    exact = (teacher.noise_nats == 0.0) & teacher.exact_entropy
+    exact = ~teacher.is_noisy & teacher.exact_entropy
     logprobs = np.full((len(exact), k), -np.inf)
     if rule.asks_student:
         exact &= student.is_exact_at(teacher.ids[:, :k])

@@ -21,6 +21,7 @@ from spot_async.types import BoolArray, Capabilities, Float64Array, Generation, 
 
 from ..acquisition import PositionScores
 from .certainty import Evidence
+from .noise import split
 from .score_bounds import ScoreRule, StudentRows, TeacherRows, asked_student, served_student
 
 # exact: nothing was estimated. certain: decided by what was served first. refined: decided after asking about single
@@ -180,19 +181,20 @@ async def _student_rows(
         rollout.topk_logprobs[eligible] if rollout.topk_logprobs is not None and served else none,
         rollout.token_ids[eligible],
         rollout.logprobs[eligible],
-        stages.student.logprob_noise_nats if stages.student is not None else 0.0,
+        *split(stages.student.logprob_noise_nats if stages.student is not None else 0.0, len(eligible)),
     )
 
 
 def _teacher_rows(scores: TokenScores, eligible: Int64Array, teacher: Capabilities | None) -> TeacherRows:
-    noise = teacher.logprob_noise_nats if teacher is not None else 0.0
+    sure, spread = split(teacher.logprob_noise_nats if teacher is not None else 0.0, len(eligible))
     return TeacherRows(
         ids=scores.topk_ids[eligible].astype(np.int64),
         logprobs=scores.topk_logprobs[eligible].astype(np.float64),
         entropy_lower=scores.entropy_lower[eligible].astype(np.float64),
         entropy_upper=scores.entropy_upper[eligible].astype(np.float64),
         exact_entropy=np.full(len(eligible), is_exact(teacher)),
-        noise_nats=np.full(len(eligible), noise),
+        noise_nats=np.full(len(eligible), sure),
+        spread_nats=np.full(len(eligible), spread),
     )
 
 

@@ -34,7 +34,6 @@ def scorer(dense: np.ndarray, *, most: int, asked: list[int]) -> Callable[[int],
             logprobs,
             top_k=best.shape[1],
             vocab_size=dense.shape[1],
-            noise_nats=0.0,
             version=V0,
         )
 
@@ -94,7 +93,7 @@ async def test_bounds_of_the_acquisition_score_hold_its_value_over_whole_softmax
     ids = scores.topk_ids.astype(np.int64)
     teacher = TeacherRows(
         ids, scores.topk_logprobs.astype(np.float64), scores.entropy_lower.astype(np.float64),
-        scores.entropy_upper.astype(np.float64), np.zeros(40, np.bool_), np.zeros(40),
+        scores.entropy_upper.astype(np.float64), np.zeros(40, np.bool_), np.zeros(40), np.zeros(40),
     )  # fmt: skip
     bounds = score_bounds(teacher, asked_student(ids, np.take_along_axis(student, ids, 1)), rule)
     # The definitions, straight: candidates are common, everything else is of whole softmaxes.
@@ -117,7 +116,7 @@ def test_a_wider_row_that_shows_too_few_common_tokens_decides_nothing() -> None:
     ids = np.argsort(-dense[:, :12], axis=1)[:, :6]
     values = np.take_along_axis(dense, ids, 1)
     entropy = -(np.exp(dense) * dense).sum(axis=1)
-    rows = TeacherRows(ids, values, entropy - 0.3, entropy + 0.3, np.zeros(3, np.bool_), np.full(3, 0.01))
+    rows = TeacherRows(ids, values, entropy - 0.3, entropy + 0.3, np.zeros(3, np.bool_), np.full(3, 0.01), np.zeros(3))
     student = asked_student(ids, values - 0.1)
     evidence = Evidence(rows, student, ScoreRule(candidates=4, vocab_size=20), 1, teacher_top_k=20)
     wide = np.argsort(-dense, axis=1).astype(np.int32)

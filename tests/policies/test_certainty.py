@@ -46,6 +46,7 @@ def served(teacher, student, sampled, *, teacher_k, student_k, teacher_noise=0.0
         upper,
         np.zeros(len(teacher), bool),
         np.full(len(teacher), teacher_noise),
+        np.zeros(len(teacher)),
     )
     sampled_logprobs = student[positions, sampled].astype(np.float32)
     return rows, served_student(*top(student, student_k), sampled, sampled_logprobs, student_noise)
@@ -127,7 +128,7 @@ def test_what_is_known_exactly_has_the_very_score_of_select_positions_so_that_ti
 
 
 def exactly(count):
-    return np.ones(count, bool), np.zeros(count)
+    return np.ones(count, bool), np.zeros(count), np.zeros(count)
 
 
 LEVELS = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.4])

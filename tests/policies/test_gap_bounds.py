@@ -29,7 +29,7 @@ def top(logprobs, k):
 def teacher_rows(logprobs, top_k, noise):
     ids, told = top(logprobs, top_k)
     bounds, rows = entropy_bounds(told, logprobs.shape[-1]), len(ids)
-    return TeacherRows(ids, told.astype(float), *bounds, np.zeros(rows, bool), np.full(rows, noise))
+    return TeacherRows(ids, told.astype(float), *bounds, np.zeros(rows, bool), np.full(rows, noise), np.zeros(rows))
 
 
 def test_a_candidate_far_smaller_than_the_others_is_not_lost_beside_them():
