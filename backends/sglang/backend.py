@@ -58,7 +58,16 @@ from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
 from . import sleeping as sglang_sleeping
 from .adapters import SglangAdapters
-from .discovery import SAYINGS, check_exact, check_ready, check_vocabulary, not_sglang, plain_prompt, server_info
+from .discovery import (
+    SAYINGS,
+    check_cache,
+    check_exact,
+    check_ready,
+    check_vocabulary,
+    not_sglang,
+    plain_prompt,
+    server_info,
+)
 from .generation import generate_below
 from .launch import PACKAGE, sglang_command
 from .replies import Scores, TopK, read_scores
@@ -130,6 +139,8 @@ class SglangBackend(RemoteBackend):
                     self._server, self._settings.weights, info, log_directory=self._run_directory / "logs"
                 )
                 stack.push_async_callback(self._weights.close)
+                if not self._settings.is_attached:
+                    check_cache(self._server, info)
                 if self.sleeps_while_training:
                     saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
                     sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)

@@ -112,6 +112,16 @@ def check_exact(server: RemoteServer, info: ServerInfo) -> None:
         )
 
 
+def check_cache(server: RemoteServer, info: ServerInfo) -> None:
+    """Raise `ConfigError` for a server that found less room than its cache was to have. It only warns of that."""
+    asked, found = info.max_total_tokens, info.max_total_num_tokens
+    if asked is not None and found is not None and found <= asked - (info.page_size or 1):
+        raise ConfigError(
+            f"{server.section}: the server was to have a cache of {asked} tokens, and its devices had room for "
+            f"{found}: end what else uses them, or lower launch.memory_fraction"
+        )
+
+
 async def plain_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
     """Return the tokens of a text. Raises `ConfigError` if the server's tokenizer makes others of it."""
     ours = server.files.vocabulary.tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)

@@ -41,6 +41,9 @@ class ServerInfo(msgspec.Struct):
 
     version: str = "unknown"
     max_req_input_len: int | None = None
+    max_total_tokens: int | None = None  # that its cache was to hold
+    max_total_num_tokens: int | None = None  # that it holds
+    page_size: int | None = None  # tokens
     dtype: str = "auto"
     tp_size: int = 1
     dp_size: int = 1

@@ -30,7 +30,7 @@ from spot_async.base.processes.gpus import VISIBLE, physical_gpus
 from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import while_alive
-from spot_async.config import PositiveInt, Probability
+from spot_async.config import PositiveFloat, PositiveInt, Probability
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.serving.http.credentials import new_secret
 
@@ -89,7 +89,14 @@ class LaunchSettings(ProcessSettings):
         "are the first ones",
     )
     memory_fraction: Probability | None = Field(
-        None, description="share of device memory for weights and KV cache; default: the server's own"
+        None,
+        description="share of each device's memory that the server takes: weights, workspace and cache; default: the "
+        "server's own",
+    )
+    cache_gib: PositiveFloat | None = Field(
+        None,
+        description="GiB of each device for keys and values; default: what memory_fraction leaves, where the devices "
+        "have numbers, else as the server measures it",
     )
     dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
     arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")

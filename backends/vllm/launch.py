@@ -13,6 +13,7 @@ from ..shared.adapters import LOADED_AT_ONCE
 from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
 
 PACKAGE = "vllm"
+GIB = 1 << 30
 SCALE_OUT_SINCE = (0, 30)  # from here on /inference/v1/generate needs a flag that older versions do not know
 ALLOW_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 KEPT_AT_ONCE = LOADED_AT_ONCE + 1  # in the host's memory: one is loaded before another is unloaded
@@ -47,6 +48,8 @@ def vllm_command(
     ]
     if settings.memory_fraction is not None:
         argv += ["--gpu-memory-utilization", str(settings.memory_fraction)]
+    if settings.cache_gib is not None:  # or it would measure what is free, whoever else takes of it just then
+        argv += ["--kv-cache-memory-bytes", str(int(settings.cache_gib * GIB))]
     if settings.is_narrow:
         argv += ["--hf-overrides", '{"head_dtype": "float32"}']
     if release(installed_version(settings, PACKAGE)) >= SCALE_OUT_SINCE:

@@ -16,6 +16,7 @@ import msgspec
 
 from spot_async.base import registry
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
+from spot_async.checks.device_shares import added_start_s, shared_out, sleeps_while_training
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.golds import gold_doubts
@@ -129,7 +130,7 @@ def plan_training(config: Config) -> TrainPlan:
     _check_queue_bytes(config, policy.needs)
     silence = silence_limits(config, policy.needs)
     evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
-    served = served_models(config, policy.needs)
+    served = shared_out(served_models(config, policy.needs), config.cluster)
     for role, each in served.items():
         each.backend.check_installed(f"{role}.backend")
         if role in others:
@@ -147,7 +148,7 @@ def plan_training(config: Config) -> TrainPlan:
         policy=policy,
         evaluation=evaluation,
         seen={each.key: seen for each in evaluation if (seen := count_identical(problems, each.problems))},
-        silence=silence,
+        silence=silence and silence.with_longer_start(added_start_s(served)),
         common=common,
     )
 
@@ -311,11 +312,6 @@ def _check_sleep(config: Config) -> None:
             f"student.backend.sleep_while_training: with max_staleness={config.max_staleness} the student samples "
             "while the trainer trains; set max_staleness to 0, or give them devices of their own"
         )
-
-
-def sleeps_while_training(model: ModelConfig) -> bool:
-    """Whether the model's server gives its memory to the trainer while that trains. Only some backends have the key."""
-    return bool(getattr(model.backend, "sleep_while_training", False))
 
 
 def merged_every(config: Config) -> int:

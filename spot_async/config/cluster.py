@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
 
 from spot_async.config.base import PositiveFloat, PositiveInt, Section
-
-DEVICE_GIB = 80.0  # of the GPUs that the paper's recipes are for
 
 
 class ClusterConfig(Section):
@@ -21,8 +19,12 @@ class ClusterConfig(Section):
     command is given once: node 0 is this machine, and Ray chooses the others.
     """
 
-    device_gib: PositiveFloat = Field(
-        DEVICE_GIB, description="memory of each GPU, for the estimate of what a run needs; it decides nothing else"
+    DEVICE_GIB: ClassVar[float] = 80.0  # of the GPUs that the paper's recipes are for
+
+    device_gib: PositiveFloat | None = Field(
+        None,
+        description="memory of each GPU, which `launch.memory_fraction` is a share of; default: as nvidia-smi says, "
+        "else 80",
     )
     gpu: Literal["a800", "h100", "h200", "b200"] = Field(
         "a800", description="the kind of GPU whose speed that estimate assumes; an A100 is as fast as an A800"

@@ -88,6 +88,10 @@ class ModelSize:
         """The bytes of a token's keys and values, in 16 bits."""
         return self.layers * 2 * self.keys * 2
 
+    def cache_bytes_on(self, devices: int) -> float:
+        """Return the bytes of a token's keys and values on each of several devices. A head is not divided."""
+        return self.cache_bytes_per_token / min(devices, self.keys // self.head)
+
     def activation_bytes_per_token(
         self, precision: Precision, *, recomputed_layers: int = 0, is_packed: bool = False
     ) -> int:

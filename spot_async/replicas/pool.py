@@ -26,6 +26,7 @@ from spot_async.replicas.leasing import Errand, Lease
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
 from spot_async.replicas.recovery import Recovery
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
+from spot_async.replicas.turns import Turns
 from spot_async.replicas.weights import Weights, got_no_reply
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
@@ -50,6 +51,7 @@ class ReplicaPool(Generic[B]):
         rate_limit: RateLimiter | None = None,
         warn: Callable[[str], None] = lambda line: None,
         tell_of_wait: Callable[[str], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Make a pool that is not entered yet.
 
@@ -59,6 +61,7 @@ class ReplicaPool(Generic[B]):
         * `warn` gets a line for people when a server's limit is lowered, or a server asks for a long pause.
         * `tell_of_wait` gets a line for people when entering waits, up to `recovery_timeout_s`, for servers at an
           address. Without it, a server that is not there fails the start at once.
+        * `turns` of replicas that share devices with others, by their names; they start in these, and start again.
         """
         self.role = role
         self._serving = serving or ServingConfig()
@@ -71,13 +74,16 @@ class ReplicaPool(Generic[B]):
         self._awake = asyncio.Event()
         self._awake.set()
         self._tell_of_wait = tell_of_wait
+        self._turns = turns or Turns()
         self._asleep: list[Replica[B]] = []
 
     async def __aenter__(self) -> Self:
         """Start all servers, or attach to them. If one cannot be started, the others are ended."""
         most, made, self._made = self._serving.max_in_flight, self._made, {}
         for name, (make, backend) in made.items():
-            self._replicas.append(Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved))
+            self._replicas.append(
+                Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved, turns=self._turns)
+            )
         try:
             found = await gather(self._enter(replica) for replica in self._replicas)
             for replica, offers in zip(self._replicas, found, strict=True):

@@ -22,6 +22,7 @@ from spot_async.replicas.concurrency_limit import ConcurrencyLimit
 from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import IN_ROTATION, LifeCycle, State
 from spot_async.replicas.occupancy import Occupancy
+from spot_async.replicas.turns import Turns
 from spot_async.spending.rate_limit import LEASED, Grant
 from spot_async.types import Capabilities, Traffic, WeightVersion
 
@@ -71,14 +72,16 @@ class Replica(Generic[B]):
         *,
         max_in_flight: int,
         moved: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
     ) -> None:
         """`make` returns a new backend object each time. `backend` is the first one, not entered yet. `moved` is called
-        after every change of state.
+        after every change of state. `turns` are those of whoever shares devices with its server.
         """
         self._loop = asyncio.get_running_loop()
         now_s = self._loop.time()
         self.name = name
         self.make = make
+        self._turns = turns or Turns()
         self.backend = backend
         self.offers: Capabilities | None = None  # what its server offered when it was entered first
         self.is_entered = False
@@ -279,7 +282,8 @@ class Replica(Generic[B]):
 
     async def enter(self) -> Capabilities:
         """Enter the backend object, and return what its server offers. What it offered first is kept."""
-        await self.backend.__aenter__()
+        async with self._turns.turn(self.name):
+            await self.backend.__aenter__()
         self.is_entered = True
         self.showed_life(self._loop.time())
         found = await self.backend.capabilities(deadline=self._loop.time() + CAPABILITIES_TIMEOUT_S)

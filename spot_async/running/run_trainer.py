@@ -11,7 +11,9 @@ from typing import Self
 
 from spot_async.base.tasks import leaves
 from spot_async.base.text import counted
+from spot_async.checks.device_shares import TRAINER
 from spot_async.errors import ProcessDiedError, TrainerLostError
+from spot_async.replicas.turns import InTurn, Turns
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import Supervision, TrainReport, WeightFile
 
@@ -50,9 +52,10 @@ class RunTrainer:
     Implements `protocols.Trainer`.
     """
 
-    def __init__(self, make: Callable[[], TrainerProcess]) -> None:
-        """`make` returns one that begins where the run stands."""
+    def __init__(self, make: Callable[[], TrainerProcess], turns: Turns | None = None) -> None:
+        """`make` returns one that begins where the run stands. It starts in its turn, of whoever shares its devices."""
         self._make = make
+        self._turns = turns or Turns()
         self._resources = AsyncExitStack()
         self._process: TrainerProcess  # since it was entered
 
@@ -65,7 +68,7 @@ class RunTrainer:
 
     async def start(self) -> None:
         """Start a trainer. Raises `TrainerError` as entering a `TrainerProcess` does."""
-        self._process = await self._resources.enter_async_context(self._make())
+        self._process = await self._resources.enter_async_context(InTurn(self._turns, TRAINER, self._make()))
 
     async def stop(self) -> None:
         """End what is left of the trainer."""

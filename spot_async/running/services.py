@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 from spot_async.base.processes.cores import CoreShares, confined
 from spot_async.base.tasks import running, watched, watching
+from spot_async.checks.device_shares import check_room, device_gib, servers_on_devices, starting_order
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import ClusterConfig, Config, ModelConfig
 from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.turns import InTurn, Turns
 from spot_async.running.backend_factories import backend_factories, core_shares
 from spot_async.running.initial_weights import send_initial_weights
 from spot_async.running.ray_places import placed
@@ -85,6 +87,7 @@ async def open_services(
     directly: bool = False,
     spending: RunSpending | None = None,
     cores: CoreShares | None = None,
+    turns: Turns | None = None,
     beside: Sequence[AbstractAsyncContextManager[Any]] = (),
     watches: Sequence[Callable[[], Awaitable[None]]] = (),
     listener: StartListener = StartListener(),
@@ -96,8 +99,8 @@ async def open_services(
     * `is_used`: unsafe services are refused (`ConfigError`), the teacher's scores are kept, and the student's servers
       get their first weights. False for a caller that only looks.
     * `directly`: only the first server of each role is opened, without a pool. If it ends, so does the `async with`.
-    * `spending`, `cores`: given by a caller that needs them too; otherwise they are made here.
-    * `beside` is entered and left together with the servers, so that nothing waits for the other to start.
+    * `spending`, `cores`, `turns`: given by a caller that needs them too; otherwise they are made here.
+    * `beside` is entered and left together with the servers. What shares devices with them takes its turn.
     * `watches` run beside those of the servers. The first that raises ends the `async with`.
 
     Errors of starting are raised as they are, and those of watches in an exception group.
@@ -107,18 +110,28 @@ async def open_services(
     if cluster is None:
         cluster = ClusterConfig() if run is None else run[0].cluster
     async with placed(served, cluster, directory) as there:
-        make = _first_server if directly else _pool
-        backends = {
-            role: make(role, _of_run(role, model, run), directory, spending, cores, listener)
-            for role, model in there.served.items()
-        }
+        if turns is None:
+            turns = Turns(starting_order(there.served))
+        models = {role: _of_run(role, model, run) for role, model in there.served.items()}
+        servers: list[AbstractAsyncContextManager[Any]] = []
+        if directly:
+            first = {role: _first_server(role, model, directory, spending, cores) for role, model in models.items()}
+            backends: dict[str, Any] = {role: backend for role, (_, backend) in first.items()}
+            servers = [InTurn(turns, name, backend) for name, backend in first.values()]
+        else:
+            backends = {
+                role: _pool(role, model, directory, spending, cores, listener, turns) for role, model in models.items()
+            }
+            servers = [*backends.values()]
         if (replayed := spending.replayed_teacher) is not None:
             backends["teacher"] = replayed
-        entered = [*(spending.resources if is_used else ()), *backends.values(), *beside]
+            servers.append(replayed)
+        entered = [*(spending.resources if is_used else ()), *servers, *beside]
         with confined(cores):
             for warning in cores.warnings:
                 listener.warn(warning)
             listener.starting(backends)
+            check_room(servers_on_devices(there.served, device_gib(cluster)))
             async with running(*entered), watching(*(each.watch for each in backends.values()), *watches, there.watch):
                 found, diagnosis = await _ask(run, backends, listener)
                 kept_scores = None
@@ -137,7 +150,13 @@ def _of_run(role: str, model: ModelConfig, run: tuple[Config, TrainPlan] | None)
 
 
 def _pool(
-    role: str, model: ModelConfig, directory: Path, spending: RunSpending, cores: CoreShares, listener: StartListener
+    role: str,
+    model: ModelConfig,
+    directory: Path,
+    spending: RunSpending,
+    cores: CoreShares,
+    listener: StartListener,
+    turns: Turns,
 ) -> Any:
     """Make a pool of all servers of a role. Nothing is started."""
     account = spending.accounts.get(role)
@@ -150,14 +169,16 @@ def _pool(
         rate_limit=account.rate_limit if account is not None and account.is_limited else None,
         warn=listener.warn,
         tell_of_wait=listener.waiting,
+        turns=turns,
     )
 
 
 def _first_server(
-    role: str, model: ModelConfig, directory: Path, spending: RunSpending, cores: CoreShares, listener: StartListener
-) -> Any:
-    """Make a backend of the first server of a role. Nothing is started."""
-    return next(iter(backend_factories(model, role, directory, spending.accounts.get(role), cores).values()))()
+    role: str, model: ModelConfig, directory: Path, spending: RunSpending, cores: CoreShares
+) -> tuple[str, Any]:
+    """Make a backend of the first server of a role, and return it with the server's name. Nothing is started."""
+    name, make = next(iter(backend_factories(model, role, directory, spending.accounts.get(role), cores).items()))
+    return name, make()
 
 
 async def _ask(

@@ -21,6 +21,7 @@ from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.tasks import alongside, in_thread, watching
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.checks.device_shares import ranks_on_gpus, starting_order, taking_turns
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, DataError, StorageError, TrainerLostError
@@ -33,6 +34,7 @@ from spot_async.loop.stopping import StopRequest
 from spot_async.models.precision import precision
 from spot_async.protocols import Backend, Verifier
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.turns import Turns
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.ledger import Ledger
@@ -147,7 +149,9 @@ class TrainingRun:
         self._stop = stop
         self._part = Part(beginning_of(config, plan, checkpoint), checkpoint)
         self._ledger: Ledger  # open while the run's files are
-        self._trainer = RunTrainer(self._make_trainer)
+        self._order = starting_order(plan.served, ranks_on_gpus(config))
+        self._turns = Turns(self._order)
+        self._trainer = RunTrainer(self._make_trainer, self._turns)
         self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)
         self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
 
@@ -202,6 +206,7 @@ class TrainingRun:
             run=(self._config, self._plan),
             spending=self._spending,
             cores=self._cores,
+            turns=self._turns,
             beside=[self._trainer, self._verifier],
             watches=[places.watch],
             listener=StartListener(self._servers_starting, self._begin, self._screen.warn, self._screen.say),
@@ -209,6 +214,8 @@ class TrainingRun:
 
     def _servers_starting(self, backends: Mapping[str, Backend]) -> None:
         self._events.publish(ServersStarting(partial(replica_lines, backends)))
+        for line in taking_turns(self._order):
+            self._screen.say(line)
         self._begin(f"starting {', '.join(self._plan.served)} and trainer")
 
     async def _work(self, services: OpenServices, sinks: Sequence[MetricSink]) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from spot_async.base.processes.gpus import GPUS, gpu_named
 from spot_async.config import LoraConfig
+from spot_async.checks.device_shares import GIB, WORKSPACE_GIB, ServerOnDevice
 from spot_async.config.cluster import ClusterConfig
 from spot_async.models.arithmetic import training_operations
 from spot_async.models.model_size import size_of
-from spot_async.tools.estimate.device_memory import GIB, per_device, server_on, trainer_memory
+from spot_async.tools.estimate.device_memory import per_device, trainer_memory
 from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -135,18 +136,26 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
     assert alone.copies == 0
 
 
+def server_on(role, device, size, *, memory_fraction, sleeps):
+    """Return a server's part of a device of 80 GiB, which it has to itself."""
+    taken = 2 * size.parameters / GIB + WORKSPACE_GIB
+    return ServerOnDevice(
+        role, role, device, 80.0, memory_fraction, taken, size.cache_bytes_on(1), sleeps=sleeps
+    )
+
+
 def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
     rank = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_bfloat16=True)
-    student = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, parallel=1, sleeps=True)
-    teacher = server_on("teacher", 1, QWEN3_06B, memory_fraction=0.9, parallel=1, sleeps=False)
-    assert student.cache_gib == pytest.approx(32 - 2 * 596_049_920 / 2**30 - 2)
-    first, second = per_device([student, teacher], rank, ranks=1)
+    student = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, sleeps=True)
+    teacher = server_on("teacher", 1, QWEN3_06B, memory_fraction=0.9, sleeps=False)
+    assert student.cache_gib == pytest.approx(32 - 2 * 596_049_920 / 2**30 - 3)  # context, graphs, activations
+    first, second = per_device([student, teacher], rank, 1, 80.0)
     assert first.sampling == pytest.approx(32 + rank.resting)
-    assert first.training == pytest.approx(0.8 + rank.training)
+    assert first.training == pytest.approx(0.8 + 1.2 + rank.training)  # its context and graphs stay
     assert second.sampling == second.training == pytest.approx(72)
     assert first.fits
-    awake = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, parallel=1, sleeps=False)
-    assert not per_device([awake], rank, ranks=1)[0].fits
+    awake = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, sleeps=False)
+    assert not per_device([awake], rank, 1, 80.0)[0].fits
 
 
 @pytest.mark.parametrize(
@@ -155,8 +164,8 @@ def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
 def test_the_students_of_4b_and_of_llama_fit_only_when_they_are_sharded(size):
     def devices(**choices):
         rank = trainer_memory(size, micro_batch_tokens=5_120, longest_tokens=5_120, is_bfloat16=True, **choices)
-        server = server_on("student", 0, size, memory_fraction=0.4, parallel=1, sleeps=True)
-        return per_device([server], rank, ranks=1)
+        server = server_on("student", 0, size, memory_fraction=0.4, sleeps=True)
+        return per_device([server], rank, 1, 80.0)
 
     assert not devices()[0].fits
     assert not devices(recomputed_layers=size.layers)[0].fits

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
+import os
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,8 @@ UNCOUNTED = ("kfd", "dxg", "nvgpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 WITHOUT_GPUS = "no CUDA"
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 30.0
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the major version of CUDA (its release notes)
 
 
@@ -85,6 +90,39 @@ def physical_gpus(devices: str, environ: Mapping[str, str]) -> str:
             )
         physical.append(named[int(device)] if device.isdecimal() else device)
     return ",".join(physical)
+
+
+class GpuMemory(NamedTuple):
+    """A GPU's memory, and the part of it that no process has."""
+
+    total_gib: float
+    free_gib: float
+
+
+@functools.cache
+def gpu_memory() -> Mapping[int, GpuMemory]:
+    """Return the memory of the GPUs that this command may use, numbered as its ranks and servers count them.
+
+    Asked once, so before anything of ours is there. Empty where `nvidia-smi` is not installed or has no answer.
+    """
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return read_gpu_memory(done.stdout, os.environ)
+
+
+def read_gpu_memory(reply: str, environ: Mapping[str, str]) -> dict[int, GpuMemory]:
+    """Read what `nvidia-smi` replies. A line without numbers, as of a MIG device, is left out."""
+    found = {}
+    for line in reply.splitlines():
+        index, uuid, *mib = map(str.strip, line.split(","))
+        if all(each.isdecimal() for each in mib):
+            found[index] = found[uuid] = GpuMemory(*(int(each) / 1024 for each in mib))
+    named = named_gpus(environ)
+    if named is None:
+        named = [each for each in found if each.isdecimal()]
+    return {number: found[each] for number, each in enumerate(named) if each in found}
 
 
 def torch_has_gpus() -> bool:

@@ -9,16 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from spot_async.checks.device_shares import CONTEXT_GIB, GIB, ServerOnDevice
 from spot_async.config import LoraConfig
-from spot_async.config.cluster import DEVICE_GIB
 from spot_async.config.lora import TARGETS
 from spot_async.models.model_size import ModelSize, Precision
 
-GIB = float(1 << 30)
 USABLE_SHARE = 0.95  # the rest is for gaps of the allocator, the driver, and what is not counted here
-CONTEXT_GIB = 0.8  # of each process on a device: CUDA, libraries, NCCL
-WORKSPACE_GIB = 2.0  # of a server, besides weights and cache: activations, graphs
-LOGITS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
+BLOCKS_GIB = 1.0  # the trainer's blocks of logits: 256 MiB, a few copies at once
 STATE_BYTES = {"weights": 4, "gradients": 4, "optimiser": 8}  # per parameter, in float32; AdamW has two moments
 Offload = Literal["none", "optimizer", "all"]  # as `training.offload`
 GATHERED_LAYERS = 2  # a sharded trainer holds the layer that computes and the next one, which comes in meanwhile
@@ -34,6 +31,7 @@ class TrainerMemory:
     # What it computes with: all weights in bfloat16 or, if sharded, gathered layers and gradients to sum.
     copies: float
     activations: float  # of one forward pass
+    logits: float  # blocks of them, and the output layer's gradient, which is summed over blocks in float32
     on_cpu: float = 0.0  # what rests in the CPU's memory instead
 
     @property
@@ -42,7 +40,7 @@ class TrainerMemory:
 
     @property
     def training(self) -> float:
-        return self.resting + self.copies + self.activations + LOGITS_GIB
+        return self.resting + self.copies + self.activations + self.logits
 
 
 def trainer_memory(
@@ -88,34 +86,9 @@ def trainer_memory(
         **dict.fromkeys(moved, 0.0),
         copies=copies / GIB,
         activations=tokens * per_token / GIB,
+        logits=BLOCKS_GIB + (4 * student.vocabulary * student.hidden / GIB if lora is None else 0.0),
         on_cpu=on_cpu,
     )
-
-
-@dataclass(frozen=True)
-class ServerOnDevice:
-    """A server's part of one device."""
-
-    role: str
-    device: int
-    gib: float  # what it takes in all: its share of the device
-    cache_gib: float  # the part of that for keys and values
-    sleeps: bool  # whether it sleeps while the trainer trains
-
-
-def server_on(
-    role: str,
-    device: int,
-    size: ModelSize,
-    *,
-    memory_fraction: float,
-    parallel: int,
-    sleeps: bool,
-    device_gib: float = DEVICE_GIB,
-) -> ServerOnDevice:
-    """Return a server's part of one device. `parallel` devices share the model, in 16 bits."""
-    taken = memory_fraction * device_gib
-    return ServerOnDevice(role, device, taken, taken - 2 * size.parameters / parallel / GIB - WORKSPACE_GIB, sleeps)
 
 
 @dataclass(frozen=True)
@@ -125,7 +98,7 @@ class DeviceMemory:
     device: int
     sampling: float
     training: float
-    size: float = DEVICE_GIB
+    size: float
 
     @property
     def usable(self) -> float:
@@ -137,7 +110,7 @@ class DeviceMemory:
 
 
 def per_device(
-    servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int, device_gib: float = DEVICE_GIB
+    servers: Sequence[ServerOnDevice], trainer: TrainerMemory, ranks: int, device_gib: float
 ) -> list[DeviceMemory]:
     """Return what each device holds, for all devices with a server or a rank."""
     found = []
@@ -148,7 +121,7 @@ def per_device(
             DeviceMemory(
                 device,
                 sampling=sum(each.gib for each in here) + has_rank * trainer.resting,
-                training=sum(CONTEXT_GIB if each.sleeps else each.gib for each in here) + has_rank * trainer.training,
+                training=sum(each.asleep_gib for each in here) + has_rank * trainer.training,
                 size=device_gib,
             )
         )

@@ -7,11 +7,11 @@ shown.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,22 +19,22 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.processes.gpus import GPUS
-from spot_async.checks.plan import TrainPlan, sleeps_while_training
-from spot_async.config import Config, ModelConfig, TrainingConfig
+from spot_async.checks.device_shares import (
+    CONTEXT_GIB,
+    GRAPHS_GIB,
+    ServerOnDevice,
+    device_gib,
+    named,
+    servers_on_devices,
+    starting_order,
+    taking_turns,
+)
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config, TrainingConfig
 from spot_async.models.hub import local_path
 from spot_async.models.model_size import ModelSize, read_size
 from spot_async.run_directory.reading import RunFiles
-from spot_async.tools.estimate.device_memory import (
-    CONTEXT_GIB,
-    GIB,
-    LOGITS_GIB,
-    DeviceMemory,
-    ServerOnDevice,
-    TrainerMemory,
-    per_device,
-    server_on,
-    trainer_memory,
-)
+from spot_async.tools.estimate.device_memory import DeviceMemory, TrainerMemory, per_device, trainer_memory
 from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
 from spot_async.tools.estimate.work import (
     DECODING_SHARE,
@@ -47,7 +47,7 @@ from spot_async.tools.estimate.work import (
     training_s,
 )
 
-SERVER_FRACTION = 0.9  # about the share of a device that servers take by default
+CARDS_GIB = (24.0, 48.0, 80.0, 141.0)  # of GPUs that people have
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class MachineEstimate:
     assumption: str
     training: TrainingConfig
     gpu: str  # a key of `GPUS`
+    order: list[str]  # of starting, a line for each device that is shared
+    longest_response_tokens: dict[float, int]  # that fits, by the memory of a device in GiB; 0: none
 
 
 def estimate_machine(
@@ -88,20 +90,16 @@ def estimate_machine(
 
     `earlier` is the directory of a run whose lengths of responses are assumed.
     """
-    roles = {role: model for role, model in plan.served.items() if _launches(model)}
-    sizes = {role: read_size(Path(local_path(model.model))) for role, model in roles.items()}
     student = read_size(plan.student.directory)
-    servers = [
-        server
-        for role, model in roles.items()
-        if (size := sizes[role])
-        for server in _servers(role, model, size, config.cluster.device_gib)
-    ]
+    total_gib = device_gib(config.cluster)
+    servers = servers_on_devices(plan.served, total_gib)
+    sizes = {each.role: read_size(Path(local_path(plan.served[each.role].model))) for each in servers}
     if student is None or not servers:
         return None
     longest = config.sampling.max_response_tokens
     # What is on this one of the nodes, each of which has a whole student.
     training = config.training.model_copy(update={"ranks": config.training.ranks // nodes})
+    ranks = 0 if training.device == "cpu" else training.ranks
     trainer = rank_memory(student, training, longest_tokens=config.sampling.max_prompt_tokens + longest)
     rows = () if earlier is None else RunFiles(earlier).metrics()
     measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)
@@ -109,9 +107,7 @@ def estimate_machine(
     load = _Loads(config, plan, {"student": student} | {role: size for role, size in sizes.items() if size}, servers)
     return MachineEstimate(
         trainer=trainer,
-        devices=per_device(
-            servers, trainer, 0 if training.device == "cpu" else training.ranks, config.cluster.device_gib
-        ),
+        devices=per_device(servers, trainer, ranks, total_gib),
         servers=servers,
         expected=load.at(expected, ASSUMED_SHARE),
         at_most=load.at(float(longest), 1.0),
@@ -120,7 +116,44 @@ def estimate_machine(
         + ("as in the run given" if measured is not None else f"half of sampling.max_response_tokens={longest}"),
         training=training,
         gpu=config.cluster.gpu,
+        order=taking_turns(starting_order(plan.served, ranks)),
+        longest_response_tokens={
+            card: longest_response(
+                student,
+                training,
+                [replace(each, device_gib=card) for each in servers],
+                prompt_tokens=config.sampling.max_prompt_tokens,
+                context_tokens=plan.student.max_context_tokens,
+            )
+            for card in sorted({*CARDS_GIB, total_gib})
+        },
     )
+
+
+def longest_response(
+    student: ModelSize,
+    training: TrainingConfig,
+    servers: Sequence[ServerOnDevice],
+    *,
+    prompt_tokens: int,
+    context_tokens: int,
+) -> int:
+    """Return the tokens of the longest response that each server's cache holds, and that fits when it is trained on.
+
+    `prompt_tokens` come before it, and both are at most `context_tokens`. 0 if not even one token fits.
+    """
+    card = servers[0].device_gib
+    ranks = 0 if training.device == "cpu" else training.ranks
+
+    def fits(response: int) -> bool:
+        longest = prompt_tokens + response
+        rank = rank_memory(student, training, longest_tokens=longest)
+        return all(each.cache_tokens >= longest for each in servers) and all(
+            each.training <= each.usable for each in per_device(servers, rank, ranks, card)
+        )
+
+    most = max(0, context_tokens - prompt_tokens)
+    return bisect_left(range(1, most + 1), True, key=lambda response: not fits(response))
 
 
 def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens: int) -> TrainerMemory:
@@ -137,28 +170,6 @@ def rank_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens:
         lora=training.lora,
         offload=training.offload,
     )
-
-
-def _launches(model: ModelConfig) -> list[Any]:
-    """Return the launch settings of this machine's servers that name devices by number, as the trainer's ranks are."""
-    found = [getattr(each, "launch", None) for each in model.backend.servers()]
-    here = [each for each in found if each is not None and not each.is_elsewhere]
-    named = [each for each in here if getattr(each, "devices", None) is not None]
-    return [each for each in named if all(device.strip().isdecimal() for device in each.devices.split(","))]
-
-
-def _servers(role: str, model: ModelConfig, size: ModelSize, device_gib: float) -> Iterator[ServerOnDevice]:
-    for launch in _launches(model):
-        for device in launch.devices.split(","):
-            yield server_on(
-                role,
-                int(device),
-                size,
-                memory_fraction=launch.memory_fraction or SERVER_FRACTION,
-                parallel=launch.tensor_parallel_size,
-                sleeps=sleeps_while_training(model),
-                device_gib=device_gib,
-            )
 
 
 class _Loads:
@@ -240,7 +251,7 @@ class _Loads:
         if not tokens or not here:
             return 0.0
         size = self._sizes[role]
-        room = max(1.0, min(each.cache_gib for each in here) * GIB / (context_tokens * size.cache_bytes_per_token))
+        room = max(1.0, min(each.cache_tokens for each in here) / context_tokens)
         count = min(len(here), in_flight)
         at_once = min(in_flight / count, room)
         return decoding_s(tokens, size, at_once=at_once, context_tokens=context_tokens, servers=count, gpu=self._gpu)
@@ -273,8 +284,8 @@ def misfits(estimate: MachineEstimate) -> list[str]:
                 "its memory_fraction"
             )
             cramped.setdefault(f"{server.role}'s server has {words}", []).append(server.device)
-    return [f"on {_named(devices)} the {line}" for line, devices in cramped.items()] + [
-        f"{_named(devices)} would {'each ' if len(devices) > 1 else ''}need {line}" for line, devices in alike.items()
+    return [f"on {named(devices)} the {line}" for line, devices in cramped.items()] + [
+        f"{named(devices)} would {'each ' if len(devices) > 1 else ''}need {line}" for line, devices in alike.items()
     ]
 
 
@@ -332,13 +343,19 @@ def assumptions(estimate: MachineEstimate) -> list[str]:
         f"a rank, GiB: weights {trainer.weights:.1f}, gradients {trainer.gradients:.1f}, optimiser "
         f"{trainer.optimiser:.1f}, CUDA context {CONTEXT_GIB:.1f} ({trainer.resting:.1f} at rest); while it trains "
         f"also copies to compute with {trainer.copies:.1f}, activations {trainer.activations:.1f}, logits "
-        f"{LOGITS_GIB:.1f} ({trainer.training:.1f}); {estimate.student_parameters:,} parameters"
+        f"{trainer.logits:.1f} ({trainer.training:.1f}); {estimate.student_parameters:,} parameters"
         + (f"; in the CPU's memory {trainer.on_cpu:.1f} (training.offload)" if trainer.on_cpu else ""),
         *(
-            f"{role} on {_named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values "
+            f"{role} on {named(devices)}, GiB: weights and workspace {gib - cache_gib:.1f}, keys and values "
             f"{cache_gib:.1f}"
-            + (f"; asleep, while the trainer trains, {CONTEXT_GIB:.1f} (CUDA context)" if sleeps else "")
+            + (f"; asleep {CONTEXT_GIB + GRAPHS_GIB:.1f} (CUDA context and graphs)" if sleeps else "")
             for (role, gib, cache_gib, sleeps), devices in alike.items()
+        ),
+        *estimate.order,
+        "the longest response that fits servers and trainer, by the memory of a device: "
+        + ", ".join(
+            f"{card:.0f} GiB {tokens:,} tokens" if tokens else f"{card:.0f} GiB none"
+            for card, tokens in estimate.longest_response_tokens.items()
         ),
         f"assumes {estimate.assumption}, in evaluations likewise; a batch's longest response at its limit; nothing "
         "overlaps",
@@ -348,7 +365,3 @@ def assumptions(estimate: MachineEstimate) -> list[str]:
         f"that, scoring {SCORING_SHARE:.0%}, decoding {DECODING_SHARE:.0%}",
         "None of it is measured",
     ]
-
-
-def _named(devices: Sequence[int]) -> str:
-    return f"{'devices' if len(devices) > 1 else 'device'} {', '.join(map(str, devices))}"

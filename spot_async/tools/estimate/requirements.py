@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from spot_async.checks.device_shares import CONTEXT_GIB
 from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
@@ -26,7 +27,7 @@ from spot_async.models.model_size import ModelSize, read_size
 from spot_async.models.weight_files import weight_shapes
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.room import BYTES_OF_PARAMETER
-from spot_async.tools.estimate.device_memory import CONTEXT_GIB, LOGITS_GIB, TrainerMemory
+from spot_async.tools.estimate.device_memory import TrainerMemory
 from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
 from spot_async.tools.estimate.machine import MachineEstimate, estimate_machine, misfits, rank_memory
 from spot_async.tools.simulate.reading import read_run, read_tune, tune_beside
@@ -57,7 +58,7 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     at_rest_gib: float
     copies_gib: float
     activations_gib: float
-    logits_gib: float = LOGITS_GIB
+    logits_gib: float
     training_gib: float  # while it trains: all of it
 
 
@@ -228,5 +229,6 @@ def _rank(memory: TrainerMemory) -> RankMemory:
         at_rest_gib=memory.resting,
         copies_gib=memory.copies,
         activations_gib=memory.activations,
+        logits_gib=memory.logits,
         training_gib=memory.training,
     )

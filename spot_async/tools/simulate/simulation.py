@@ -16,7 +16,7 @@ import msgspec
 
 from spot_async.base import registry
 from spot_async.base.tasks import watched
-from spot_async.checks.plan import sleeps_while_training
+from spot_async.checks.device_shares import sleeps_while_training
 from spot_async.config import Config
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
