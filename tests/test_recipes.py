@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from spot_async.checks import device_shares
 from spot_async.checks.plan import plan_evaluation, plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
@@ -163,7 +164,8 @@ def test_each_could_start_under_vllm_as_well_and_is_the_same_run(recipe, tmp_pat
     launched = [each.launch for model in (config.student, other) for each in model.backend.servers()]
     assert [each.devices for each in launched] == ["0", "1", "2", "3"]
     assert {each.python for each in launched} == {".venv-vllm/bin/python"}
-    assert plan.reference is (config.reference if config.teacher is None else None)
+    reference = plan.reference
+    assert (reference and reference.model) == (config.reference.model if config.teacher is None else None)
     assert without_backends(config) == without_backends(under_sglang)
 
 
@@ -282,7 +284,7 @@ def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, froz
 
     resting = gib(r"a rank, GiB: (.*?) \(")
     computing = gib(r"while it trains also (.*?) \(")
-    beside = gib(r"student on devices 0, 1, 2, GiB: .*asleep, while the trainer trains, (\d+\.\d)")
+    beside = gib(r"student on devices 0, 1, 2, GiB: .*asleep (\d+\.\d)")
     assert gib(r"device 0 +\d+\.\d +(\d+\.\d)") == pytest.approx(
         resting + computing + beside, abs=0.45
     )  # rounded parts
@@ -301,7 +303,8 @@ def real_sizes(monkeypatch):
         "Qwen3-8B": (36, 4096, 12288, 32, False),
     }
     configs = {name: qwen | dict(zip(widths, shape, strict=True)) for name, shape in shapes.items()}
-    monkeypatch.setattr(machine, "read_size", lambda directory: size_of(configs[directory.name]))
+    for module in (machine, device_shares):
+        monkeypatch.setattr(module, "read_size", lambda directory: size_of(configs[directory.name]))
 
 
 @pytest.mark.parametrize(
@@ -320,10 +323,11 @@ def test_lora_fits_one_gpu_by_the_estimate_where_all_weights_of_the_larger_would
     too_much = machine.misfits(estimate("training.lora=null"))
     assert (too_much != []) == ((size, lora) != ("0.6b", "lora.yaml"))
     if "24gb" in lora:
-        (line,) = machine.misfits(estimate("teacher.model=models/Qwen3-8B"))
-        assert line == (
-            "on device 0 the teacher's server has 10.8 GiB, and its weights and workspace take 17.3: raise its "
-            "memory_fraction"
+        with pytest.raises(ConfigError) as refused:
+            estimate("teacher.model=models/Qwen3-8B")
+        assert str(refused.value) == (
+            "teacher.backend.launch.memory_fraction=0.45 is 10.8 of 24.0 GiB, and the server's weights and workspace "
+            "take 18.3: give it more than 0.76, or more devices (tensor_parallel_size)"
         )
 
 
@@ -358,7 +362,8 @@ def test_the_largest_students_fit_80_gb_as_they_are_sharded_and_what_is_missing_
         "Llama-3.1-8B-Instruct": llama | dict(zip(widths, (32, 4096, 14336, 32, False), strict=True)),
         "Llama-3.2-3B-Instruct": llama | dict(zip(widths, (28, 3072, 8192, 24, True), strict=True)),
     }
-    monkeypatch.setattr(machine, "read_size", lambda directory: size_of(configs[directory.name]))
+    for module in (machine, device_shares):
+        monkeypatch.setattr(module, "read_size", lambda directory: size_of(configs[directory.name]))
 
     def warnings(*overrides):
         config = load_config(with_servers(tmp_path, recipe, *servers), [*here(recipe), *overrides])

@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 from spot_async.base.processes.gpus import GPUS, gpu_named
-from spot_async.config import LoraConfig
 from spot_async.checks.device_shares import GIB, WORKSPACE_GIB, ServerOnDevice
+from spot_async.config import LoraConfig
 from spot_async.config.cluster import ClusterConfig
 from spot_async.models.arithmetic import training_operations
 from spot_async.models.model_size import size_of
@@ -139,9 +139,7 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
 def server_on(role, device, size, *, memory_fraction, sleeps):
     """Return a server's part of a device of 80 GiB, which it has to itself."""
     taken = 2 * size.parameters / GIB + WORKSPACE_GIB
-    return ServerOnDevice(
-        role, role, device, 80.0, memory_fraction, taken, size.cache_bytes_on(1), sleeps=sleeps
-    )
+    return ServerOnDevice(role, role, device, 80.0, memory_fraction, taken, size.cache_bytes_on(1), sleeps=sleeps)
 
 
 def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():

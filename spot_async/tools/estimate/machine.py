@@ -80,6 +80,7 @@ class MachineEstimate:
     training: TrainingConfig
     gpu: str  # a key of `GPUS`
     order: list[str]  # of starting, a line for each device that is shared
+    longest_tokens: int  # of a prompt with its response
     longest_response_tokens: dict[float, int]  # that fits, by the memory of a device in GiB; 0: none
 
 
@@ -117,6 +118,7 @@ def estimate_machine(
         training=training,
         gpu=config.cluster.gpu,
         order=taking_turns(starting_order(plan.served, ranks)),
+        longest_tokens=config.sampling.max_prompt_tokens + longest,
         longest_response_tokens={
             card: longest_response(
                 student,
@@ -282,6 +284,12 @@ def misfits(estimate: MachineEstimate) -> list[str]:
             words = (
                 f"{server.gib:.1f} GiB, and its weights and workspace take {server.gib - server.cache_gib:.1f}: raise "
                 "its memory_fraction"
+            )
+            cramped.setdefault(f"{server.role}'s server has {words}", []).append(server.device)
+        elif server.cache_tokens < estimate.longest_tokens:
+            words = (
+                f"a cache of {server.cache_tokens:.0f} tokens, and a prompt with its response may have "
+                f"{estimate.longest_tokens}: raise its memory_fraction, or lower sampling.max_response_tokens"
             )
             cramped.setdefault(f"{server.role}'s server has {words}", []).append(server.device)
     return [f"on {named(devices)} the {line}" for line, devices in cramped.items()] + [
