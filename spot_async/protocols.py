@@ -150,7 +150,7 @@ class Sleeper(Protocol):
     """Frees a server's device memory while the trainer uses the same devices. Optional, for the student's server.
 
     It is asked to sleep only when no request is in flight, and it gets no request until it is awake. It wakes with the
-    weights it had; new ones are sent after that.
+    weights it had, unless new ones are sent in between: it takes those once its memory for weights is awake.
     """
 
     @property
@@ -162,8 +162,12 @@ class Sleeper(Protocol):
         """Free the memory; return once it is free."""
         ...
 
+    async def wake_weights(self, *, deadline: float) -> None:
+        """Take the memory for weights again, and nothing else. Nothing is done if that is awake."""
+        ...
+
     async def wake(self, *, deadline: float) -> None:
-        """Wake the server; return once it answers requests again."""
+        """Wake whatever still sleeps; return once the server answers requests again."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from ..shared.remote import RemoteServer
-from ..shared.sleeping import cannot_sleep
+from ..shared.sleeping import PARTS, Part, cannot_sleep
 
 
 async def sleep(server: RemoteServer, idle: Callable[[float], Awaitable[None]], *, deadline: float) -> None:
@@ -14,11 +14,11 @@ async def sleep(server: RemoteServer, idle: Callable[[float], Awaitable[None]], 
     A server that is sent to sleep before that crashes.
     """
     await idle(deadline)
-    await server.ask("/release_memory_occupation", {}, bytes, deadline=deadline)
+    await server.ask("/release_memory_occupation", {"tags": PARTS}, bytes, deadline=deadline)
 
 
-async def wake(server: RemoteServer, *, deadline: float) -> None:
-    await server.ask("/resume_memory_occupation", {}, bytes, deadline=deadline)
+async def wake(server: RemoteServer, part: Part, *, deadline: float) -> None:
+    await server.ask("/resume_memory_occupation", {"tags": [part]}, bytes, deadline=deadline)
 
 
 def check_can_sleep(server: RemoteServer, *, memory_saver: bool, weights_backup: bool) -> None:

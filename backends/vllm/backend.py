@@ -43,6 +43,7 @@ from ..shared.remote import RemoteBackend, RemoteServer
 from ..shared.replies import check_candidates, check_generation
 from ..shared.request_limits import RequestLimits
 from ..shared.served_topk import bounded_scores, scored_positions
+from ..shared.sleeping import PARTS, SleepingParts
 from ..shared.student_settings import StudentServerSettings
 from . import health as vllm_health
 from . import sleeping as vllm_sleeping
@@ -109,6 +110,7 @@ class VllmBackend(RemoteBackend):
         self._found: ServerFacts
         self._names = WeightNames(self._name, is_student=self._is_student)
         self._standstill = Standstill()
+        self._sleeping = SleepingParts()
         self._updates = 0
 
     async def __aenter__(self) -> Self:
@@ -399,10 +401,14 @@ class VllmBackend(RemoteBackend):
 
     async def sleep(self, *, deadline: float) -> None:
         self._standstill.sleeping(True)
+        self._sleeping.sleep()
         await vllm_sleeping.sleep(self._server, deadline=deadline)
 
+    async def wake_weights(self, *, deadline: float) -> None:
+        await self._sleeping.wake(["weights"], functools.partial(vllm_sleeping.wake, self._server, deadline=deadline))
+
     async def wake(self, *, deadline: float) -> None:
-        await vllm_sleeping.wake(self._server, deadline=deadline)
+        await self._sleeping.wake(PARTS, functools.partial(vllm_sleeping.wake, self._server, deadline=deadline))
         self._standstill.sleeping(False)
 
     async def ping(self, *, deadline: float) -> None:

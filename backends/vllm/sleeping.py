@@ -10,7 +10,7 @@ import msgspec
 from spot_async.errors import PermanentError, TransientError
 
 from ..shared.remote import RemoteServer
-from ..shared.sleeping import cannot_sleep
+from ..shared.sleeping import Part, cannot_sleep
 
 
 async def sleep(server: RemoteServer, *, deadline: float) -> None:
@@ -19,10 +19,11 @@ async def sleep(server: RemoteServer, *, deadline: float) -> None:
     await _confirm(server, is_sleeping=True, deadline=deadline)
 
 
-async def wake(server: RemoteServer, *, deadline: float) -> None:
-    """Wake the server; return once it says that it is awake."""
-    await server.ask("/wake_up", None, bytes, deadline=deadline)
-    await _confirm(server, is_sleeping=False, deadline=deadline)
+async def wake(server: RemoteServer, part: Part, *, deadline: float) -> None:
+    """Wake a part of the server; with its cache, return once it says that it is awake."""
+    await server.ask(f"/wake_up?tags={part}", None, bytes, deadline=deadline)
+    if part == "kv_cache":
+        await _confirm(server, is_sleeping=False, deadline=deadline)
 
 
 async def check_can_sleep(server: RemoteServer, *, deadline: float) -> None:

@@ -15,15 +15,12 @@ unchanged on the simulator's virtual time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from spot_async.base.tasks import gather
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState, is_trained
 from spot_async.loop.events import IterationFinished, PhaseTimes, PromptEnded, StepBegan
@@ -32,6 +29,7 @@ from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
 from spot_async.loop.resuming import Checkpoints, NoLedger, PromptLedger, Resumption
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
 from spot_async.loop.saving import StateSaver
+from spot_async.loop.sleeping import SleepingServers
 from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
 from spot_async.run_directory.dead_letters import FILE_NAME
 from spot_async.stages.plugin_contract import is_ours, supervise
@@ -40,7 +38,6 @@ from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
 from spot_async.types import Prompt, Supervision, WeightVersion
 
-LAST_WAKE_TIMEOUT_S = 30.0  # for waking servers that sleep when the run ends
 # So many problems given up without an answer, with no prompt finished in between, mean that the endpoint is down.
 UNANSWERED_IN_A_ROW = 3
 
@@ -108,7 +105,7 @@ class Orchestrator:
         self._prompts = iter(prompts)
         self._policy = policy
         self._trainer = trainer
-        self._sleepers = sleepers
+        self._sleepers = SleepingServers(sleepers, settings.weight_update_timeout_s)
         self._ledger = ledger or NoLedger()
         self._resumption = resumption or Resumption()
         self._trained = self._resumption.version
@@ -123,6 +120,7 @@ class Orchestrator:
             timeout_s=settings.weight_update_timeout_s,
             drains=settings.max_staleness > 0 and not _updates_in_flight(stages),
             evaluation=evaluate,
+            sleepers=self._sleepers,
             served=self._trained,
             changed=self._changed,
         )
@@ -161,6 +159,13 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Train until nothing is left to do. Raise an ExceptionGroup of the failures that ended the run earlier."""
+        try:
+            await self._run()
+        finally:
+            await self._sleepers.end()
+        self.book.leave_over()
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(self._admit_prompts(), name="admission"),
@@ -181,7 +186,6 @@ class Orchestrator:
             self._is_over = True
             self._changed.set()
             self._publisher.complete()
-        self.book.leave_over()
 
     async def _admit_prompts(self) -> None:
         """Start a coroutine per prompt, in order, as the book allows, and wait for the last one to end."""
@@ -303,8 +307,9 @@ class Orchestrator:
             )
             if not trained:
                 structlog.get_logger().warning("no step", iteration=number, left_out=len(samples))
-            async with self._asleep():
-                report = await self._trainer.train(number - 1, trained)
+            if self._sleepers:
+                await self._put_to_sleep()
+            report = await self._trainer.train(number - 1, trained)
             self.book.trained(batch)
             self._changed.set()
             self._trained = report.snapshot.version
@@ -366,30 +371,11 @@ class Orchestrator:
                 raise
             raise PluginError(f"policy {type(self._policy).__name__}: {wrong}") from wrong
 
-    @asynccontextmanager
-    async def _asleep(self) -> AsyncIterator[None]:
-        """Keep student servers that share the trainer's devices asleep inside, so that it has the devices to itself.
-
-        They are woken also when training fails or is cancelled, since servers that are not ours outlive the run.
-        """
-        if not self._sleepers:
-            yield
-            return
+    async def _put_to_sleep(self) -> None:
         busy = sum(stage.in_flight for stage in self.stages.all)
         if busy:  # some servers end when they are put to sleep with requests in flight
             raise RuntimeError(f"{busy} requests are in flight although the batch is complete")
-        loop = asyncio.get_running_loop()
-        try:
-            deadline = loop.time() + self._settings.weight_update_timeout_s
-            await gather(each.sleep(deadline=deadline) for each in self._sleepers)
-            yield
-        except BaseException:
-            # A server that ended needs no waking, and must not hide what failed first.
-            with contextlib.suppress(RequestError):
-                await gather(each.wake(deadline=loop.time() + LAST_WAKE_TIMEOUT_S) for each in self._sleepers)
-            raise
-        deadline = loop.time() + self._settings.weight_update_timeout_s
-        await gather(each.wake(deadline=deadline) for each in self._sleepers)
+        await self._sleepers.sleep()
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
         return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)

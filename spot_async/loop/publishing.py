@@ -21,6 +21,7 @@ from spot_async.base.tasks import gather, sent_again
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, WeightsServed
 from spot_async.loop.phases import Phases
+from spot_async.loop.sleeping import SleepingServers
 from spot_async.protocols import WeightSink
 from spot_async.stages.stages import Stages
 from spot_async.types import WeightFile, WeightSnapshot, WeightVersion
@@ -55,13 +56,14 @@ class WeightPublisher:
         timeout_s: float,
         drains: bool,
         evaluation: LiveEvaluation | None,
+        sleepers: SleepingServers,
         served: WeightVersion,
         changed: asyncio.Event,
     ) -> None:
         """Make a publisher. The student's servers hold `served`.
 
-        `timeout_s` is for one update. With `drains` no request is under way at the student during one. `changed` is set
-        whenever other weights are confirmed or served.
+        `timeout_s` is for one update. With `drains` no request is under way at the student during one. `sleepers` are
+        woken for it. `changed` is set whenever other weights are confirmed or served.
         """
         self.confirmed = served  # all student servers hold them
         self.served = self.confirmed  # and an evaluation that was due is made: prompts may be admitted
@@ -71,6 +73,7 @@ class WeightPublisher:
         self._timeout_s = timeout_s
         self._drains = drains
         self._evaluation = evaluation
+        self._sleepers = sleepers
         self._events = stages.events
         self._phases = Phases("publish", stages.events)
         self._waiting: deque[Publication] = deque()
@@ -111,8 +114,9 @@ class WeightPublisher:
         snapshot = msgspec.structs.replace(snapshot, files=written.result())
         async with self._drained(iteration):
             phase = self._phases.begin(iteration, "update weights")
-            deadline = loop.time() + self._timeout_s
-            await gather(self._update(sink, snapshot, deadline) for sink in self._sinks)
+            async with self._sleepers.updated():
+                deadline = loop.time() + self._timeout_s
+                await gather(self._update(sink, snapshot, deadline) for sink in self._sinks)
             self._phases.end(phase)
         self.confirmed = snapshot.version
         self._changed.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Self
+from typing import Generic, Literal, Self
 
 from spot_async.base.tasks import gather, settle
 from spot_async.config import ServingConfig
@@ -212,11 +212,21 @@ class ReplicaPool(Generic[B]):
                 await replica.backend.sleep(deadline=soon)
                 self._asleep.append(replica)
 
+    async def wake_weights(self, *, deadline: float) -> None:
+        """Wake all servers' memory for weights. One that does not wake is brought back. Raises when all refuse to.
+
+        From then on lost servers are brought back.
+        """
+        await self._wake(self._asleep, "weights", deadline)
+
     async def wake(self, *, deadline: float) -> None:
         """Wake all servers. One that does not wake is brought back as if it had failed. Raises when all refuse to."""
         asleep, self._asleep = self._asleep, []
+        await self._wake(asleep, "all", deadline)
+
+    async def _wake(self, asleep: Sequence[Replica[B]], part: Literal["weights", "all"], deadline: float) -> None:
         try:
-            errors = await gather(_wake(replica, deadline) for replica in asleep)
+            errors = await gather(_wake(replica, part, deadline) for replica in asleep)
         finally:
             self._awake.set()
             self._replica_moved()
@@ -268,12 +278,15 @@ def _sleeps(backend: object) -> bool:
     return isinstance(backend, Sleeper) and backend.sleeps_while_training
 
 
-async def _wake(replica: Replica[B], deadline: float) -> RequestError | None:
+async def _wake(replica: Replica[B], part: Literal["weights", "all"], deadline: float) -> RequestError | None:
     async with replica.entering:
         if not (replica.is_entered and isinstance(replica.backend, Sleeper)):
             return None  # it was left meanwhile, so there is nothing to wake
         try:
-            await replica.backend.wake(deadline=deadline)
+            if part == "weights":
+                await replica.backend.wake_weights(deadline=deadline)
+            else:
+                await replica.backend.wake(deadline=deadline)
         except RequestError as error:
             return error
     return None

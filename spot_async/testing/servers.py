@@ -103,6 +103,7 @@ class SimulatedServer:
     update_faults: deque[UpdateFault] = field(default_factory=deque)  # of its next updates
     is_unpaid: bool = False  # whether there is no money for further requests
     is_asleep: bool = False
+    has_weights: bool = True  # which wake before the rest
 
     def __post_init__(self) -> None:
         self.processor = SharedProcessor(self.rates.each)
@@ -130,7 +131,7 @@ class SimulatedServer:
     def stop(self) -> None:
         """End it on purpose, so that nobody's `watch` raises."""
         self.is_running = False
-        self.is_asleep = False
+        self.is_asleep, self.has_weights = False, True
         self._is_updating = False
         self.processor.fail(self.failure(TransientError, "connection reset"))
         self.processor.pause(False, "update")
@@ -169,7 +170,7 @@ class SimulatedServer:
             raise self.failure(TransientError, "cannot load the weights", status=500)
         if fault == "reset":
             raise self.failure(TransientError, "connection reset")
-        assert not self.is_asleep, f"{self.name} gets weights in its sleep"
+        assert self.has_weights, f"{self.name} gets weights in its sleep"
         assert not self._is_updating, f"{self.name} gets weights while it loads others"
         in_flight, process = len(self.processor), self.starts
         assert self.update != "drain" or not in_flight, f"{self.name} gets weights with {in_flight} requests in flight"
@@ -347,11 +348,15 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
         await self._answers(deadline)
         in_flight = len(self.server.processor)
         assert not in_flight, f"{self.server.name} is put to sleep with {in_flight} requests in flight"
-        self.server.is_asleep = True
+        self.server.is_asleep, self.server.has_weights = True, False
+
+    async def wake_weights(self, *, deadline: float) -> None:
+        await self._answers(deadline)
+        self.server.has_weights = True
 
     async def wake(self, *, deadline: float) -> None:
         await self._answers(deadline)
-        self.server.is_asleep = False
+        self.server.is_asleep, self.server.has_weights = False, True
 
     def _spans(self, tokens: int, began: float, held: Sequence[Held]) -> tuple[VersionSpan, ...]:
         """Return which weights sampled the tokens. `began` is what any request had got when this one began."""

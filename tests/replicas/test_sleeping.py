@@ -25,6 +25,7 @@ class SleepingStudent(SimulatedStudent):
     """Shares its devices with the trainer, and is as unforgiving as real servers are."""
 
     is_awake: bool = True
+    has_weights: bool = True
     running: int = 0
     events: list = field(default_factory=list)
 
@@ -37,19 +38,25 @@ class SleepingStudent(SimulatedStudent):
             self.running -= 1
 
     async def update_weights(self, snapshot, *, deadline):
-        assert self.is_awake
+        assert self.has_weights
+        assert not self.is_awake  # its cache has no room yet, nor does anything ask it
         await super().update_weights(snapshot, deadline=deadline)
         self.events.append(f"update {snapshot.version.step}")
 
     async def sleep(self, *, deadline):
         assert self.running == 0
         await asyncio.sleep(0.5)
-        self.is_awake = False
+        self.is_awake = self.has_weights = False
         self.events.append("sleep")
+
+    async def wake_weights(self, *, deadline):
+        await asyncio.sleep(0.5)
+        self.has_weights = True
+        self.events.append("wake weights")
 
     async def wake(self, *, deadline):
         await asyncio.sleep(0.5)
-        self.is_awake = True
+        self.is_awake = self.has_weights = True
         self.events.append("wake")
 
 
@@ -70,8 +77,9 @@ def sharing(student, error=None):
 def test_a_student_that_shares_devices_sleeps_while_the_trainer_trains_and_wakes_before_it_is_asked_again():
     student = SleepingStudent()
     made(student, sharing(student), [student]).finish()
-    one = ["sleep", "train", "wake"]
-    assert student.events == [*one, "update 1", *one, "update 2", *one, "update 3"]
+    assert student.events == [
+        each for step in (1, 2, 3) for each in ("sleep", "train", "wake weights", f"update {step}", "wake")
+    ]
 
 
 def test_sleep_changes_nothing_but_time():

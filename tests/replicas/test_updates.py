@@ -115,6 +115,9 @@ def test_a_replica_that_comes_back_is_put_to_sleep_after_it_has_its_weights(slow
             self.is_asleep = True
             log.append("sleep")
 
+        async def wake_weights(self, *, deadline):
+            pass
+
         async def wake(self, *, deadline):
             self.is_asleep = False
 
@@ -153,6 +156,9 @@ def test_a_role_that_lost_its_last_server_needs_none_while_it_sleeps():
             return self
 
         async def sleep(self, *, deadline):
+            pass
+
+        async def wake_weights(self, *, deadline):
             pass
 
         async def wake(self, *, deadline):
@@ -199,6 +205,9 @@ def test_a_replica_that_does_not_wake_is_entered_again_and_ends_the_run_only_whe
         sleeps_while_training = True
 
         async def sleep(self, *, deadline):
+            pass
+
+        async def wake_weights(self, *, deadline):
             pass
 
         async def wake(self, *, deadline):
@@ -263,6 +272,9 @@ def test_a_lone_endpoint_that_is_restarted_before_or_in_its_sleep_ends_nothing(e
         async def sleep(self, *, deadline):
             if self is lost[0] and not is_asleep:
                 raise error
+
+        async def wake_weights(self, *, deadline):
+            pass
 
         async def wake(self, *, deadline):
             if self is lost[0]:

@@ -41,7 +41,8 @@ def children_of_this_test() -> set[int]:
 
 async def follow(backend: VllmBackend | SglangBackend, other: Path) -> None:
     """A student's life on the trainer's devices. On a CPU servers take these calls and keep their memory, so what is
-    proven is that the order works: asleep, awake with the weights they had, then with new ones."""
+    proven is that the order works: asleep, awake with the weights they had, and with new ones, which came before caches
+    woke."""
     assert (await backend.capabilities(deadline=soon())).version == WeightVersion(0, 0)
     first = await backend.generate(PROMPT, SAMPLING, deadline=soon())
     assert {span.version for span in first.version_spans} == {WeightVersion(0, 0)}
@@ -52,8 +53,9 @@ async def follow(backend: VllmBackend | SglangBackend, other: Path) -> None:
     assert again.token_ids.tolist() == first.token_ids.tolist()
 
     await backend.sleep(deadline=soon())
-    await backend.wake(deadline=soon())
+    await backend.wake_weights(deadline=soon())
     await backend.update_weights(WeightSnapshot(directory=str(other), version=WeightVersion(0, 1)), deadline=soon())
+    await backend.wake(deadline=soon())
     new = await backend.generate(PROMPT, SAMPLING, deadline=soon())
     assert {span.version for span in new.version_spans} == {WeightVersion(0, 1)}
     assert new.token_ids.tolist() != first.token_ids.tolist()
