@@ -53,6 +53,7 @@ from ..shared.remote import RemoteBackend, RemoteServer
 from ..shared.replies import check_candidates, check_rows
 from ..shared.request_limits import RequestLimits
 from ..shared.served_topk import bounded_scores, scored_positions
+from ..shared.sleeping import PARTS, SleepingParts
 from ..shared.stepwise import Steps
 from ..shared.student_settings import StudentServerSettings
 from . import health as sglang_health
@@ -122,6 +123,7 @@ class SglangBackend(RemoteBackend):
             )
         self._vocab_size = self._server.files.vocab_size
         self._standstill = Standstill()
+        self._sleeping = SleepingParts()
         self._names = WeightNames(self._name, is_student=role == "student")
         limits = self._limits_of(self._server.files.max_context_tokens)
         self._requests = SglangRequests(self._server, self._names, self._adapters, limits)
@@ -275,10 +277,14 @@ class SglangBackend(RemoteBackend):
 
     async def sleep(self, *, deadline: float) -> None:
         self._standstill.sleeping(True)
+        self._sleeping.sleep()
         await sglang_sleeping.sleep(self._server, self._weights.flush, deadline=deadline)
 
+    async def wake_weights(self, *, deadline: float) -> None:
+        await self._sleeping.wake(["weights"], functools.partial(sglang_sleeping.wake, self._server, deadline=deadline))
+
     async def wake(self, *, deadline: float) -> None:
-        await sglang_sleeping.wake(self._server, deadline=deadline)
+        await self._sleeping.wake(PARTS, functools.partial(sglang_sleeping.wake, self._server, deadline=deadline))
         self._standstill.sleeping(False)
 
     async def ping(self, *, deadline: float) -> None:

@@ -20,6 +20,8 @@ from spot_async.config.loading import config_from, laid_over, read_tree
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "configs" / "paper"
 LORA = LoraConfig(rank=16, alpha=32)
+QWEN3_8B = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "hidden_size": 4096,
+            "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32}  # fmt: skip
 # Each reads lists of words from standard input, and prints what the server makes of them.
 PARSERS = {
     "vllm": """
@@ -29,7 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 for words in json.load(sys.stdin):
     parsed = parser.parse_args(words)
-    print(json.dumps([parsed.model, parsed.hf_overrides, parsed.gpu_memory_utilization]))
+    print(json.dumps([parsed.model, parsed.hf_overrides, parsed.gpu_memory_utilization, parsed.kv_cache_memory_bytes]))
 """,
     "sglang": """
 import argparse, json, sys
@@ -40,7 +42,8 @@ parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
 for words in json.load(sys.stdin):
     parsed = parser.parse_args(ConfigArgumentMerger(parser).merge_config_with_args(words))
-    print(json.dumps([parsed.model_path, parsed.enable_fp32_lm_head, parsed.mem_fraction_static]))
+    cache = parsed.max_total_tokens
+    print(json.dumps([parsed.model_path, parsed.enable_fp32_lm_head, parsed.mem_fraction_static, cache]))
 """,
 }
 
@@ -64,13 +67,13 @@ def paper_commands(kind: str, directory: Path) -> list[Command]:
             if model is None or model.backend.kind != kind:
                 continue
             for server in model.backend.servers():
-                launch = server.launch.model_copy(update={"python": python})  # type: ignore[attr-defined]
+                launch = server.launch.model_copy(update={"python": python, "cache_gib": 10.0})  # type: ignore[attr-defined]
                 sleeps, adapters = server.sleep_while_training, LORA if role == "student" else None  # type: ignore[attr-defined]
                 for lora in {None, adapters}:
                     if kind == "vllm":
                         command = vllm_command(
                             launch,
-                            Path("/m"),
+                            directory,
                             doorway,
                             max_logprobs=65,
                             takes_weights=role == "student",
@@ -79,13 +82,14 @@ def paper_commands(kind: str, directory: Path) -> list[Command]:
                             adapters=lora,
                         )
                     else:
-                        command = sglang_command(launch, Path("/m"), doorway, sleeps=sleeps, adapters=lora)
+                        command = sglang_command(launch, directory, doorway, sleeps=sleeps, adapters=lora)
                     found[json.dumps(command.argv)] = command
     return list(found.values())
 
 
 @pytest.mark.parametrize(("kind", "words_before"), [("vllm", 3), ("sglang", 3)])
 def test_the_paper_s_commands_are_understood(kind: str, words_before: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     commands = paper_commands(kind, tmp_path)
     assert len(commands) >= 3  # student, teacher, adapters
     for each in commands:
@@ -103,7 +107,9 @@ def test_the_paper_s_commands_are_understood(kind: str, words_before: int, tmp_p
     assert done.returncode == 0, done.stderr[-3000:]
     parsed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(parsed) == len(commands)
-    for model, head, fraction in parsed:
-        assert model == "/m"
+    cache = {"vllm": 10 * 2**30, "sglang": 10 * 2**30 // (36 * 2 * 8 * 128 * 2)}  # bytes, or tokens of layers and heads
+    for model, head, fraction, cached in parsed:
+        assert model == str(tmp_path)
+        assert cached == cache[kind]
         assert head in (True, {"head_dtype": "float32"})
-        assert 0.1 < fraction < 0.9
+        assert 0.1 < fraction < 0.9 if kind == "vllm" else fraction == 0.95

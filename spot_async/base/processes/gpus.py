@@ -116,9 +116,9 @@ def read_gpu_memory(reply: str, environ: Mapping[str, str]) -> dict[int, GpuMemo
     """Read what `nvidia-smi` replies. A line without numbers, as of a MIG device, is left out."""
     found = {}
     for line in reply.splitlines():
-        index, uuid, *mib = map(str.strip, line.split(","))
-        if all(each.isdecimal() for each in mib):
-            found[index] = found[uuid] = GpuMemory(*(int(each) / 1024 for each in mib))
+        if (values := re.fullmatch(r"(\d+), ([^,]+), (\d+), (\d+)", line.strip())) is not None:
+            index, uuid, total_mib, free_mib = values.groups()
+            found[index] = found[uuid] = GpuMemory(int(total_mib) / 1024, int(free_mib) / 1024)
     named = named_gpus(environ)
     if named is None:
         named = [each for each in found if each.isdecimal()]

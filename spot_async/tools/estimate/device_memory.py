@@ -31,7 +31,9 @@ class TrainerMemory:
     # What it computes with: all weights in bfloat16 or, if sharded, gathered layers and gradients to sum.
     copies: float
     activations: float  # of one forward pass
-    logits: float  # blocks of them, and the output layer's gradient, which is summed over blocks in float32
+    # Blocks of them, and the output layer's gradient, which is summed over blocks in float32. If sharded, that is over
+    # before the outer parameters' gradients are summed over ranks, which `copies` counts.
+    logits: float
     on_cpu: float = 0.0  # what rests in the CPU's memory instead
 
     @property
@@ -86,7 +88,7 @@ def trainer_memory(
         **dict.fromkeys(moved, 0.0),
         copies=copies / GIB,
         activations=tokens * per_token / GIB,
-        logits=BLOCKS_GIB + (4 * student.vocabulary * student.hidden / GIB if lora is None else 0.0),
+        logits=BLOCKS_GIB + (4 * student.vocabulary * student.hidden / GIB if lora is None and shards is None else 0.0),
         on_cpu=on_cpu,
     )
 
