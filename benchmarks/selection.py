@@ -4,8 +4,9 @@ Random rows stand for a teacher's and a student's distributions. They have Zipf-
 sure of one token, others are torn between a few, some are broad. The student is a warmer or colder, noisier teacher.
 
 The simulated servers move every logit of a row at random, so that log-probabilities are off by up to the noise, and
-tell the best K. If they are asked for a single position, the student gives its exact candidates and the teacher the
-best of its whole row, up to all of it, in float32. The exact selection comes from the whole rows, by code of its own.
+tell the best K. What they take for their noise they measure as real servers do (`models.precision.noise_nats`). If they
+are asked for a single position, the student gives its exact candidates and the teacher the best of its whole row, up to
+all of it, in float32. The exact selection comes from the whole rows, by code of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from report import show
 
 from spot_async.models.entropy import entropy_bounds
+from spot_async.models.precision import noise_nats
 from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.noise import split
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, served_student
@@ -27,6 +29,7 @@ from spot_async.types import Float64Array, Int64Array, ScoredPositions
 CANDIDATES, BUDGET = 16, 2  # k_s and M of the method
 TOP_KS = (20, 64)
 NOISES_NATS = (0.0, 0.02, 0.05, 0.12)
+MEASURED = 16  # tokens of a row that the servers' noise is measured on
 WHOLE = -1
 # Who may be asked for single positions: the teacher's widest top-k, and whether the student answers.
 WAYS = {
@@ -103,6 +106,7 @@ class Served:
     teacher: tuple[Int64Array, Float64Array]  # (T, K)
     student: tuple[Int64Array, Float64Array]
     sampled_logprobs: Float64Array  # (T,)
+    noise_nats: float  # as it is measured
 
 
 class Trajectory:
@@ -115,6 +119,7 @@ class Trajectory:
         scores = []
         told: dict[float, list[list[tuple[Int64Array, Float64Array]]]] = {noise: [] for noise in NOISES_NATS}
         sampled: dict[float, list[float]] = {noise: [] for noise in NOISES_NATS}
+        apart: dict[float, list[Float64Array]] = {noise: [] for noise in NOISES_NATS}
         for t in range(positions):
             rows = self.whole(t)
             scores.append(exact_score(*rows))
@@ -123,12 +128,16 @@ class Trajectory:
             for noise in NOISES_NATS:
                 moved = [self._moved(row, noise, draw) for row in rows]
                 told[noise].append([best(row, max(TOP_KS)) for row in moved])
+                for row, ours in zip(rows, moved, strict=True):
+                    some = np.argpartition(-ours, MEASURED)[:MEASURED]
+                    apart[noise].append(row[some] - ours[some])
                 sampled[noise].append(moved[1][self.sampled[t]])
         self.served = {
             noise: Served(
                 _stacked([row[0] for row in rows]),
                 _stacked([row[1] for row in rows]),
                 np.array(sampled[noise], np.float32).astype(np.float64),
+                noise_nats(np.concatenate(apart[noise])),
             )
             for noise, rows in told.items()
         }
@@ -154,7 +163,7 @@ class Trajectory:
         served = self.served[noise]
         ids, logprobs = (part[:, :k].copy() for part in served.teacher)
         lower, upper = entropy_bounds(logprobs, self.vocabulary)
-        sure, spread = split(noise, self.positions)
+        sure, spread = split(served.noise_nats, self.positions)
         noises = np.full(self.positions, sure), np.full(self.positions, spread)
         teacher = TeacherRows(ids, logprobs, lower, upper, np.zeros(self.positions, np.bool_), *noises)
         student_ids, student_logprobs = (part[:, :k] for part in served.student)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from spot_async.checks.discovery import NOISE_MARGIN
+from spot_async.models import precision
 from spot_async.types import FloatArray, Generation, IntArray, LogprobTemperature
 
 LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities, since rows that were equal once may differ later
@@ -14,8 +14,7 @@ LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities, since rows t
 
 def noise_nats(differences: Iterable[FloatArray]) -> float:
     """Return the noise to expect, from differences (nats, any shapes) between replies about the same rows."""
-    largest = max((float(np.abs(each).max(initial=0.0)) for each in differences), default=0.0)
-    return max(LEAST_NOISE_NATS, NOISE_MARGIN * largest)
+    return max(LEAST_NOISE_NATS, precision.noise_nats(np.concatenate([each.ravel() for each in differences])))
 
 
 def differences(

@@ -66,7 +66,8 @@ class AttachedSettings(MeteredSettings):
         None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
     )
     logprob_noise_nats: NonNegativeFloat | None = Field(
-        None, description="difference between two computations of the same row; default: measured at start-up"
+        None,
+        description=("99.9 % of log-probabilities differ by less between two computations of a row; default: measured"),
     )
 
     @property

@@ -16,19 +16,18 @@ import structlog
 from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError, DataError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.models.alignment import decision_row
-from spot_async.models.precision import BITS16
+from spot_async.models.precision import precision
 
 from ..shared.behind import PROCESS, Saying
 from ..shared.discovery import noise_nats
 from ..shared.other_kind import may_be_other, other_kind
 from ..shared.snapshots import ties_embeddings
-from .client import NoSuchRouteError, VllmClient
+from .client import NoSuchRouteError, Sampled, VllmClient
 from .weights import DEVELOPER_MODE
 
 TEXTS = ("The answer is \\boxed{42}.", "x² + y² ≤ r²\n\n\t∴ 3/4", "one  two   three 1234567890", " naïve 数学 🙂")
 PROMPT_TOKENS = 16
 RESPONSE_TOKENS = 32
-RESPONSES = 4
 COMPARED_TOP_K = 8
 SURE = -1e-4
 ON_A_CPU = "device_config=cpu"
@@ -100,17 +99,19 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     config = await _config(client, deadline)
     keeps_output_head = weights is not None and ON_A_CPU in config and await _ties_embeddings(client)
     named = weights is not None and await _has_route(client, "/weight_info", deadline)
+    dtype = named_type[1] if (named_type := DTYPE.search(config)) else None
+    spoken = await _responses(client, max_logprobs, deadline)
     return ServerFacts(
         version=version,
         max_model_len=model.max_model_len,
         max_logprobs=max_logprobs,
         processed=await _is_processed(client, deadline),
-        chosen_tokens=await _has_chosen_tokens(client, deadline),
+        chosen_tokens=await _has_chosen_tokens(client, spoken[0], dtype, deadline),
         takes_weights=named and not keeps_output_head,
         keeps_output_head=keeps_output_head,
         weights=weights,
-        dtype=named_type[1] if (named_type := DTYPE.search(config)) else None,
-        noise_nats=await _noise(client, max_logprobs, deadline)
+        dtype=dtype,
+        noise_nats=await _noise(client, spoken, dtype, deadline)
         if settings.logprob_noise_nats is None
         else settings.logprob_noise_nats,
     )
@@ -222,15 +223,21 @@ async def _is_processed(client: VllmClient, deadline: float) -> bool:
     return all(float(answer.logprobs[0]) > SURE for answer in await gather(asked))
 
 
-async def _has_chosen_tokens(client: VllmClient, deadline: float) -> bool:
-    prompt, response = _prompt(client, 0), _prompt(client, 1)
+async def _has_chosen_tokens(client: VllmClient, spoken: _Spoken, dtype: str | None, deadline: float) -> bool:
+    """Return whether the server gives log-probabilities of tokens by id, and those are of the rows that it scores."""
+    prompt, response = spoken.prompt, spoken.answer.token_ids.tolist()
     start = decision_row(len(prompt), 0)
     try:
         chosen = await client.chosen([*prompt, *response], [[v] for v in response], start=start, deadline=deadline)
     except (PermanentError, PoisonedReplyError):  # refused, or ignored, so that the reply lacks it
         return False
     scored = await client.score(prompt, response, top_k=0, deadline=deadline)
-    return bool(np.abs(chosen[:, 0] - scored.logprobs).mean() < BITS16.mean_nats)
+    fault = precision(dtype).fault(scored.logprobs, chosen[:, 0])
+    if fault is not None:
+        structlog.get_logger().warning(
+            "prompt_logprob_token_ids not used", role=client.server.role, reason=f"differs from scores {fault}"
+        )
+    return fault is None
 
 
 async def _has_route(client: VllmClient, path: str, deadline: float) -> bool:
@@ -261,34 +268,51 @@ async def _ties_embeddings(client: VllmClient) -> bool:
         return False
 
 
-async def _noise(client: VllmClient, max_logprobs: int, deadline: float) -> float:
-    """Measure the noise, in nats, between tokens' log-probabilities as sampled and as scored later."""
+@dataclass(frozen=True)
+class _Spoken:
+    """A prompt, and the response that the server sampled to it: such tokens are what training scores."""
+
+    prompt: list[int]
+    answer: Sampled
+    top_k: int
+
+
+async def _responses(client: VllmClient, max_logprobs: int, deadline: float) -> list[_Spoken]:
     top_k = max(0, min(COMPARED_TOP_K, max_logprobs - 1))
-    prompts = [_prompt(client, number) for number in range(RESPONSES)]
-    sampled = await gather(
+    encode = client.server.files.vocabulary.tokenizer.encode
+    prompts = [encode(text, add_special_tokens=False)[:PROMPT_TOKENS] for text in TEXTS]
+    answers = await gather(
         client.sample(
             prompt, _sampling(RESPONSE_TOKENS, seed), top_k=top_k, logprobs=top_k and top_k + 1, deadline=deadline
         )
         for seed, prompt in enumerate(prompts)
     )
+    return [_Spoken(prompt, answer, top_k) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+async def _noise(client: VllmClient, spoken: list[_Spoken], dtype: str | None, deadline: float) -> float:
+    """Measure the noise, in nats, between tokens' log-probabilities as sampled and as scored later.
+
+    Raises `ConfigError` if it is no noise: then the numbers are log-probabilities of different things.
+    """
     scored = await gather(
-        client.score(prompt, answer.token_ids.tolist(), top_k=top_k, deadline=deadline)
-        for prompt, answer in zip(prompts, sampled, strict=True)
+        client.score(each.prompt, each.answer.token_ids.tolist(), top_k=each.top_k, deadline=deadline)
+        for each in spoken
     )
-    found = [
-        one - other
-        for first, second in zip(sampled, scored, strict=True)
-        for one, other in ((first.logprobs, second.logprobs), (first.topk_logprobs, second.topk_logprobs))
-    ]
-    # Rounding moves single rows far, above all the unlikely ones after tokens drawn at random, but few of them. What
-    # moves the mean is not noise: the numbers are log-probabilities of different things.
-    mean = float(np.abs(np.concatenate([each.ravel() for each in found])).mean())
-    if mean > BITS16.mean_nats:
-        raise ConfigError(
-            f"{client.server.section}: log-probabilities of sampled tokens and of the same tokens scored "
-            f"differ by {mean:.2f} nats on average: start the server with --logprobs-mode raw_logprobs"
+    differences, served = [], precision(dtype)
+    for name in ("logprobs", "topk_logprobs"):
+        one, other = (
+            np.concatenate([getattr(each, name).ravel() for each in side])
+            for side in ([each.answer for each in spoken], scored)
         )
-    return noise_nats(found)
+        differences.append(one - other)
+        if (fault := served.fault(other, one)) is None:
+            continue
+        raise ConfigError(
+            f"{client.server.section}: log-probabilities of sampled tokens and of the same tokens scored differ "
+            f"{fault}: start the server with --logprobs-mode raw_logprobs"
+        )
+    return noise_nats(differences)
 
 
 def _sampling(max_tokens: int, seed: int) -> dict[str, Any]:

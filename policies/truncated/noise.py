@@ -24,6 +24,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.models.precision import NORMAL_QUANTILE, SURE_NATS
 from spot_async.types import Float64Array
 
 AnyFloats: TypeAlias = npt.NDArray[np.floating]
@@ -31,9 +32,6 @@ AnyFloats: TypeAlias = npt.NDArray[np.floating]
 ERROR_PROBABILITY = 0.01  # that the selection of one response is called certain, and is not the exact one
 # At a position: the entropy, C, A and JS of two rows, and the pairs of tokens at the end of the teacher's best k.
 EVENTS = 16
-# Up to this, noise counts as sure: that of float32, by which intervals hardly grow.
-LARGEST_SURE_NATS = 1e-3
-NORMAL_QUANTILE = 3.2905  # 99.9 % of a normal distribution lie within so many standard deviations
 
 
 def split(noise_nats: float, positions: int) -> tuple[float, float]:
@@ -41,7 +39,7 @@ def split(noise_nats: float, positions: int) -> tuple[float, float]:
 
     `noise_nats` is `Capabilities.logprob_noise_nats`. Statistical noise is z sd: it is the reach of one logit's error.
     """
-    if noise_nats <= LARGEST_SURE_NATS:
+    if noise_nats <= SURE_NATS:
         return noise_nats, 0.0
     z = math.sqrt(2.0 * math.log(2.0 * EVENTS * max(positions, 1) / ERROR_PROBABILITY))
     return 0.0, z * noise_nats / NORMAL_QUANTILE

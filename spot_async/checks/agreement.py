@@ -5,17 +5,18 @@ It asks servers that are running. `diagnosis` asks each server by itself, and pu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.checks import discovery
-from spot_async.checks.discovery import NOISE_MARGIN, Asked
+from spot_async.checks.discovery import Asked
 from spot_async.errors import ConfigError, RequestError
-from spot_async.models.precision import precision
+from spot_async.models.precision import noise_nats, precision
 from spot_async.protocols import Backend, Generator, Replicated, Scorer
 from spot_async.replicas.capabilities import VOCABULARY, check_same, combined
 from spot_async.types import Capabilities
@@ -88,26 +89,24 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
     except RequestError as error:
         found.warnings.append(f"{role}.backend: its servers could not be compared: {error}")
         return
-    names = list(servers)
-    nats = [discovery.largest_difference_nats(first, other) for other in others]
-    known = [each for each in nats if each is not None]
-    if len(known) < len(nats):
+    pairs = [discovery.in_common(first, other) for other in others]
+    if any(not one.size for one, _ in pairs):
         found.warnings.append(f"{role}.backend: its servers could not be compared: they mask different positions")
-    if not known:
+    differences = np.concatenate([np.abs(one - two) for one, two in pairs])
+    if not differences.size:
         return
-    found.largest_nats = max(known)
+    found.largest_nats = float(differences.max())
     found.together = msgspec.structs.replace(
-        together, logprob_noise_nats=max(together.logprob_noise_nats, NOISE_MARGIN * found.largest_nats)
+        together, logprob_noise_nats=max(together.logprob_noise_nats, noise_nats(differences))
     )
-    _judge(role, names, nats, found)
-
-
-def _judge(role: str, names: Sequence[str], nats: Sequence[float | None], found: Agreement) -> None:
-    for name, difference in zip(names[1:], nats, strict=True):
-        if difference is None:
-            continue
-        line = f"{role}.backend: {name} gives log-probabilities up to {difference:.2g} nats from those of {names[0]}"
-        if difference > OTHER_ROWS_NATS:
+    served = precision(together.dtype)
+    for name, (one, two) in zip(list(servers)[1:], pairs, strict=True):
+        nats, most = served.judged_nats(one - two), "" if served.share == 1.0 else "mostly "
+        line = (
+            f"{role}.backend: {name} gives log-probabilities {most}up to {nats:.2g} nats from those of "
+            f"{next(iter(servers))}"
+        )
+        if nats > OTHER_ROWS_NATS:
             found.refusals.append(f"{line}: these are not the same weights; give all servers of a role the same model")
-        elif difference > precision(found.together.dtype).largest_nats:
+        elif served.fault(one, two) is not None:
             found.warnings.append(f"{line}: start them with the same type and flags")

@@ -18,9 +18,9 @@ import msgspec
 from spot_async.base.tasks import gather
 from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.checks import discovery
-from spot_async.checks.agreement import TOP_K, agreement, holds_unknown_weights, servers_of
+from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends
-from spot_async.checks.discovery import NOISE_MARGIN, Asked, Noise
+from spot_async.checks.discovery import Asked, Noise
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.prompt_warnings import plan_warnings
 from spot_async.checks.score_rows import MOST_MASKED, check_score_rows
@@ -28,11 +28,11 @@ from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles
 from spot_async.models.hub import local_path
-from spot_async.models.precision import precision
+from spot_async.models.precision import FLOAT32, NOISE_MARGIN, SURE_NATS, noise_nats, precision
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Scorer, SharedAddress
 from spot_async.spending.teacher_cache import ReplayedTeacher
-from spot_async.types import Capabilities, LogprobTemperature, WeightVersion
+from spot_async.types import Capabilities, FloatArray, LogprobTemperature, WeightVersion
 
 PROMPTS = 3
 RESPONSE_TOKENS = 24
@@ -66,6 +66,8 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     first = next(iter(servers["student"]))
     asked = await _asked(config, plan, every[first], said[first])
     agreements = {role: await agreement(role, each, said, asked) for role, each in servers.items()}
+    for role, found in agreements.items():
+        await _measure_noise(_role_model(config, plan, role), role, servers[role], found, asked)
     together = {role: found.together for role, found in agreements.items()}
     refusals = [line for found in agreements.values() for line in found.refusals]
     try:
@@ -91,6 +93,36 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
         refusals=refusals + [line for each in diagnoses for line in each.refusals],
         warnings=warnings + [line for each in diagnoses for line in each.warnings],
     )
+
+
+async def _measure_noise(
+    model: ModelConfig, role: str, servers: Mapping[str, Backend], found: Agreement, asked: Asked
+) -> None:
+    """Measure the noise of servers in 16 bits on the run's own prompts, where the configuration does not state it.
+
+    What a server finds at its start is of a few rows. It stands where noise is that of float32.
+    """
+    together, first = found.together, next(iter(servers.values()))
+    stated = getattr(model.backend, "logprob_noise_nats", None)
+    is_measurable = together.max_top_k > 0 and isinstance(first, Scorer) and not isinstance(first, ReplayedTeacher)
+    if (
+        stated is not None
+        or found.refusals
+        or together.logprob_noise_nats <= SURE_NATS
+        or not is_measurable
+        or holds_unknown_weights(together)
+    ):
+        return
+    speaks = isinstance(first, Generator) and together.generation and together.sampled_token_ids
+    top_k = min(TOP_K, together.max_top_k, together.max_generation_top_k if speaks else TOP_K)
+    try:
+        differences = await discovery.recomputed(
+            list(servers.values()), asked, top_k=top_k, max_tokens=RESPONSE_TOKENS, speaks=speaks
+        )
+    except RequestError as error:
+        found.warnings.append(f"{role}.backend: its noise could not be measured on the run's prompts: {error}")
+        return
+    found.together = msgspec.structs.replace(together, logprob_noise_nats=noise_nats(differences))
 
 
 async def compare_students(
@@ -316,10 +348,11 @@ class _ServerDiagnosis:
                 "--enable-deterministic-inference)"
             )
         if self._scores:
-            nats = await self._ask(
-                "its own samples", discovery.disagreement_nats(backend, backend, asked, RESPONSE_TOKENS)
-            )
-            self._note_disagreement(nats)
+            # In 16 bits a few tokens tell little, since most are sure: the likeliest beside them are compared as well.
+            beside = min(TOP_K, self.said.max_top_k, self.said.max_generation_top_k)
+            top_k = 0 if precision(self.said.dtype) is FLOAT32 else beside
+            comparing = discovery.spoken_and_scored(backend, backend, asked, RESPONSE_TOKENS, top_k=top_k)
+            self._note_disagreement(await self._ask("its own samples", comparing))
 
     async def time(self) -> None:
         if not (self._scores or self._samples):
@@ -339,9 +372,10 @@ class _ServerDiagnosis:
         if noise is None:
             return
         self.noise_nats = noise.largest
-        if noise.largest > precision(self.said.dtype).largest_nats:
+        served = precision(self.said.dtype)
+        if (nats := served.judged_nats(noise.differences)) > served.largest_nats:
             self.warnings.append(
-                f"{self.section}: the same row differs by up to {noise.largest:.2g} nats between requests: serve "
+                f"{self.section}: the same row differs by up to {nats:.2g} nats between requests: serve "
                 "it in a wider type, or without what batches requests differently"
             )
         stated = getattr(self._model.backend, "logprob_noise_nats", None)
@@ -362,21 +396,29 @@ class _ServerDiagnosis:
             )
             (self.refusals if self.role == "student" else self.warnings).append(line)
 
-    def _note_disagreement(self, nats: float | None) -> None:
+    def _note_disagreement(self, pair: tuple[FloatArray, FloatArray] | None) -> None:
         """Refuse a server whose samples are not of the distribution that it scores.
 
         What differs as much between readings of one row, or is stated to be noise, counts as noise.
         """
         served = precision(self.said.dtype)
         stated = getattr(self._model.backend, "logprob_noise_nats", None)
-        limit = max(served.largest_nats, NOISE_MARGIN * self.noise_nats, stated or 0.0)
-        self.facts["disagreement_nats"], self.facts["disagreement_limit_nats"] = nats, limit
-        if nats is not None and nats > limit:
+        noise = max(NOISE_MARGIN * self.noise_nats, stated or 0.0)
+        self.facts["disagreement_nats"], self.facts["disagreement_limit_nats"] = None, max(served.largest_nats, noise)
+        if pair is None or not pair[0].size:
+            return
+        spoken, scored = pair
+        self.facts["disagreement_nats"] = served.judged_nats(spoken[:, 0] - scored[:, 0])
+        beside = discovery.in_common([spoken[:, 1:]], [scored[:, 1:]])
+        fault = served.fault(scored[:, 0], spoken[:, 0], noise_nats=noise) or served.fault(
+            *beside[::-1], noise_nats=noise
+        )
+        if fault is not None:
             self.refusals.append(
                 f"{self.section}: log-probabilities of tokens as they were sampled and as they are scored differ "
-                f"by {nats:.2g} nats, where rounding in {served.words} makes {limit:.2g} at most: these are not the "
-                "same rows, or the server bends what it samples (penalties, biases, processors of logits); start it "
-                f"without, or use another {self.role}.backend.kind, or version"
+                f"{fault}: these are not the same rows, or the server bends what it samples (penalties, biases, "
+                "processors of logits); start it without, or use another "
+                f"{self.role}.backend.kind, or version"
             )
 
     def _judge_temperatures(self) -> None:
@@ -423,13 +465,16 @@ class _ServerDiagnosis:
 
     @property
     def _model(self) -> ModelConfig:
-        model = {"teacher": self.config.teacher, "reference": self.plan.reference}.get(self.role)
-        return model or self.config.student
+        return _role_model(self.config, self.plan, self.role)
 
     @property
     def _files(self) -> ModelFiles:
         """The role's model directory; a reference has the student's."""
         return self.plan.teacher if self.role == "teacher" and self.plan.teacher is not None else self.plan.student
+
+
+def _role_model(config: Config, plan: TrainPlan, role: str) -> ModelConfig:
+    return {"teacher": config.teacher, "reference": plan.reference}.get(role) or config.student
 
 
 def _words(convention: Fact | LogprobTemperature) -> str:

@@ -29,7 +29,6 @@ from spot_async.types import (
 COOL = 0.5  # a temperature at which log-probabilities differ clearly from those at 1
 T = TypeVar("T")
 
-NOISE_MARGIN = 2.0  # times the noise that was seen, since a few requests see less of it than a long run
 VISIBLE_NATS = 0.05  # no server's rounding makes larger differences
 REPEATS = 4
 TOGETHER = 8
@@ -73,14 +72,26 @@ class Asked:
 
 @dataclass(frozen=True)
 class Noise:
-    """The largest differences between repeated computations of the same rows, in nats."""
+    """Differences (N,) between repeated computations of the same rows, in nats."""
 
-    alone: float
-    together: float  # when several were asked for at once
+    asked_alone: FloatArray
+    asked_together: FloatArray  # several were asked for at once
+
+    @property
+    def alone(self) -> float:
+        return float(self.asked_alone.max(initial=0.0))
+
+    @property
+    def together(self) -> float:
+        return float(self.asked_together.max(initial=0.0))
 
     @property
     def largest(self) -> float:
         return max(self.alone, self.together)
+
+    @property
+    def differences(self) -> FloatArray:
+        return np.concatenate([self.asked_alone, self.asked_together])
 
 
 async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list[IntArray]:
@@ -134,10 +145,11 @@ async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_to
     return rows
 
 
-def largest_difference_nats(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> float | None:
-    """Return the largest difference between two servers' `readings`; None if they have no position in common."""
-    differences = np.concatenate([np.abs(one - two).ravel() for one, two in zip(first, other, strict=True)])
-    return None if np.isnan(differences).all() else float(np.nanmax(differences))
+def in_common(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:
+    """Return the values (N,) of two servers' `readings` at positions that both know."""
+    one, two = (np.concatenate([rows.ravel() for rows in each]) for each in (first, other))
+    known = ~(np.isnan(one) | np.isnan(two))
+    return one[known], two[known]
 
 
 async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature | None:
@@ -176,18 +188,49 @@ async def honours_seeds(generator: Generator, asked: Asked, max_tokens: int) -> 
     return True if any(other != first for other in others) else None
 
 
-async def disagreement_nats(generator: Generator, scorer: Scorer, asked: Asked, max_tokens: int) -> float | None:
-    """Return the largest difference between the log-probabilities of tokens as they are sampled and as scored.
+async def spoken_and_scored(
+    generator: Generator, scorer: Scorer, asked: Asked, max_tokens: int, *, top_k: int = 0, each: int = 1
+) -> tuple[FloatArray, FloatArray]:
+    """Return log-probabilities (N, 1 + top-k) of N known tokens as they are sampled, and as they are scored.
 
-    None if no position is known.
+    After the token's own come the likeliest in its place, NaN where the two name different ones. There are `each`
+    responses to a prompt, and all are asked for at once.
     """
-    differences: list[float] = []
-    for n, prompt in enumerate(asked.prompts):
-        reply = await _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
-        scores = await asked.scores(scorer, prompt, reply.token_ids)
+
+    async def one(n: int, prompt: IntArray) -> tuple[FloatArray, FloatArray]:
+        reply = await _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens, top_k=top_k)
+        scores = await asked.scores(scorer, prompt, reply.token_ids, top_k=max(top_k, 1))
         known = slice(None) if scores.valid is None else scores.valid
-        differences += np.abs(scores.logprobs - reply.logprobs)[known].tolist()
-    return max(differences, default=None)
+        spoken, scored = reply.logprobs[known, None], scores.logprobs[known, None]
+        if top_k and reply.topk_ids is not None and reply.topk_logprobs is not None:
+            same = (reply.topk_ids == scores.topk_ids)[known]
+            spoken = np.column_stack([spoken, np.where(same, reply.topk_logprobs[known], np.nan)])
+            scored = np.column_stack([scored, scores.topk_logprobs[known]])
+        return spoken, scored
+
+    pairs = await gather(one(n, prompt) for n, prompt in enumerate(tuple(asked.prompts) * each))
+    spoken, scored = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return spoken, scored
+
+
+async def recomputed(servers: Sequence[Any], asked: Asked, *, top_k: int, max_tokens: int, speaks: bool) -> FloatArray:
+    """Return differences (N,) between computations of the run's own rows by the servers of a role.
+
+    Where they sample, a response of one is scored by the next, or by itself if there is only one, beside many others.
+    """
+    if speaks:
+        compared = await gather(
+            spoken_and_scored(one, other, asked, max_tokens, top_k=top_k, each=REPEATS)
+            for one, other in zip(servers, [*servers[1:], servers[0]], strict=True)
+        )
+        pairs = [in_common([spoken], [scored]) for spoken, scored in compared]
+    else:
+        first, *others = await gather(
+            readings(servers[n % len(servers)], asked, score_top_k=top_k, generation_top_k=0)
+            for n in range(1 + REPEATS)
+        )
+        pairs = [in_common(first, other) for other in others]
+    return np.concatenate([one - other for one, other in pairs])
 
 
 async def truncation_p_value(generator: Generator, asked: Asked, max_tokens: int, top_k: int) -> float:
@@ -253,11 +296,8 @@ async def _noise(read: Callable[[], Awaitable[FloatArray]]) -> Noise | None:
         return await read()
 
     together = await gather(one() for _ in range(TOGETHER))
-    return Noise(_largest(first, alone), _largest(first, together))
-
-
-def _largest(first: FloatArray, others: Sequence[FloatArray]) -> float:
-    return max((float(np.abs(other - first).max(initial=0.0)) for other in others), default=0.0)
+    apart = [np.concatenate([np.abs(other - first) for other in others]) for others in (alone, together)]
+    return Noise(*apart)
 
 
 def _convention(at_one: FloatArray, cool: FloatArray) -> LogprobTemperature | None:

@@ -19,8 +19,9 @@ from itertools import islice
 
 import numpy as np
 
-from spot_async.checks.discovery import NOISE_MARGIN, Asked
+from spot_async.checks.discovery import Asked
 from spot_async.errors import PermanentError
+from spot_async.models.precision import NOISE_MARGIN
 from spot_async.protocols import Scorer
 from spot_async.types import BoolArray, Float64Array, IntArray, TokenScores
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from deadlines import soon
 from vllm_stand_in import (
     PROMPT,
     RESPONSE,
     V0,
     V1,
+    VOCAB,
     Connect,
     connecting,
 )
@@ -121,6 +123,59 @@ async def test_older_versions_are_read_as_well_and_offer_less(connect: Connect, 
         assert reply.version_spans == (VersionSpan(0, 5, V0),)
         rows = stand_in.table[[PROMPT[-1], *reply.token_ids[:-1].tolist()]]
         np.testing.assert_allclose(reply.topk_logprobs, -np.sort(-rows, axis=1)[:, :3], rtol=0, atol=1e-6)
+
+
+def in_16_bits() -> Callable[[np.ndarray, str], np.ndarray]:
+    """Computes every table anew: most numbers within 0.2 nats, and an unlikely token of a few rows 0.56 nats off."""
+    draw = np.random.default_rng(0)
+
+    def compute(table: np.ndarray, _: str) -> np.ndarray:
+        moved = table + draw.normal(0.0, 0.06, table.shape)
+        rows = np.arange(0, VOCAB, 10)
+        moved[rows, table[rows].argsort(axis=1)[:, -8]] -= 0.56
+        return moved
+
+    return compute
+
+
+async def test_the_rounding_of_16_bits_costs_a_server_nothing_of_what_it_offers(connect: Connect) -> None:
+    async with connect(compute=in_16_bits()) as (backend, _):
+        found = await backend.capabilities(deadline=soon())
+        assert found.candidate_logprobs == "batched"
+        assert 0.05 < found.logprob_noise_nats < 2.0
+
+
+def at_0_7(table: np.ndarray) -> np.ndarray:
+    cooled = table / 0.7
+    return cooled - np.logaddexp.reduce(cooled, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [at_0_7, lambda table: table[::-1], lambda table: np.roll(table, 1, axis=0)],
+    ids=["another temperature", "another model", "other rows"],
+)
+async def test_scores_of_another_distribution_are_refused_at_the_start(
+    other: Callable[[np.ndarray], np.ndarray], connect: Connect
+) -> None:
+    noisy = in_16_bits()
+
+    def compute(table: np.ndarray, kind: str) -> np.ndarray:
+        return noisy(other(table) if kind == "sampled" else table, kind)
+
+    with pytest.raises(ConfigError, match=r"sampled tokens and of the same tokens scored differ by .* raw_logprobs"):
+        async with connect(compute=compute):
+            pass
+
+
+async def test_chosen_tokens_of_other_rows_are_not_used_and_it_is_said(connect: Connect) -> None:
+    def compute(table: np.ndarray, kind: str) -> np.ndarray:
+        return np.roll(table, 1, axis=0) if kind == "chosen" else table
+
+    with structlog.testing.capture_logs() as logs:
+        async with connect(compute=compute) as (backend, _):
+            assert (await backend.capabilities(deadline=soon())).candidate_logprobs == "single"
+    assert [line["log_level"] for line in logs if line["event"] == "prompt_logprob_token_ids not used"] == ["warning"]
 
 
 async def test_a_server_that_was_left_paused_is_not_waited_for(connect: Connect) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -32,8 +33,10 @@ ASKED = Asked([IDS, IDS], [IDS, IDS], ())
 class Server:
     """Scores with fixed numbers, moved by some nats; `unknown` positions hold nonsense."""
 
-    def __init__(self, nats: float = 0.0, *, unknown: int | None = None) -> None:
-        self.nats, self.unknown = nats, unknown
+    def __init__(
+        self, nats: float = 0.0, *, unknown: int | None = None, change: Callable[[Any], Any] = lambda rows: rows
+    ) -> None:
+        self.nats, self.unknown, self.change = nats, unknown, change
 
     async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
         rows = -np.arange(1.0, 5.0, dtype=np.float32) - np.float32(self.nats)
@@ -41,8 +44,9 @@ class Server:
         if self.unknown is not None:
             valid = np.arange(4) != self.unknown
             rows[self.unknown] = -99.0
-        top = np.repeat(rows[:, None], top_k, 1)
-        return token_scores(rows, topk_ids=np.zeros_like(top), topk_logprobs=top, valid=valid)
+        values = self.change(np.repeat(rows[:, None], 1 + top_k, 1)).astype(np.float32)
+        top = values[:, 1:]
+        return token_scores(values[:, 0], topk_ids=np.zeros_like(top), topk_logprobs=top, valid=valid)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +63,33 @@ async def test_what_lies_between_servers_counts_as_noise_until_it_is_too_much(
     assert found.together.logprob_noise_nats == pytest.approx(noise, abs=1e-5)
 
 
-@pytest.mark.parametrize(("nats", "warned"), [(0.25, 0), (0.6, 1)])
-async def test_servers_in_16_bits_are_judged_by_what_their_rounding_makes(nats: float, warned: int) -> None:
+def rounded(rows: Any) -> Any:
+    """Log-probabilities as another computation in 16 bits gives them; one unlikely token is 0.56 nats off."""
+    moved = rows + np.random.default_rng(0).uniform(-0.15, 0.15, rows.shape)
+    moved[-1, -1] = rows[-1, -1] - 0.56
+    return moved
+
+
+def of_another_model(rows: Any) -> Any:
+    return rows - np.random.default_rng(0).exponential(2.0, rows.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused", "warned"),
+    [
+        (rounded, 0, 0),
+        (lambda rows: rows - 0.25, 0, 1),  # all of them one way: no rounding does so
+        (lambda rows: rows / 0.8, 0, 1),  # at another temperature
+        (of_another_model, 1, 0),
+    ],
+)
+async def test_servers_in_16_bits_are_judged_by_what_their_rounding_makes(
+    change: Callable[[Any], Any], refused: int, warned: int
+) -> None:
     said = msgspec.structs.replace(SAID, dtype="bfloat16")
-    servers = {"teacher-1": Server(), "teacher-2": Server(nats)}
-    assert len((await agreement("teacher", servers, dict.fromkeys(servers, said), ASKED)).warnings) == warned
+    servers = {"teacher-1": Server(), "teacher-2": Server(change=change)}
+    found = await agreement("teacher", servers, dict.fromkeys(servers, said), ASKED)
+    assert (len(found.refusals), len(found.warnings)) == (refused, warned)
 
 
 async def test_positions_that_a_server_does_not_know_are_not_compared() -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from spot_async.models.entropy import entropy_bounds
+from spot_async.models.precision import NORMAL_QUANTILE, SURE_NATS
 from spot_async.policies.acquisition import select_positions
 from spot_async.policies.truncated.certainty import Evidence
-from spot_async.policies.truncated.noise import ERROR_PROBABILITY, LARGEST_SURE_NATS, NORMAL_QUANTILE, split
+from spot_async.policies.truncated.noise import ERROR_PROBABILITY, split
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, score_bounds, served_student
 
 VOCAB, POSITIONS, CANDIDATES, BUDGET, SERVED, RESPONSES = 600, 60, 16, 2, 250, 12
@@ -133,7 +134,7 @@ def test_every_part_of_every_score_lies_in_its_interval(nats, kind, responses, c
 
 def test_the_noise_of_float32_is_a_sure_bound():
     assert split(1e-4, 100) == (1e-4, 0.0)
-    assert split(LARGEST_SURE_NATS, 10_000) == (LARGEST_SURE_NATS, 0.0)
+    assert split(SURE_NATS, 10_000) == (SURE_NATS, 0.0)
     assert split(0.0, 1) == (0.0, 0.0)
     sure, spread = split(0.05, 100)
     assert sure == 0.0

@@ -71,10 +71,13 @@ class StandIn:
         paused: bool = False,
         developer_mode: bool = True,
         device: str = "cuda",
+        compute: Callable[[np.ndarray, str], np.ndarray] = lambda table, _: table,
     ) -> None:
         self.model, self.tokenizer, self.version, self.chosen_tokens = model, tokenizer, version, chosen_tokens
         logits = np.random.default_rng(0).normal(0.0, 2.0, (VOCAB, VOCAB))
         self.table = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        # How it computes the table for what it samples, for what it scores, and for chosen tokens, in each reply anew.
+        self.compute = compute
         self.weights = "default"
         self.directory = model
         self.planted: Path | None = None  # what it loads whatever it is told
@@ -156,22 +159,25 @@ class StandIn:
             start = asked["prompt_logprob_start"]
             if len(rows) != len(tokens) - 1 - start:
                 return refuse(f"prompt_logprob_token_ids has {len(rows)} rows")
+            chosen = self.compute(self.table, "chosen")
             values = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
             for i, row in enumerate(rows):
-                values[i, : len(row)] = self.table[tokens[start + i], row]
+                values[i, : len(row)] = chosen[tokens[start + i], row]
             file = io.BytesIO()
             np.save(file, values)
             reply["prompt_token_id_logprobs"] = base64.b64encode(file.getvalue()).decode()
         if asked.get("prompt_logprobs") is not None:
+            scored = self.compute(self.table, "scored")
             reply["prompt_logprobs"] = [None] + [
-                {str(v): {"logprob": x} for v, x in self.entries(before, token, asked["prompt_logprobs"])}
+                {str(v): {"logprob": x} for v, x in self.entries(scored[before], token, asked["prompt_logprobs"])}
                 for before, token in itertools.pairwise(tokens)
             ]
         sampled, content = [], []
+        table = self.compute(self.table, "sampled")
         for _ in range(asked["max_tokens"]):
-            row = self.table[(tokens + sampled)[-1]]
+            row = table[(tokens + sampled)[-1]]
             token = asked.get("allowed_token_ids", [int(row.argmax())])[0]
-            entries = self.entries((tokens + sampled)[-1], token, asked.get("logprobs") or 0)
+            entries = self.entries(row, token, asked.get("logprobs") or 0)
             shown = [self.entry(*entry) for entry in entries[: max(1, asked.get("logprobs") or 0)]]
             content.append({**shown[0], "top_logprobs": shown})
             sampled.append(token)
@@ -182,9 +188,8 @@ class StandIn:
             choice["weight_versions"] = [{"version": self.weights, "start": 0, "end": len(sampled)}]
         return 200, {**reply, "choices": [choice]}
 
-    def entries(self, before: int, token: int, count: int) -> list[tuple[int, float]]:
+    def entries(self, row: np.ndarray, token: int, count: int) -> list[tuple[int, float]]:
         """Return the token itself, then the likeliest others."""
-        row = self.table[before]
         best = [int(v) for v in np.argsort(-row)[:count] if v != token]
         return [(v, float(np.float32(row[v]))) for v in (token, *best)]
 

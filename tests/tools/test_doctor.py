@@ -93,6 +93,42 @@ class Bent(Other):
         return msgspec.structs.replace(reply, logprobs=reply.logprobs - np.float32(0.25))
 
 
+class Processed(Other):
+    """States other log-probabilities of what it samples than its scores are, as in `change`."""
+
+    def change(self, logprobs: Any, draw: np.random.Generator) -> Any:
+        raise NotImplementedError
+
+    async def generate(self, *arguments: Any, **more: Any) -> Generation:
+        reply = await self.backend.generate(*arguments, **more)
+        draw = np.random.default_rng(reply.token_ids.tolist())
+        told = {"logprobs": self.change(reply.logprobs, draw).astype(np.float32)}
+        if reply.topk_logprobs is not None:
+            told["topk_logprobs"] = self.change(reply.topk_logprobs, draw).astype(np.float32)
+        return msgspec.structs.replace(reply, **told)
+
+
+class Cool(Processed):
+    """States them at a temperature that no request names."""
+
+    def change(self, logprobs: Any, draw: np.random.Generator) -> Any:
+        return logprobs / 0.7
+
+
+class OtherModel(Processed):
+    def change(self, logprobs: Any, draw: np.random.Generator) -> Any:
+        return logprobs - draw.exponential(1.0, logprobs.shape)
+
+
+class Rounded(Processed):
+    """Computes in 16 bits: most tokens are within 0.2 nats, and the least likely one is 0.56 nats off."""
+
+    def change(self, logprobs: Any, draw: np.random.Generator) -> Any:
+        moves = draw.normal(0.0, 0.06, logprobs.shape)
+        moves[np.unravel_index(logprobs.argmin(), logprobs.shape)] = -0.56
+        return logprobs + moves
+
+
 class LateRows(Other):
     """Gives each token the row after it, as llama-cpp-python does."""
 
@@ -211,6 +247,18 @@ async def test_servers_of_a_role_are_compared_and_offer_what_each_of_them_does(s
 
 
 @with_backends
+async def test_the_noise_of_16_bits_is_measured_on_the_runs_own_prompts(services: Services) -> None:
+    said = {"dtype": "bfloat16", "logprob_noise_nats": 1.2}  # twice the largest of a few rows, from a server's start
+    student, teacher = Rounded(services["student"], **said), Other(services["teacher"], logprob_noise_nats=1e-5)
+    found = (await diagnosis_of(services, student=student, teacher=teacher)).capabilities
+    assert 0.06 * 3.29 < found["student"].logprob_noise_nats < 0.6
+    assert found["teacher"].logprob_noise_nats == 1e-5  # that of float32 stands
+    pool: Any = Pool("student", student, Rounded(services["student"], **said))  # type: ignore[arg-type]
+    found = (await diagnosis_of(services, student=pool)).capabilities
+    assert 0.06 * 3.29 < found["student"].logprob_noise_nats < 0.6
+
+
+@with_backends
 async def test_attached_students_are_compared_once_they_hold_this_runs_weights(services: Services) -> None:
     plan = await asyncio.to_thread(plan_training, load_config(Path("configs/quickstart.yaml")))
     student = services["student"]
@@ -262,8 +310,27 @@ async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Ser
             ],
         ),
         ("student", Greedy, {}, ["student.backend: it samples only the likeliest tokens"]),
-        ("student", Bent, {"dtype": "bfloat16"}, []),
-        ("student", Bent, {"dtype": None}, []),  # perhaps 16 bits
+        (
+            "student",
+            Bent,
+            {"dtype": "bfloat16"},
+            [
+                "student.backend: log-probabilities of tokens as they were sampled and as they are scored differ by "
+                "0.25 nats on average, where rounding in 16 bits makes 0.1 at most"
+            ],
+        ),
+        ("student", Cool, {"dtype": "bfloat16"}, ["student.backend: log-probabilities of tokens as"]),
+        (
+            "student",
+            OtherModel,
+            {"dtype": "bfloat16"},
+            [
+                "student.backend: it samples only the likeliest tokens",
+                "student.backend: log-probabilities of tokens as",
+            ],
+        ),
+        ("student", Rounded, {"dtype": "bfloat16"}, []),
+        ("student", Rounded, {"dtype": None}, []),  # perhaps 16 bits
         (
             "teacher",
             OneRowOff,
