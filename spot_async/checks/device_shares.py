@@ -64,26 +64,31 @@ class ServerOnDevice:
         return CONTEXT_GIB + GRAPHS_GIB if self.sleeps else self.gib
 
 
-def device_gib(cluster: ClusterConfig) -> float:
-    """Return the memory of a GPU: as configured, else of the smallest one here; without any, of those of the recipes.
+def device_gib(cluster: ClusterConfig, served: Mapping[str, ModelConfig]) -> float:
+    """Return the memory of a GPU of the servers: as configured, or less where the smallest of them has less.
 
-    Raises ConfigError for more than this machine's GPUs have.
+    Without GPUs here it is that of the paper's recipes. Raises ConfigError if more is configured than GPUs have.
     """
-    found = [each.total_gib for each in gpu_memory().values()]
+    memory = gpu_memory()
+    found = [memory[each].total_gib for each in set(chain(*starting_order(served).values())) if each in memory]
+    if not found:
+        return cluster.device_gib or ClusterConfig.DEVICE_GIB
+    least = min(found)
     if cluster.device_gib is None:
-        return min(found, default=ClusterConfig.DEVICE_GIB)
-    if found and cluster.device_gib > max(found) + 1:  # 80 is said of cards that have 79.6
+        return least
+    if cluster.device_gib > least + 1:  # 80 is said of cards that have 79.6
         raise ConfigError(
-            f"cluster.device_gib={cluster.device_gib:g}: this machine's GPUs have {max(found):.1f} GiB: remove the "
-            "key, or give no more than that"
+            f"cluster.device_gib={cluster.device_gib:g}: this machine's GPUs have {least:.1f} GiB: remove the key, or "
+            "give no more than that"
         )
-    return min(cluster.device_gib, *found) if found else cluster.device_gib
+    return min(cluster.device_gib, least)
 
 
 def shared_out(served: Mapping[str, ModelConfig], cluster: ClusterConfig) -> dict[str, ModelConfig]:
     """Return the models with the size of the cache of each server that has a share of a device (`launch.cache_gib`)."""
     _check_fractions(served)
-    return {role: _shared_out(role, model, cluster) for role, model in served.items()}
+    total = device_gib(cluster, served)
+    return {role: _shared_out(role, model, total) for role, model in served.items()}
 
 
 def _check_fractions(served: Mapping[str, ModelConfig]) -> None:
@@ -106,17 +111,16 @@ def _check_fractions(served: Mapping[str, ModelConfig]) -> None:
             )
 
 
-def _shared_out(role: str, model: ModelConfig, cluster: ClusterConfig) -> ModelConfig:
+def _shared_out(role: str, model: ModelConfig, total_gib: float) -> ModelConfig:
     launches = as_list(getattr(model.backend, "launch", None))
     if not any(_has_share(each) for each in launches) or (size := read_size(Path(local_path(model.model)))) is None:
         return model
-    total = device_gib(cluster)
     sized = []
     for each in launches:
         if _has_share(each):
-            cache = each.memory_fraction * total - taken_gib(Path(local_path(model.model)), size, each)
+            cache = each.memory_fraction * total_gib - taken_gib(Path(local_path(model.model)), size, each)
             if cache <= 0:
-                raise ConfigError(_too_small(role, each, total, cache))
+                raise ConfigError(_too_small(role, each, total_gib, cache))
             each = each.model_copy(update={"cache_gib": cache})
         sized.append(each)
     launch = sized if isinstance(getattr(model.backend, "launch", None), list) else sized[0]

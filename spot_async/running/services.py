@@ -131,7 +131,7 @@ async def open_services(
             for warning in cores.warnings:
                 listener.warn(warning)
             listener.starting(backends)
-            check_room(servers_on_devices(there.served, device_gib(cluster)))
+            check_room(servers_on_devices(there.served, device_gib(cluster, there.served)))
             async with running(*entered), watching(*(each.watch for each in backends.values()), *watches, there.watch):
                 found, diagnosis = await _ask(run, backends, listener)
                 kept_scores = None

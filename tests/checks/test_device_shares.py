@@ -97,15 +97,17 @@ def test_a_cache_that_is_stated_stays_and_counts_for_the_device(model, gpus):
     assert server.gib == pytest.approx(5.0 + WEIGHTS_GIB + WORKSPACE_GIB)
 
 
-def test_the_size_of_a_device_is_what_it_is_here_unless_less_is_stated(gpus):
-    assert device_gib(ClusterConfig()) == 80.0
-    gpus(gpu0=(139.7, 139.0), gpu1=(79.6, 20.0))
-    assert device_gib(ClusterConfig()) == 79.6
-    assert device_gib(ClusterConfig(device_gib=40)) == 40
-    gpus(gpu0=(79.6, 79.0))
-    assert device_gib(ClusterConfig(device_gib=80)) == 79.6  # as such cards are sold
+def test_the_size_of_a_device_is_what_it_is_here_unless_less_is_stated(model, gpus):
+    def size(**cluster):
+        return device_gib(ClusterConfig(**cluster), served(model, student=launch(devices="1,2")))
+
+    assert size() == 80.0
+    gpus(gpu0=(23.7, 20.0), gpu1=(139.7, 139.0), gpu2=(79.6, 20.0))  # nothing of ours is on the first
+    assert size() == 79.6
+    assert size(device_gib=40) == 40
+    assert size(device_gib=80) == 79.6  # as such cards are sold
     with pytest.raises(ConfigError, match=r"^cluster\.device_gib=141: this machine's GPUs have 79\.6 GiB: remove the"):
-        device_gib(ClusterConfig(device_gib=141))
+        size(device_gib=141)
 
 
 def test_shares_that_cannot_be_are_refused_in_one_line_with_both_sides(model, gpus):

@@ -42,19 +42,18 @@ VLLM_ENVIRONMENT = {
 }
 VLLM_ARGUMENTS = [
     *("--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "64", "--no-enable-chunked-prefill"),
-    *("--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni"),
+    *("--distributed-executor-backend", "uni"),
 ]
-
+CACHE_GIB = 1 / 16
 
 # PyTorch's own kernels for attention and sampling; the others are for GPUs. Without --sleep-on-idle a server that has
-# nothing to do keeps a core busy. The fraction of the memory is a bound only, which --max-total-tokens stays far below;
-# what other servers take while this one loads counts against it too.
+# nothing to do keeps a core busy.
 SGLANG_LAUNCHER = Path(__file__).parent / "sglang_cpu_server.py"
 SGLANG_ARGUMENTS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
     *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
-    *("--context-length", "2048", "--max-total-tokens", "20000", "--mem-fraction-static", "0.9"),
+    *("--context-length", "2048"),
 ]
 # So many seconds pass before it looks whether a client has hung up: places that become free before were freed by the
 # adapter.
@@ -100,6 +99,7 @@ def vllm_launch() -> LaunchSettings:
     return LaunchSettings(
         python=interpreter("SPOT_VLLM_PYTHON"),
         dtype="float32",
+        cache_gib=CACHE_GIB,
         arguments=VLLM_ARGUMENTS,
         environment=VLLM_ENVIRONMENT,
     )
@@ -116,7 +116,11 @@ def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
     )
     wrapper.chmod(0o755)
     return LaunchSettings(
-        python=str(wrapper), dtype="float32", arguments=SGLANG_ARGUMENTS, environment=SGLANG_ENVIRONMENT
+        python=str(wrapper),
+        dtype="float32",
+        cache_gib=CACHE_GIB,
+        arguments=SGLANG_ARGUMENTS,
+        environment=SGLANG_ENVIRONMENT,
     )
 
 

@@ -92,7 +92,7 @@ def estimate_machine(
     `earlier` is the directory of a run whose lengths of responses are assumed.
     """
     student = read_size(plan.student.directory)
-    total_gib = device_gib(config.cluster)
+    total_gib = device_gib(config.cluster, plan.served)
     servers = servers_on_devices(plan.served, total_gib)
     sizes = {each.role: read_size(Path(local_path(plan.served[each.role].model))) for each in servers}
     if student is None or not servers:
