@@ -1,4 +1,4 @@
-# Two commands are all a new machine needs: `make quickstart` and `make test`.
+# Two commands are all a new machine needs: `make quickstart` and `make test`. With GPUs: `make gpu-proof`.
 # `make test-servers` also installs real inference servers, each in an environment of its own.
 # The only requirement is Python 3.11 or later with venv.
 PYTHON ?= python3
@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers servers soak simulate-soak fault-soak kill-soak lint types docs clean
+.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers servers soak simulate-soak fault-soak kill-soak lint types docs gpu-proof gpu-proof-kit clean
 
 install: $(VENV)/installed
 
@@ -115,6 +115,31 @@ types: install
 docs: install
 	$(BIN)/python -m spot_async.tools.config_docs > docs/configuration.md
 	$(BIN)/python -m spot_async.tools.library_docs docs/library.md
+
+# The first hour on GPUs: benchmarks/README.md. Twelve experiments on whatever is there, one page and one JSON in OUT.
+# Started again, it continues where it was stopped. AGAIN=1 repeats what is done, ONLY=E1,E5 runs those alone,
+# GPU_PROOF_MINUTES=12 ends it in time, PATIENCE=2 doubles the deadlines. VLLM_PYTHON and SGLANG_PYTHON name interpreters
+# of servers; NODE='ssh node2' and ADDRESS=10.0.0.1 a second node, and this one's address. DEVICE=cpu SHAPE=tiny tries
+# the experiments themselves. KIT=FOLDER takes what is missing from there, on a machine without a network.
+OUT ?= gpu-proof
+VLLM_PYTHON ?=
+SGLANG_PYTHON ?=
+GPU_PROOF_ENVIRONMENT := $(OUT)/environment
+gpu-proof: $(if $(KIT),gpu-proof-environment,install)
+	PYTHONPATH=benchmarks $(if $(KIT),$(GPU_PROOF_ENVIRONMENT)/bin/python,$(BIN)/python) -m gpu_proof --out "$(OUT)" \
+	$(if $(DEVICE),--device $(DEVICE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(AGAIN),--again) \
+	$(if $(ONLY),--only $(ONLY)) $(if $(GPU_PROOF_MINUTES),--minutes $(GPU_PROOF_MINUTES)) \
+	$(if $(PATIENCE),--patience $(PATIENCE)) --vllm "$(VLLM_PYTHON)" --sglang "$(SGLANG_PYTHON)" \
+	--node "$(NODE)" --address "$(ADDRESS)"
+
+gpu-proof-environment:
+	$(PYTHON) benchmarks/gpu_proof/kit.py install "$(KIT)" "$(GPU_PROOF_ENVIRONMENT)"
+
+# Wheels for a machine that has torch and transformers and no network: 60 MB at most. With the checkout, all that the
+# target above needs there. PYTHON_VERSION=3.12 is that machine's Python.
+gpu-proof-kit:
+	$(PYTHON) benchmarks/gpu_proof/kit.py collect $(or $(KIT),gpu-proof-kit) \
+	$(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean:
 	rm -rf $(VENV) .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,48 +14,55 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from qwen3_models import VOCABULARY, save_qwen3
+from qwen3_models import VOCABULARY, save_qwen3, vocabulary_of
 from report import show
 from transformers.utils.logging import disable_progress_bar
 
 TRAJECTORIES = 32
 PROMPT_TOKENS = 200
 RESPONSE_TOKENS = (1024, 4096)
-MICRO_BATCH_TOKENS = {"0.6b": 16384, "1.7b": 8192, "4b": 5120}  # as in configs/paper
+MICRO_BATCH_TOKENS = {"0.6b": 16384, "1.7b": 8192, "4b": 5120, "tiny": 512}  # as in configs/paper
 BRANCH_POSITIONS, CANDIDATES = 2, 4
 GIB = float(1 << 30)
 
 
-def trajectories(seed: int) -> tuple[Any, ...]:
+def response_tokens(size: str) -> tuple[int, int]:
+    return (16, 64) if size == "tiny" else RESPONSE_TOKENS
+
+
+def trajectories(seed: int, size: str, count: int = TRAJECTORIES) -> tuple[Any, ...]:
     from spot_async.types import SoftTargets, Supervision, WeightVersion
 
     rng = np.random.default_rng(seed)
     samples = []
-    for ordinal in range(TRAJECTORIES):
-        tokens = int(rng.integers(RESPONSE_TOKENS[0], RESPONSE_TOKENS[1], endpoint=True))
+    for ordinal in range(count):
+        tokens = int(rng.integers(*response_tokens(size), endpoint=True))
         behavior = -rng.exponential(1.0, tokens).astype(np.float32)
         samples.append(
             Supervision(
                 prompt_ordinal=ordinal,
                 problem_id=str(ordinal),
-                prompt_ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32),
-                response_ids=rng.integers(0, VOCABULARY, tokens).astype(np.int32),
+                prompt_ids=rng.integers(0, vocabulary_of(size), PROMPT_TOKENS).astype(np.int32),
+                response_ids=rng.integers(0, vocabulary_of(size), tokens).astype(np.int32),
                 behavior_logprobs=behavior,
                 teacher_logprobs=behavior + rng.normal(0, 0.3, tokens).astype(np.float32),
                 version=WeightVersion(0, 0),
                 soft_targets=SoftTargets(
                     positions=np.sort(rng.choice(tokens, BRANCH_POSITIONS, replace=False)).astype(np.int32),
-                    token_ids=rng.integers(0, VOCABULARY, (BRANCH_POSITIONS, CANDIDATES)).astype(np.int32),
+                    token_ids=rng.integers(0, vocabulary_of(size), (BRANCH_POSITIONS, CANDIDATES)).astype(np.int32),
                     probabilities=np.full((BRANCH_POSITIONS, CANDIDATES), 1 / CANDIDATES, np.float32),
                     weights=np.full(BRANCH_POSITIONS, 0.05, np.float32),
                 ),
@@ -64,51 +71,72 @@ def trajectories(seed: int) -> tuple[Any, ...]:
     return tuple(samples)
 
 
-def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, float | None]:
-    """Make two updates in this process; return what the second took, and memory."""
-
-    from spot_async.models.model_size import read_size
-    from spot_async.tools.estimate.machine import rank_memory
-    from spot_async.trainer.messages import Batch
-    from spot_async.trainer.parallel import process_group, rank_count, rank_device, strategy_of
-    from spot_async.trainer.rank import StudentTrainer
+def settings_of(
+    size: str, keys: dict[str, Any], directory: Path, trajectories: int = TRAJECTORIES, **others: Any
+) -> Any:
+    """Return a trainer's settings. `keys` are of `training`, `others` of the trainer; a model is made if need be."""
     from spot_async.trainer.settings import TrainerSettings
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    disable_progress_bar()
-    model = save_qwen3(size, directory / size, "cuda")
-    torch.cuda.empty_cache()
+    model = save_qwen3(size, directory / size, "cpu" if keys.get("device") == "cpu" else "cuda")
     training = {
         "iterations": 2,
-        "batch_size": TRAJECTORIES,
-        "mini_batch_size": TRAJECTORIES,
+        "batch_size": trajectories,
+        "mini_batch_size": trajectories,
         "micro_batch_tokens": MICRO_BATCH_TOKENS[size],
         "behavior": "recomputed",
         "dtype": "bfloat16",
         **keys,
     }
-    settings = TrainerSettings.model_validate(
+    return TrainerSettings.model_validate(
         {
             "training": training,
             "model_directory": str(model),
             "run_directory": str(directory / "run"),
             "temperature": 1.0,
             "seed": 0,
-            "iterations": 2,
+            "iterations": training["iterations"],
+            **others,
         }
     )
-    device = rank_device()
+
+
+@contextmanager
+def trainer_of(settings: Any) -> Iterator[Any]:
+    """Give a trainer of one rank, in this process. Leaves nothing of it on the device."""
+    from spot_async.trainer.parallel import process_group, rank_device, strategy_of
+    from spot_async.trainer.rank import StudentTrainer
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    disable_progress_bar()
+    device = rank_device(settings.training.device)
+    empty_cache(device)
     with tempfile.TemporaryDirectory() as channel, process_group(channel, device, settings.training.sharding):
-        rate = matrix_rate(device)
-        started = time.perf_counter()
-        trainer = StudentTrainer(settings, strategy_of(settings.training), device)
+        yield StudentTrainer(settings, strategy_of(settings.training), device)
+
+
+def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Make two updates in this process; return what the second took, and memory.
+
+    `keys` are of `training`, and `trajectories`.
+    """
+    from spot_async.models.model_size import read_size
+    from spot_async.tools.estimate.machine import rank_memory
+    from spot_async.trainer.messages import Batch
+    from spot_async.trainer.parallel import rank_device
+
+    keys = dict(keys)
+    count = keys.pop("trajectories", TRAJECTORIES)
+    shutil.rmtree(directory / "run", ignore_errors=True)  # of the run before
+    settings = settings_of(size, keys, directory, count)
+    rate = matrix_rate(rank_device(settings.training.device))
+    started = time.perf_counter()
+    with trainer_of(settings) as trainer:
         loaded_s = time.perf_counter() - started
-        _, second = (trainer.train(Batch(iteration, trajectories(iteration))) for iteration in range(2))
-        assert rank_count() == 1
+        _, second = (trainer.train(Batch(iteration, trajectories(iteration, size, count))) for iteration in range(2))
     metrics, performance = second.metrics, second.performance
-    found = read_size(model)
+    found = read_size(Path(settings.model_directory))
     assert found is not None
-    estimate = rank_memory(found, settings.training, longest_tokens=PROMPT_TOKENS + RESPONSE_TOKENS[1])
+    estimate = rank_memory(found, settings.training, longest_tokens=PROMPT_TOKENS + response_tokens(size)[1])
     return {
         "peak_gib": performance.get("max_memory_allocated_gib"),
         "reserved_gib": performance.get("max_memory_reserved_gib"),
@@ -122,20 +150,32 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, fl
         "rate": rate,
         "loss": metrics["loss"],
         "grad_norm": metrics["grad_norm"],
+        "attention": trainer.model.config._attn_implementation,
     }
 
 
 def matrix_rate(device: torch.device) -> float:
     """Return the operations per second of a large bfloat16 product."""
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    size = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
         a @ b
-    torch.cuda.synchronize()
+    synchronize(device)
     started = time.perf_counter()
     for _ in range(10):
         a @ b
-    torch.cuda.synchronize()
-    return 10 * 2 * 8192**3 / (time.perf_counter() - started)
+    synchronize(device)
+    return 10 * 2 * size**3 / (time.perf_counter() - started)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def main() -> None:

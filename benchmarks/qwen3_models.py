@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 VOCABULARY = 151_936
 
 # hidden, feed-forward, layers, query heads, key-value heads, tied output layer
 SHAPES = {
+    "tiny": (64, 128, 2, 4, 2, True),  # to try a benchmark itself, on any machine
     "0.6b": (1024, 3072, 28, 16, 8, True),
     "1.7b": (2048, 6144, 28, 16, 8, True),
     "4b": (2560, 9728, 36, 32, 8, True),
@@ -21,16 +23,20 @@ SHAPES = {
 }
 
 
+def vocabulary_of(size: str) -> int:
+    return 512 if size == "tiny" else VOCABULARY
+
+
 def qwen3_config(size: str, **changed: object) -> Qwen3Config:
     hidden, feed_forward, layers, heads, kv_heads, tied = SHAPES[size]
     shape = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary_of(size),
         "hidden_size": hidden,
         "intermediate_size": feed_forward,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 128,
+        "head_dim": 128 if size != "tiny" else 32,
         "tie_word_embeddings": tied,
         "max_position_embeddings": 32_768,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
@@ -46,4 +52,15 @@ def save_qwen3(size: str, directory: Path, device: str) -> Path:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(qwen3_config(size), dtype=torch.bfloat16, trust_remote_code=False)
         model.save_pretrained(directory)
+    return directory
+
+
+def save_words(directory: Path, vocabulary: int) -> Path:
+    """Write a tokenizer of whole words, from `w0` to the last of the vocabulary, unless it is there."""
+    if not (directory / "tokenizer.json").exists():
+        words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+        tokenizer.save_pretrained(directory)
     return directory

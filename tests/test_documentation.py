@@ -19,7 +19,8 @@ from spot_async.tools import config_docs, library_docs
 from spot_async.tools.conformance import contract
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+FOLDERS = ("docs", "examples", "benchmarks")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for each in FOLDERS for page in (ROOT / each).rglob("*.md"))])
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -105,16 +105,22 @@ def vllm_launch() -> LaunchSettings:
     )
 
 
-@pytest.fixture(scope="session")
-def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
-    """What starts an SGLang server here: an interpreter that runs our launcher in place of SGLang's."""
-    python, wrapper = interpreter("SPOT_SGLANG_PYTHON"), tmp_path_factory.mktemp("sglang") / "python"
+def sglang_wrapper(python: str, directory: Path) -> Path:
+    """Write an interpreter that runs our launcher in place of SGLang's."""
+    wrapper = directory / "python"
     wrapper.write_text(
         "#!/bin/sh\n"
         f'[ "$1 $2" = "-m sglang.launch_server" ] && shift 2 && set -- "{SGLANG_LAUNCHER}" "$@"\n'
         f'exec "{python}" "$@"\n'
     )
     wrapper.chmod(0o755)
+    return wrapper
+
+
+@pytest.fixture(scope="session")
+def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
+    """What starts an SGLang server here: an interpreter that runs our launcher in place of SGLang's."""
+    wrapper = sglang_wrapper(interpreter("SPOT_SGLANG_PYTHON"), tmp_path_factory.mktemp("sglang"))
     return LaunchSettings(
         python=str(wrapper),
         dtype="float32",
