@@ -32,6 +32,7 @@ FREE = (
     "training.schedule_iterations",
     "training.ranks",
     "training.sharding",
+    "training.device",
     "training.threads",
     "training.recompute_layers",
     "training.compile",
