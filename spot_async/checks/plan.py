@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from spot_async.base import registry
+from spot_async.base.addresses import host_of, is_loopback
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out, sleeps_while_training
 from spot_async.config import Config, ModelConfig, Place
@@ -102,6 +103,7 @@ def plan_training(config: Config) -> TrainPlan:
     if config.teacher is not None and is_summing and not _offers(config.teacher, CandidateScorer):
         raise ConfigError(CANNOT_SUM)
     check_places(config, policy.needs)
+    _check_weights_directory(config)
     _check_sleep(config)
     training_set = load_problem_set(config.data.train, "data.train", needs_answers=policy.needs.outcomes)
     if policy.needs.outcomes:
@@ -297,6 +299,24 @@ def _check_recovery(role: str, model: ModelConfig) -> None:
 def places(model: ModelConfig) -> Sequence[Place | None]:
     """Return where each of the model's servers listens; None for a server whose settings do not say."""
     return [each.place for each in model.backend.servers()]
+
+
+def _check_weights_directory(config: Config) -> None:
+    """Raise ConfigError if a server on another machine would have to read what is published on this one alone."""
+    parent, backend = config.training.weights_directory, config.student.backend
+    if parent is None or getattr(getattr(backend, "weights", None), "transport", "") == "distributed":
+        return
+    for each in backend.servers():
+        place, launch = each.place, getattr(each, "launch", None)
+        there = "launch.prefix or launch.resources" if launch is not None and launch.is_elsewhere else None
+        if place is not None and place.is_attached and not is_loopback(host_of(place.address)):
+            there = place.setting
+        if there is not None:
+            raise ConfigError(
+                f"training.weights_directory={parent}: it is private to this machine, and the server of "
+                f"student.backend.{there} may not see it: set training.weights_directory=null, or "
+                "student.backend.weights.transport=distributed (vLLM and SGLang)"
+            )
 
 
 def _check_sleep(config: Config) -> None:

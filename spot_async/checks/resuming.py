@@ -40,6 +40,7 @@ FREE = (
     "training.packing",
     "training.micro_batch_tokens",
     "training.keep_weights",
+    "training.weights_directory",
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.restarts",

@@ -102,7 +102,7 @@ def train(
         alone = left_alone(os.environ, settings.cluster)
         lacking = [*unloadable, *([] if alone is None else [alone])]
         lacking += training_warnings(settings, plan.served, found, nodes=nodes)
-        check_room(path, settings.training, plan.student.directory)
+        check_room(path, settings, plan)
         estimates = estimate_run(settings, plan, earlier)
         machine = estimate_machine(settings, plan, earlier, nodes=nodes)
         if dry_run:

@@ -109,6 +109,13 @@ class TrainingConfig(Section):
         description="published weight directories kept; one is being served, so 2 at least, and `max_staleness` more "
         "are kept",
     )
+    weights_directory: str | None = Field(
+        None,
+        min_length=1,
+        description="directory in which a run publishes its weights, in a private one of its own that ends with the "
+        "run; `/dev/shm`: in memory. `weights/` then gets those of checkpoints and of `best` alone. Needs checkpoints, "
+        "and servers on this machine. Default: `weights/` of the run directory",
+    )
     checkpoint_every: int = Field(
         10,
         ge=0,
@@ -135,6 +142,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"offload=all needs sharding=fsdp2, not {self.sharding}: set training.sharding=fsdp2, or "
                 "training.offload=optimizer, which keeps only AdamW's moments on the CPU"
+            )
+        if self.weights_directory is not None and not self.checkpoint_every:
+            raise ValueError(
+                f"weights_directory={self.weights_directory} with checkpoint_every=0: nothing of the run would be left "
+                "after a kill: set checkpoint_every, or weights_directory=null"
             )
         if self.epochs is None and self.iterations is None:
             raise ValueError("give exactly one of epochs and iterations; both are missing")

@@ -159,11 +159,11 @@ def names_in_model(found: Collection[str], own: Collection[str]) -> dict[str, st
 
 
 @contextlib.contextmanager
-def complete_directory(final: Path) -> Iterator[Path]:
+def complete_directory(final: Path, *, is_durable: bool = True) -> Iterator[Path]:
     """Make a directory to fill with files, and name it `final` once it is complete.
 
-    Until then it is a hidden sibling. Its files are flushed to disk before it is renamed, so a reader sees all of
-    `final` or nothing, even after a power cut. If filling it fails, nothing is left.
+    Until then it is a hidden sibling, so a reader sees all of `final` or nothing. Where it `is_durable`, this holds
+    after a power cut too: its files are flushed to disk before it is renamed. If filling it fails, nothing is left.
     """
     partial = final.with_name(f".{final.name}")
     if partial.exists():  # left by a process that was killed
@@ -171,11 +171,11 @@ def complete_directory(final: Path) -> Iterator[Path]:
     try:
         partial.mkdir()
         yield partial
-        for file in partial.rglob("*"):
-            flush_to_disk(file)
-        flush_to_disk(partial)
+        if is_durable:
+            flush_directory(partial)
         partial.rename(final)
-        flush_to_disk(final.parent)
+        if is_durable:
+            flush_to_disk(final.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -211,6 +211,12 @@ def delete_weights(directory: Path) -> None:
             shutil.rmtree(hidden)
     except OSError as error:
         structlog.get_logger().warning("old weights cannot be deleted", directory=str(directory), error=str(error))
+
+
+def flush_directory(directory: Path) -> None:
+    """Return once all that is in the directory, and its name, would outlive a power cut."""
+    for path in (*directory.rglob("*"), directory, directory.parent):
+        flush_to_disk(path)
 
 
 def _opened(stack: contextlib.ExitStack, directory: Path) -> int:

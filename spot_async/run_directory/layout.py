@@ -16,7 +16,8 @@ summary.json             the figures of the table at the run's end
 ledger.sqlite            what became of each prompt, so that the run can be resumed
 checkpoints/step-000010/ what a resumed run goes on from: the trainer's state, and manifest.json
 rolled-back/             weights and evaluations of iterations that a resumed run made again
-weights/step-000012/     published students; `student` points to the newest
+weights/step-000012/     published students; `student` points to the newest. With `training.weights_directory` those of
+                         checkpoints alone
 weights/best-000010/     the best student of those evaluated; `best` points to it
 logs/                    the run's own events, and one log per child process
 
@@ -143,6 +144,7 @@ class RunDirectory:
         self.purpose = purpose
         self.cores = cores
         self.version = version  # of the program that made it
+        self.weights = RunWeights(path)
 
     @classmethod
     def choose_path(cls, config: Config, config_name: str) -> Path:
@@ -312,10 +314,6 @@ class RunDirectory:
                     os.truncate(path, _end_of(path, iteration))
             except OSError as error:
                 raise StorageError(f"cannot cut {path}: {error.strerror}") from None
-
-    @property
-    def weights(self) -> RunWeights:
-        return RunWeights(self.path)
 
     @property
     def has_summary(self) -> bool:

@@ -6,6 +6,8 @@ import math
 import shutil
 from pathlib import Path
 
+import msgspec
+
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError
 from spot_async.models.adapted import adapted_weights
@@ -16,15 +18,31 @@ from spot_async.run_directory.manifest import CheckpointFile
 BYTES_OF_PARAMETER = 12
 
 
+class Parameters(msgspec.Struct, frozen=True):
+    """How many numbers a student has, and how many of them its adapters."""
+
+    model: int
+    adapter: int  # 0 without LoRA
+
+    @property
+    def trained(self) -> int:
+        return self.adapter or self.model
+
+    @classmethod
+    def of(cls, student: Path, lora: LoraConfig | None) -> Parameters | None:
+        """Count them by the headers of a student's weights; return None if these are no safetensors."""
+        try:
+            shapes = weight_shapes(student)
+        except DataError:
+            return None
+        adapter = 0 if lora is None else lora.rank * sum(map(sum, adapted_weights(shapes, lora).values()))
+        return cls(sum(map(math.prod, shapes.values())), adapter)
+
+
 def bytes_of_first(student: Path, lora: LoraConfig | None) -> int:
     """Return what the first checkpoint of a student takes; 0 if its weights are in files that are no safetensors."""
-    try:
-        shapes = weight_shapes(student)
-    except DataError:
-        return 0
-    if lora is None:
-        return BYTES_OF_PARAMETER * sum(map(math.prod, shapes.values()))
-    return BYTES_OF_PARAMETER * lora.rank * sum(map(sum, adapted_weights(shapes, lora).values()))
+    found = Parameters.of(student, lora)
+    return 0 if found is None else BYTES_OF_PARAMETER * found.trained
 
 
 def bytes_of(files: tuple[CheckpointFile, ...]) -> int:
@@ -37,8 +55,8 @@ def shortage(path: Path, needed_bytes: int) -> str | None:
     free_bytes = shutil.disk_usage(there).free
     if free_bytes >= needed_bytes:
         return None
-    return f"a checkpoint takes {_size(needed_bytes)}, and the disk of {path} has {_size(free_bytes)} left"
+    return f"a checkpoint takes {shown_size(needed_bytes)}, and the disk of {path} has {shown_size(free_bytes)} left"
 
 
-def _size(number: int) -> str:
+def shown_size(number: int) -> str:
     return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"

@@ -161,6 +161,7 @@ def trainer_settings(
         training=training,
         model_directory=str(Path(local_path(config.student.model)).resolve()),
         run_directory=str(directory.path),
+        publishes_to=str(directory.weights.published),
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         iterations=plan.schedule.iterations,

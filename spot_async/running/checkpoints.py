@@ -31,7 +31,7 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        run: Path,
+        directory: RunDirectory,
         training: TrainingConfig,
         *,
         iterations: int,
@@ -43,7 +43,8 @@ class RunCheckpoints:
 
         `expected_bytes`: what the first checkpoint takes.
         """
-        self._run = run
+        self._directory = directory
+        self._run = directory.path
         self._every = training.checkpoint_every
         self._keep = training.keep_checkpoints
         self._iterations = iterations
@@ -65,10 +66,9 @@ class RunCheckpoints:
     async def commit(self, iteration: int) -> None:
         directory = manifest.checkpoint_directory(self._run, iteration)
         written = msgspec.structs.replace(self._beginning, step=iteration)
-        await in_thread(RunDirectory(self._run).flush_rows)  # a resumed run does not write them again
+        await in_thread(self._directory.flush_rows)  # a resumed run does not write them again
+        await in_thread(self._directory.weights.keep, iteration)  # it serves them
         files = await in_thread(manifest.commit, directory, written)  # reads all of the tensors
-        weights = RunDirectory(self._run).weights
-        weights.advance_student_to(weights.after(iteration))
         self._expected_bytes = bytes_of(files)
         self._ledger.forget_samples(iteration)
         await in_thread(manifest.prune, self._run, keep=self._keep.last, keep_every=self._keep.every)
@@ -85,6 +85,7 @@ def go_back(
     step = beginning.step
     directory.remove_summary()
     _move_aside(directory.path, step)  # first, so that whoever comes next begins at no later step than the ledger does
+    directory.weights.forget_after(step)
     ledger.roll_back(step)
     directory.cut_after(step)
     manifest.remove_unfinished(directory.path)

@@ -80,7 +80,7 @@ async def resume_async(
     with _alone():
         _check_overrides(overrides)
         found = await asyncio.to_thread(open_run, Path(directory), overrides, print if progress else None)
-        check_room(found.directory.path, found.config.training, found.plan.student.directory)
+        check_room(found.directory.path, found.config, found.plan)
         return await _train(found.config, found.plan, found.directory, found.checkpoint, progress=progress)
 
 
@@ -108,7 +108,7 @@ async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -
     settings = await asyncio.to_thread(with_downloads, settings, print if progress else None)
     plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
     path = RunDirectory.choose_path(settings, name)
-    check_room(path, settings.training, plan.student.directory)
+    check_room(path, settings, plan)
     return await _train(settings, plan, RunDirectory.create(path, settings), progress=progress)
 
 

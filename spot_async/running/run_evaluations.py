@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from spot_async.base.events import Channel
+from spot_async.base.tasks import in_thread
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
@@ -91,7 +92,11 @@ class RunEvaluations:
 
     async def of(self, student: Student, iteration: int, beside: Orchestrator | None = None) -> EvaluationResult | None:
         """Evaluate the weights of an iteration, which are served. `beside` is what goes on training meanwhile."""
-        return await self._measure(student, f"{iteration:06d}", self._directory.weights.after(iteration), beside)
+        weights = self._directory.weights.after(iteration)
+        result = await self._measure(student, f"{iteration:06d}", weights, beside)
+        if result is not None and self.history.would_be_best(iteration, result):
+            await in_thread(self._directory.weights.copy_best, weights)  # `history` need not, which may not wait
+        return result
 
     async def after(self, student: Student, iterations: int) -> EvaluationResult | None:
         """Return the evaluation after training, of the weights that so many iterations made; None if there is none."""

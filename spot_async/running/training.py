@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -19,6 +20,8 @@ from rich.console import Console
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
+from spot_async.base.numbered import numbered
+from spot_async.base.processes.private_directory import private_directory, remove_abandoned
 from spot_async.base.tasks import alongside, in_thread, watching
 from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.device_shares import ranks_on_gpus, starting_order, taking_turns
@@ -41,6 +44,7 @@ from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint, Manifest
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.room import bytes_of_first
+from spot_async.run_directory.run_weights import RunWeights
 from spot_async.running.assembly import (
     make_live_bottleneck,
     make_orchestrator,
@@ -71,6 +75,7 @@ from spot_async.telemetry.trace import Trace, trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.nodes.joined import JoinedNodes
 from spot_async.trainer.nodes.topology import Topology
+from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import WeightSnapshot, WeightVersion
 from spot_async.watchdog.monitor import Watchdog
 
@@ -162,12 +167,18 @@ class TrainingRun:
             stack.enter_context(directory.locked())
         stack.enter_context(self._watchdog)  # before whatever may hang when it is closed
         stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        if (parent := self._config.training.weights_directory) is not None:
+            published = stack.enter_context(private_directory("spot-weights-", Path(parent).resolve()))
+            directory.weights = RunWeights(directory.path, published)
+        stack.callback(directory.weights.flush)
         self._ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
         if self._part.checkpoint is not None:
+            self._remove_earlier_weights()
             self._part = self._go_back(self._part.beginning, self._part.checkpoint)
             if self._part.beginning.step < self._plan.schedule.iterations:
                 put_last_evaluation_aside(directory.path)
             self._ledger_file.go_on(self._ledger.spending())
+            self._say_what_is_published_again()
             structlog.get_logger().info(RESUMED, step=self._part.beginning.step, lineage=self._part.beginning.lineage)
         stack.callback(self._ledger_file.write)  # whatever ends the run
         stack.callback(self._failures.close)
@@ -330,7 +341,7 @@ class TrainingRun:
         student = services.student
         evaluate = LiveEvaluation(self._evaluations.is_due, partial(self._evaluate_live, student))
         checkpoints = RunCheckpoints(
-            self._directory.path,
+            self._directory,
             self._config.training,
             iterations=self._plan.schedule.iterations,
             beginning=self._part.beginning,
@@ -361,6 +372,20 @@ class TrainingRun:
         self._evaluations.go_back()
         return Part(beginning, checkpoint, resumption)
 
+    def _remove_earlier_weights(self) -> None:
+        """Remove weights outside of the run directory that a killed process of this run left, wherever it had them."""
+        with suppress(OSError, ValueError):  # trainer.json is lost, or of another version
+            earlier = TrainerSettings.load(str(self._directory.path / "trainer.json"))
+            remove_abandoned(earlier.weights_directory.parent)
+
+    def _say_what_is_published_again(self) -> None:
+        """Say that the trainer publishes the checkpoint's weights, where those that it published are gone."""
+        step, published = self._part.beginning.step, self._directory.weights.published
+        if not numbered(published, "step", step).exists():
+            self._screen.say(
+                f"the weights of iteration {step} are published again, from its checkpoint, to {published}"
+            )
+
     def _tell(self, sinks: Sequence[MetricSink]) -> None:
         """Tell the sinks which iterations are still true, beginning with the evaluation before training."""
         before = evaluation_metrics(self._results.before)
@@ -380,7 +405,7 @@ class TrainingRun:
             snapshot = initial_weights(self._config.student, lineage)
             await services.student.update_weights(snapshot, deadline=loop.time() + WEIGHT_UPDATE_TIMEOUT_S)
             return
-        self._directory.weights.point_student_to(self._directory.weights.after(step))
+        await in_thread(self._directory.weights.keep, step)
         for iteration in range(1, step + 1):
             is_missing = self._evaluations.is_missing(iteration)
             if not is_missing and iteration < step:

@@ -64,6 +64,11 @@ class EvaluationHistory:
         if self.best is not None:
             self._directory.weights.keep_best(weights[self.best.iteration])
 
+    def would_be_best(self, iteration: int, evaluation: EvaluationResult) -> bool:
+        """Return whether the weights of an evaluation are better than all before."""
+        found = self._figure(iteration, evaluation)
+        return found is not None and (self.best is None or found.value > self.best.value)
+
     def add(self, iteration: int, evaluation: EvaluationResult, weights: Path) -> None:
         """Take note of an evaluation of `weights`, and keep them if they are the best so far."""
         self._last = (iteration, evaluation)
@@ -73,10 +78,14 @@ class EvaluationHistory:
             self._directory.weights.keep_best(weights)
 
     def _note(self, iteration: int, evaluation: EvaluationResult) -> None:
+        if self.would_be_best(iteration, evaluation):
+            self.best = self._figure(iteration, evaluation)
+
+    def _figure(self, iteration: int, evaluation: EvaluationResult) -> BestCheckpoint | None:
+        """Return what counts of an evaluation; None if nothing was judged, so no student is better than another."""
         figures = evaluation.figures()
-        if figures.avg is None:  # nothing was judged, so no student is better than another
-            return
+        if figures.avg is None:
+            return None
         estimate = figures.avg if self._criterion == "avg" else figures.pass_at[figures.samples]
-        if self.best is None or estimate.value > self.best.value:
-            error = math.nan if estimate.standard_error is None else estimate.standard_error
-            self.best = BestCheckpoint(iteration, self._criterion, figures.samples, estimate.value, error)
+        error = math.nan if estimate.standard_error is None else estimate.standard_error
+        return BestCheckpoint(iteration, self._criterion, figures.samples, estimate.value, error)

@@ -190,7 +190,7 @@ class ResumedDrill(Drill):
 
     def kept(self) -> Mapping[str, Any]:
         checkpoints = _WitnessedCheckpoints(
-            self._directory.path,
+            self._directory,
             self._training,
             iterations=self.iterations,
             beginning=self._beginning,

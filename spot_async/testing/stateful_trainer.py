@@ -172,7 +172,7 @@ class StatefulTrainer:
 
     def _publish(self, step: int) -> None:
         try:
-            with complete_directory(self.path(step)) as partial:
+            with complete_directory(self.path(step), is_durable=False) as partial:
                 (partial / FILE).write_text(self.weights[step])
         except OSError as error:
             raise self._cannot_publish(str(error.strerror)) from error

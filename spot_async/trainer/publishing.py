@@ -3,7 +3,7 @@
 With LoRA a directory may have the adapter alone, which is all that its servers read. Weights may be written in a
 thread, while the next step computes its gradients.
 
-Which weights belong to a resumable state is not decided here.
+Which weights belong to a resumable state is not decided here. Those are flushed to disk when they do, and others never.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spot_async.errors import DataError, TrainerError
 from spot_async.models.adapter_files import ADAPTER, check_adapter
 from spot_async.models.published_files import weight_file_marks
 from spot_async.models.small_files import CONFIG_FILE, publish_small_files, read_json
-from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, flush_to_disk, has_weights
+from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, has_weights
 from spot_async.trainer.loading import has_just
 from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.parallel import idle_group, wait_for_all
@@ -66,8 +66,9 @@ class WeightPublisher:
         self._thread: threading.Thread | None = None
         self._failure: TrainerError | None = None  # of the thread
         self.files: tuple[WeightFile, ...] = ()  # of the last weights that this rank published
-        directory.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
+        if writes:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
 
     def path(self, step: int) -> Path:
         return numbered(self._directory, "step", step)
@@ -167,7 +168,7 @@ class WeightPublisher:
         self, model: PreTrainedModel, adapters: dict[str, Tensor], weights: WeightStream | None, step: int
     ) -> None:
         final = self.path(step)
-        with self._describing_errors(final), complete_directory(final) as partial:
+        with self._describing_errors(final), complete_directory(final, is_durable=False) as partial:
             if weights is not None:
                 weights.write(partial)
             self._write(model, adapters, partial)
@@ -188,9 +189,7 @@ class WeightPublisher:
             weights.write(partial)
             for file in sorted(partial.glob("model*"), key=lambda file: file.name == INDEX_FILE):  # the index last
                 _make_readable(file, like=directory)
-                flush_to_disk(file)
                 file.rename(directory / file.name)
-            flush_to_disk(directory)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -218,7 +217,7 @@ class WeightPublisher:
     def _remove_leftovers(self) -> None:
         """Delete what was half written, or half deleted, by a process that was killed or on a busy disk."""
         for leftover in [*all_numbered(self._directory, ".step"), *all_numbered(self._directory, ".whole")]:
-            shutil.rmtree(leftover, ignore_errors=True)  # all ranks do this at the start, and some come second
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _published(self) -> list[Path]:
         return all_numbered(self._directory, "step")

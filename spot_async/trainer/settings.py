@@ -22,7 +22,8 @@ class TrainerSettings(Section):
 
     training: TrainingConfig
     model_directory: str = Field(description="Hugging Face directory of the initial student, with its tokenizer")
-    run_directory: str = Field(description="weights go to weights/, the log to logs/trainer.log")
+    run_directory: str = Field(description="the log goes to logs/trainer.log")
+    publishes_to: str | None = Field(None, description="where weights go; default: weights/ of the run directory")
     temperature: PositiveFloat = Field(
         description="that of the rollouts, so that log-probabilities are the sampled policy's"
     )
@@ -49,7 +50,7 @@ class TrainerSettings(Section):
 
     @property
     def weights_directory(self) -> Path:
-        return Path(self.run_directory) / "weights"
+        return Path(self.publishes_to or f"{self.run_directory}/weights")
 
     def publishes_whole(self, step: int) -> bool:
         """Whether the weights of a step are published whole, and not as an adapter alone."""

@@ -13,6 +13,7 @@ import pytest
 from command import arguments, assert_refused, invoke
 from safetensors.numpy import load_file, save_file
 
+from spot_async.checks import room as checked_room
 from spot_async.cli import main
 from spot_async.config.loading import load_config
 from spot_async.run_directory import room
@@ -144,6 +145,29 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_line(monkeypatch, tmp_path,
     )
     without = invoke(monkeypatch, *arguments(tmp_path / "run", "training.checkpoint_every=0"), "--dry-run")
     assert without.exit_code == 0
+
+
+def test_weights_that_find_no_room_or_no_reader_elsewhere_are_one_line(monkeypatch, tmp_path, refused):
+    key = f"training.weights_directory={tmp_path}"
+    refused(f"{key}/none", f"{key}/none: is no directory in which this user can write")
+    refused(f"training={{weights_directory: {tmp_path}, checkpoint_every: 0}}", "checkpoint_every=0", "after a kill")
+    with monkeypatch.context() as patch:
+        patch.setattr(checked_room, "is_in_memory", lambda directory: True)
+        patch.setattr(checked_room, "available_bytes", lambda: 500_000)
+        refused(
+            key, f"{key}: published weights take 0.8 MB there, and this machine's memory has 0.5 MB left", "to null"
+        )
+    run = arguments(tmp_path / "run", key, "student.backend={kind: vllm, url: http://10.0.0.5:8000}")
+    assert_refused(
+        invoke(monkeypatch, *run),
+        f"{key}: it is private to this machine, and the server of student.backend.url=http://10.0.0.5:8000 may not",
+        "weights.transport=distributed",
+    )
+    left = shutil.disk_usage(tmp_path)
+    full = left._replace(free=400_000)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: full if Path(path) == tmp_path / "full" else left)
+    (tmp_path / "full").mkdir()
+    refused(f"{key}/full", f"{key}/full: published weights take 0.8 MB there, and {tmp_path}/full has 0.4 MB left")
 
 
 def test_different_vocabularies_are_one_line(tmp_path, refused):

@@ -88,6 +88,20 @@ def test_plan_counts_adapters_that_are_published_alone(monkeypatch):
     assert whole["published_kept_bytes"] == 4 * whole["publish_bytes"]
 
 
+def test_plan_counts_weights_in_memory_apart_from_the_disk(monkeypatch, tmp_path):
+    monkeypatch.setattr("spot_async.checks.room.is_in_memory", lambda directory: True)
+    monkeypatch.setattr("spot_async.tools.estimate.command.is_in_memory", lambda directory: True)
+    monkeypatch.setattr("spot_async.checks.room.available_bytes", lambda: 1_000_000)
+    given = ["plan", "configs/quickstart.yaml", *QUICK[:-1], "training.iterations=40", "training.keep_weights=3",
+             f"training.weights_directory={tmp_path}"]  # fmt: skip
+    found = json.loads(invoke(monkeypatch, *given, "--json").stdout)
+    sizes = found["expected"]
+    assert sizes["published_elsewhere_bytes"] == 4 * sizes["publish_bytes"]
+    assert sizes["published_kept_bytes"] == 2 * sizes["publish_bytes"]
+    assert "published weights take 1.6 MB there, and this machine's memory has 1.0 MB left" in found["warnings"][-1]
+    assert "memory: published in" in invoke(monkeypatch, *given).output
+
+
 def few_problems(folder: Path) -> Path:
     lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
     path = folder / "heldout.jsonl"

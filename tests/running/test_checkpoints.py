@@ -10,6 +10,7 @@ import pytest
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
 from spot_async.run_directory import room
+from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Manifest, committed
 from spot_async.running.checkpoints import RunCheckpoints, put_last_evaluation_aside
@@ -23,7 +24,7 @@ async def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path, monkeypatc
 
     with closing(Ledger.open(tmp_path)) as ledger:
         checkpoints = RunCheckpoints(
-            tmp_path,
+            RunDirectory(tmp_path),
             TrainingConfig(iterations=20),
             iterations=20,
             beginning=Manifest(step=0, lineages=(0,), keys="", data=""),

@@ -1,8 +1,8 @@
-"""Temporary directories, mostly for sockets, that only this user can enter and that do not outlive their process long.
+"""Temporary directories, for sockets and weights, that only this user can enter and that do not outlive their process.
 
 A process removes its own directories, even where it exits without other clean-up. A killed process cannot. The next
-process of the same user that makes a directory removes those. It recognises them by their lock, which the kernel
-releases when the owner dies.
+process of the same user that makes a directory in the same place removes those. It recognises them by their lock, which
+the kernel releases when the owner dies.
 """
 
 from __future__ import annotations
@@ -28,25 +28,23 @@ _open: set[Path] = set()
 
 
 @contextlib.contextmanager
-def private_directory(prefix: str) -> Iterator[Path]:
-    """Make a directory (mode 0700) with a path short enough for a Unix socket in it, and remove it on leaving.
+def private_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Make a directory (mode 0700) in `parent`, and remove it on leaving.
 
-    It is in $TMPDIR, or in /tmp where that path is too long, as those of batch systems are. Raises StorageError where
-    none can be made.
+    Without a `parent`, its path is short enough for a Unix socket in it: it is in $TMPDIR, or in /tmp where that path
+    is too long, as those of batch systems are. Raises StorageError where none can be made.
     """
-    parent = short_temporary_directory()
+    remedy = "" if parent is not None else ": set TMPDIR to a short path that can be written"
+    parent = parent or Path(short_temporary_directory())
     with contextlib.ExitStack() as stack:
         try:
-            _sweep(Path(parent))
+            remove_abandoned(parent)
             path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             _open.add(path)
             stack.callback(_remove, path)
             _lock(path, stack)
         except OSError as error:
-            raise StorageError(
-                f"no private directory can be made in {parent}: {error.strerror}: set TMPDIR to a short path that can "
-                "be written"
-            ) from None
+            raise StorageError(f"no private directory can be made in {parent}: {error.strerror}{remedy}") from None
         yield path
 
 
@@ -75,8 +73,8 @@ def _lock(directory: Path, stack: contextlib.ExitStack) -> None:
         (directory / "new").rename(directory / _LOCK)
 
 
-def _sweep(parent: Path) -> None:
-    """Remove the user's directories whose owners are gone."""
+def remove_abandoned(parent: Path) -> None:
+    """Remove the user's directories in `parent` whose owners are gone."""
     found: list[Path] = []
     with contextlib.suppress(OSError), os.scandir(parent) as entries:  # some directories cannot be listed
         found = [Path(entry) for entry in entries if entry.name.startswith(_SWEPT) and _is_ours(entry)]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.base.processes.memory import is_in_memory
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.tools.estimate.machine import MachineEstimate, assumptions, memory_table, work_table
@@ -96,6 +97,9 @@ def sizes_table(config: Config, found: Requirements) -> Table:
         ("disk: samples.jsonl", lambda sizes: sizes.samples_bytes),
         ("disk: all of these", lambda sizes: sizes.disk_bytes),
     ]
+    if (directory := training.weights_directory) is not None:
+        where = "memory" if is_in_memory(Path(directory)) else "disk"
+        rows.insert(4, (f"{where}: published in {directory}", lambda sizes: sizes.published_elsewhere_bytes))
     if found.parameters is not None and found.parameters.adapter:
         rows.insert(2, ("of that the adapter", lambda sizes: sizes.adapter_bytes))
     for name, size in rows:

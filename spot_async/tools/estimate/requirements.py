@@ -6,7 +6,6 @@ another run or `tune` measured.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Mapping
 from itertools import islice
@@ -17,35 +16,22 @@ import msgspec
 
 from spot_async.checks.device_shares import CONTEXT_GIB
 from spot_async.checks.plan import TrainPlan, merged_every
+from spot_async.checks.room import ADAPTER_BYTES, published_bytes, student_bytes, weights_shortage
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.config.lora import TARGETS
-from spot_async.errors import DataError
 from spot_async.loop.sample_bytes import payload_bytes
-from spot_async.models.adapted import adapted_weights
 from spot_async.models.model_size import ModelSize, read_size
-from spot_async.models.weight_files import weight_shapes
 from spot_async.run_directory.reading import RunFiles
-from spot_async.run_directory.room import BYTES_OF_PARAMETER
+from spot_async.run_directory.room import BYTES_OF_PARAMETER, Parameters
 from spot_async.tools.estimate.device_memory import TrainerMemory
 from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
 from spot_async.tools.estimate.machine import MachineEstimate, estimate_machine, misfits, rank_memory
 from spot_async.tools.simulate.reading import read_run, read_tune, tune_beside
 
 SAMPLE_BYTES_PER_TOKEN = 80  # of samples.jsonl, as `run.samples_every` says
-WHOLE_KEPT = 2  # published directories that are whole, where most have an adapter alone
+COPIES = 2  # in the run directory, of students published elsewhere: of the last checkpoint, and of the next
 SPEEDS = ("tokens_per_s", "tokens_per_s_each", "fixed_s")
-
-
-class Parameters(msgspec.Struct, frozen=True):
-    """How many numbers a student has, and how many of them its adapters."""
-
-    model: int
-    adapter: int  # 0 without LoRA
-
-    @property
-    def trained(self) -> int:
-        return self.adapter or self.model
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +64,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     publish_bytes: int | None  # one directory of weights, which servers are sent; most have an adapter alone
     adapter_bytes: int | None  # the part of it that is the adapter
     checkpoint_bytes: int | None
-    published_kept_bytes: int | None
+    published_elsewhere_bytes: int | None  # in training.weights_directory; 0 without
+    published_kept_bytes: int | None  # in the run directory
     checkpoints_kept_bytes: int | None
     samples_bytes: int  # samples.jsonl
     disk_bytes: int  # all that is kept
@@ -122,6 +109,8 @@ def requirements(
     free = shutil.disk_usage(there).free
     at_most = sizes(config, plan, parameters, float(longest))
     warnings = [] if estimate is None else misfits(estimate)
+    if (words := weights_shortage(config, plan)) is not None:
+        warnings.append(words)
     if at_most.disk_bytes > free:
         warnings.append(
             f"the disk of {directory} has {free / 1e9:.1f} GB left, and the run keeps up to "
@@ -146,15 +135,10 @@ def requirements(
 def count_parameters(student: Path, size: ModelSize | None, config: Config) -> Parameters | None:
     """Return a student's parameters from the headers of its weights, else from its configuration; None for neither."""
     lora = config.training.lora
-    try:
-        shapes = weight_shapes(student)
-    except DataError:
-        if size is None:
-            return None
-        adapters = 0 if lora is None else size.layers * size.adapter_parameters(lora.rank, TARGETS[lora.targets])
-        return Parameters(size.parameters, adapters)
-    adapters = 0 if lora is None else lora.rank * sum(map(sum, adapted_weights(shapes, lora).values()))
-    return Parameters(sum(map(math.prod, shapes.values())), adapters)
+    if (found := Parameters.of(student, lora)) is not None or size is None:
+        return found
+    adapters = 0 if lora is None else size.layers * size.adapter_parameters(lora.rank, TARGETS[lora.targets])
+    return Parameters(size.parameters, adapters)
 
 
 def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, response_tokens: float) -> Sizes:
@@ -165,16 +149,15 @@ def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, respon
     prompt_tokens = sum(len(each.token_ids) for each in prompts) / len(prompts)
     trained_tokens = iterations * training.batch_size * needs.samples_per_prompt * response_tokens
     every = config.run.samples_every
-    publish = adapter = checkpoint = published_kept = checkpoints_kept = None
+    publish = adapter = checkpoint = published = published_kept = checkpoints_kept = None
     if parameters is not None:
-        adapter = 4 * parameters.adapter
-        whole = (2 if training.dtype == "bfloat16" else 4) * parameters.model + adapter
-        is_whole = merged_every(config) == 1
-        publish = whole if is_whole else adapter
+        adapter = ADAPTER_BYTES * parameters.adapter
+        whole = student_bytes(training, parameters)
+        publish = whole if merged_every(config) == 1 else adapter
+        published = published_bytes(config, parameters, iterations)
         keeps_best = config.evaluation is not None and config.evaluation.eval_every > 0
-        whole_ones = training.keep_weights if is_whole else WHOLE_KEPT
-        published_kept = whole * min(iterations, whole_ones + 1 + keeps_best)
-        published_kept += 0 if is_whole else adapter * min(iterations, training.keep_weights)
+        is_elsewhere = training.weights_directory is not None
+        published_kept = whole * keeps_best + (whole * min(iterations, COPIES) if is_elsewhere else published)
         checkpoint = BYTES_OF_PARAMETER * parameters.trained
         checkpoints_kept = checkpoint * _checkpoints(iterations, config)
     samples = round(SAMPLE_BYTES_PER_TOKEN * trained_tokens / every) if every else 0
@@ -183,6 +166,7 @@ def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, respon
         publish_bytes=publish,
         adapter_bytes=adapter,
         checkpoint_bytes=checkpoint,
+        published_elsewhere_bytes=published if training.weights_directory is not None else 0,
         published_kept_bytes=published_kept,
         checkpoints_kept_bytes=checkpoints_kept,
         samples_bytes=samples,
