@@ -151,6 +151,9 @@ class LocalSettings(EngineSettings, AdapterSettings):
             raise ValueError(f"port={self.port}: with launch it is launch.port")
         if self.replicas > 1 and (len(as_list(self.launch)) > 1 or any(each.port for each in as_list(self.launch))):
             raise ValueError(f"replicas={self.replicas}: with several launches, or a launch.port, each is one server")
+        if self.device.startswith("cuda"):
+            for each in as_list(self.launch):
+                each.check_gpus_of_ray(1)
         if self.url is not None:
             for name in ("replicas", "port", "launch", *EngineSettings.model_fields):
                 if getattr(self, name) != type(self).model_fields[name].default:

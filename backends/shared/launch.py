@@ -26,7 +26,7 @@ from pydantic import Field
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess, foreign_environment
 from spot_async.base.processes.far_side import FarProgram
-from spot_async.base.processes.gpus import VISIBLE, physical_gpus
+from spot_async.base.processes.gpus import VISIBLE, has_instances, physical_gpus
 from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import while_alive
@@ -128,13 +128,20 @@ class LaunchSettings(ProcessSettings):
     def _check_devices(self) -> Self:
         if self.resources and self.devices is not None:
             raise ValueError("devices: Ray chooses the devices of a server with resources: remove one of them")
-        if self.resources and self.resources.get("GPU", 1) < self.tensor_parallel_size:
+        if self.environment.get(VISIBLE) != "":  # so a server on the CPU may say
+            self.check_gpus_of_ray(self.tensor_parallel_size)
+        if self.resources and self.resources.get("GPU", self.tensor_parallel_size) < self.tensor_parallel_size:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices: set resources.GPU to that"
             )
         named = [] if self.devices is None else [each.strip() for each in self.devices.split(",")]
         if twice := next((each for each in named if named.count(each) > 1), None):
             raise ValueError(f"devices={self.devices} names {twice} twice: name each device once")
+        if self.tensor_parallel_size > 1 and has_instances(named):
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: a process sees one instance of MIG: set it to 1, "
+                "or name whole GPUs in devices"
+            )
         given = None if self.devices is None else len(named)
         taken = self.replicas * self.tensor_parallel_size
         if given is not None and 1 < taken != given:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.far_side import is_variable_name
+from spot_async.base.processes.gpus import VISIBLE
 from spot_async.base.secrets import SHORTEST, is_secret_variable
 from spot_async.config import PositiveFloat, Section
 from spot_async.errors import ConfigError
@@ -122,6 +123,14 @@ class ProcessSettings(Section):
         """Return the values of `pass_environment` that a log must not show."""
         found = ((name, os.environ.get(name, "")) for name in self.pass_environment)
         return [value for name, value in found if len(value) >= SHORTEST and is_secret_variable(name, value)]
+
+    def check_gpus_of_ray(self, needed: int) -> None:
+        """Raise ValueError if Ray places the server, which needs GPUs, and is not asked for any."""
+        if self.resources and "GPU" not in self.resources:
+            raise ValueError(
+                f"resources: without GPU Ray hides its node's GPUs from the server: add GPU: {needed}, or for a server "
+                f'on the CPU environment: {{{VISIBLE}: ""}}'
+            )
 
     def check_machine(self, section: str) -> None:
         """Check the interpreter or the prefix, as `PluginSettings.check_machine`."""

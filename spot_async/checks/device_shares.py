@@ -5,17 +5,19 @@ servers themselves would measure what is left for the last: vLLM while others ma
 free just then. So each is told the size of its cache, and has the same when it is started again beside the others.
 
 Which server is on which device is known of those that run here and name devices by number, as the trainer's ranks do.
+Others are in no estimate, and size their caches by themselves.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from spot_async.base.processes.gpus import gpu_memory
+from spot_async.base.processes.gpus import VISIBLE, gpu_memory, has_instances, named_gpus
 from spot_async.config import ClusterConfig, Config, ModelConfig, PluginSettings, as_list
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import local_path
@@ -67,10 +69,16 @@ class ServerOnDevice:
 def device_gib(cluster: ClusterConfig, served: Mapping[str, ModelConfig]) -> float:
     """Return the memory of a GPU of the servers: as configured, or less where the smallest of them has less.
 
-    Without GPUs here it is that of the paper's recipes. Raises ConfigError if more is configured than GPUs have.
+    Without GPUs here it is that of the paper's recipes. Raises ConfigError if more is configured than GPUs have, or
+    nothing for instances of MIG.
     """
-    memory = gpu_memory()
-    found = [memory[each].total_gib for each in set(chain(*starting_order(served).values())) if each in memory]
+    memory, devices = gpu_memory(), set(chain(*starting_order(served).values()))
+    if devices and cluster.device_gib is None and has_instances(named_gpus(os.environ) or ()):
+        raise ConfigError(
+            f"cluster.device_gib: {VISIBLE} names instances of MIG, whose memory nobody here knows: set it to what "
+            "`nvidia-smi -L` says, such as 10 for MIG 1g.10gb"
+        )
+    found = [memory[each].total_gib for each in devices if each in memory]
     if not found:
         return cluster.device_gib or ClusterConfig.DEVICE_GIB
     least = min(found)
@@ -164,6 +172,19 @@ def weight_bytes(directory: Path, size: ModelSize, dtype: str = "auto") -> int:
         except (DataError, OSError):
             pass  # the weights are not here
     return (4 if dtype in ("float32", "float") else 2) * size.parameters
+
+
+def on_named_devices(served: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """Yield a line for each server that names devices, such as an instance of MIG, and so is in no estimate."""
+    for role, model in served.items():
+        for each in model.backend.servers():
+            launch = getattr(each, "launch", None)
+            devices = None if launch is None or launch.is_elsewhere else getattr(launch, "devices", None)
+            if devices is not None and not _is_numbered(launch):
+                yield (
+                    f"{each.server_name(role)} is in no estimate, and sizes its cache by itself: the memory of "
+                    f"{devices} is not known; number its devices within {VISIBLE}, and set cluster.device_gib"
+                )
 
 
 def servers_on_devices(served: Mapping[str, ModelConfig], total_gib: float) -> list[ServerOnDevice]:

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spot_async.base.processes.cores import usable_cores
-from spot_async.base.processes.gpus import GpuSoftware, gpu_count, named_gpus, torch_has_gpus, visible_gpus
+from spot_async.base.processes.gpus import (
+    GpuSoftware,
+    gpu_count,
+    has_instances,
+    instance_refusal,
+    named_gpus,
+    torch_has_gpus,
+    visible_gpus,
+)
 from spot_async.base.text import counted
 from spot_async.config import Config, ModelConfig, TrainingConfig
 from spot_async.errors import DataError
@@ -61,10 +69,18 @@ def gpu_need(training: TrainingConfig, served: Mapping[str, ModelConfig]) -> str
 
 
 def without_gpu(training: TrainingConfig, served: Mapping[str, ModelConfig], machine: Machine) -> str | None:
-    """Return why the trainer must not begin on this machine, if it needs a GPU and certainly finds none."""
+    """Return why the trainer must not begin on this machine, if it certainly finds none of the GPUs that it needs."""
     need = gpu_need(training, served)
     finds_none = machine.visible == 0 or not machine.torch_has_gpus
-    return GpuSoftware.found().refusal(need) if need is not None and finds_none else None
+    if need is not None and finds_none:
+        return GpuSoftware.found().refusal(need)
+    on_instance = machine.named is not None and has_instances(machine.named) and training.device != "cpu"
+    return instance_refusal(training.ranks) if on_instance and training.ranks > 1 else None
+
+
+def trains_on_gpus(training: TrainingConfig, machine: Machine) -> bool:
+    """Return whether ranks compute on GPUs of this machine, unless torch finds fault with them."""
+    return machine.visible != 0 and machine.torch_has_gpus and training.device != "cpu"
 
 
 def placement_words(training: TrainingConfig, served: Mapping[str, ModelConfig], machine: Machine, nodes: int) -> str:
@@ -76,7 +92,7 @@ def placement_words(training: TrainingConfig, served: Mapping[str, ModelConfig],
             return device
         return f"{device} ({physical[int(device)]})"
 
-    on_gpus = machine.visible != 0 and machine.torch_has_gpus and training.device != "cpu"
+    on_gpus = trains_on_gpus(training, machine)
     ranks = ", ".join(shown(str(number)) for number in range(training.ranks // nodes))
     places = [f"ranks on GPU {ranks}" if on_gpus else "ranks on the CPU"]
     for role, model in served.items():
@@ -158,6 +174,11 @@ def _of_ranks(training: TrainingConfig, machine: Machine, nodes: int) -> Iterato
     if visible and machine.torch_has_gpus:
         if ranks > visible:
             yield f"{here} needs as many GPUs, but only {visible} of this machine are visible"
+        if training.offload == "all" and training.threads == 1 and (share := machine.cores // ranks) > 1:
+            yield (
+                f"training.offload=all steps AdamW on the CPU, with training.threads=1: set training.threads={share}, "
+                f"the cores of this machine for each of {counted(ranks, 'rank')}"
+            )
     elif visible == 0 and (threads := ranks * training.threads) > machine.cores:
         yield (
             f"{here} with training.threads={training.threads}: the trainer's {counted(threads, 'thread')} share "

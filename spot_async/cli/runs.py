@@ -64,11 +64,20 @@ def train(
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
     from spot_async.base.processes.gpus import GpuSoftware
-    from spot_async.checks.machine import Machine, placement_words, training_warnings, without_gpu, without_weights
+    from spot_async.checks.device_shares import on_named_devices
+    from spot_async.checks.machine import (
+        Machine,
+        placement_words,
+        training_warnings,
+        trains_on_gpus,
+        without_gpu,
+        without_weights,
+    )
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.checks.room import check_room
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
     from spot_async.tools.estimate.machine import estimate_machine, show_machine
+    from spot_async.trainer.attention import expected_attention
     from spot_async.trainer.nodes.topology import left_alone
 
     try:
@@ -102,13 +111,17 @@ def train(
         alone = left_alone(os.environ, settings.cluster)
         lacking = [*unloadable, *([] if alone is None else [alone])]
         lacking += training_warnings(settings, plan.served, found, nodes=nodes)
+        lacking += on_named_devices(plan.served)
         check_room(path, settings, plan)
         estimates = estimate_run(settings, plan, earlier)
         machine = estimate_machine(settings, plan, earlier, nodes=nodes)
         if dry_run:
             show_plan(settings, path, plan, brief=brief)
             placed = placement_words(settings.training, plan.served, found, nodes)
-            screen.print(Text(f"devices   {placed}\nsoftware  {GpuSoftware.found().words}"), soft_wrap=True)
+            software, on_gpus = GpuSoftware.found(), trains_on_gpus(settings.training, found)
+            attention = expected_attention(settings.training, on_gpus=on_gpus, has_varlen=software.has_varlen)
+            lines = f"devices   {placed}\nsoftware  {software.words}\nattention {attention}"
+            screen.print(Text(lines), soft_wrap=True)
             if node is not None:
                 screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
             show_estimates(screen, estimates)

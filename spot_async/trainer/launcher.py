@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spot_async.base.processes.exits import exit_with_parent
 from spot_async.base.processes.memory import without_gc
@@ -35,6 +35,8 @@ from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STOR
 from spot_async.trainer.settings import TrainerSettings
 
 MONITOR_INTERVAL_S = 0.1
+# Of torch's allocator: with either the user has decided. torch before 2.9 reads the first alone.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # Torch logs these warnings when it is stopped, as at the end of every run. `main` and `describe` say it in one line.
 _OF_EVERY_END = ("Received %s death signal", "Sending process %s closing signal")
 _THEIR_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
@@ -52,6 +54,7 @@ def main(words: Sequence[str]) -> int:
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         OMP_NUM_THREADS=str(settings.training.threads),
     )
+    os.environ.update(of_allocator(os.environ))
     ranks = settings.training.ranks // given.nodes
     os.environ.update(among_nodes(given) if given.nodes > 1 else alone())
     launch = elastic_launch(
@@ -90,6 +93,16 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--address", help="node 0's")
     parser.add_argument("--store-port", help="of loopback, where ranks reach the process group's store")
     return parser.parse_args(words)
+
+
+def of_allocator(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which ranks keep less of a GPU than they use: segments grow in place, without gaps.
+
+    It is theirs alone. Servers that sleep have memory pools of their own, with which such segments may conflict.
+    """
+    if any(name in environ for name in ALLOCATOR_VARIABLES):
+        return {}
+    return {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 
 
 def alone() -> dict[str, str]:

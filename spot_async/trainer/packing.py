@@ -21,9 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
+from spot_async.trainer.attention import PER_DOCUMENT
 from spot_async.trainer.loading import read_in_passing
 
-PER_DOCUMENT = "spot_per_document"  # the attention function's name in transformers
 LAYERS_OF_A_KIND = 2
 TRIAL_LENGTHS = (4, 1, 3)
 TRIAL_TOLERANCE = 1e-4  # of the largest number: rounding makes 1e-6, attention to another document far more

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.exits import exit_at_once
-from spot_async.base.processes.gpus import VISIBLE, GpuSoftware
+from spot_async.base.processes.gpus import VISIBLE, GpuSoftware, instance_refusal
 from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError
 from spot_async.trainer.batching import MicroBatch
@@ -83,9 +83,10 @@ def rank_device(choice: Literal["auto", "cuda", "cpu"] = "auto", needs_gpu: str 
         if needs_gpu is not None:
             raise ConfigError(GpuSoftware.found().refusal(needs_gpu))
         return torch.device("cpu")
-    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local_rank, devices, place = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count(), rank_place()
+    if place.ranks > 1 and " MIG " in torch.cuda.get_device_name(0):  # as in `NVIDIA A100-SXM4-40GB MIG 1g.5gb`
+        raise ConfigError(instance_refusal(place.ranks))
     if local_rank >= devices:
-        place = rank_place()
         on = "" if place.nodes == 1 else f" on {place.nodes} nodes"
         raise ConfigError(f"training.ranks={place.ranks}{on} needs as many GPUs, but only {devices} are visible")
     device = torch.device("cuda", local_rank)

@@ -7,6 +7,7 @@ It does not know the method that made the supervision. Start reading at `Student
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import TrainerError
+from spot_async.trainer.attention import attention_words
 from spot_async.trainer.batching import (
     Layout,
     MicroBatch,
@@ -117,6 +119,8 @@ class StudentTrainer:
         self._optimizer = new_optimizer(trained, self._training)
         if is_packed and device.type == "cuda" and dtype == torch.bfloat16:
             attend_documents_at_once(self.model, device)
+        if strategy.rank == 0:
+            sys.stderr.write(f"attention: {attention_words(self.model.config._attn_implementation)}\n")
         if self._training.compile:
             try_compiled(
                 self._response_logprobs,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spot_async.base.text import first_line
+from spot_async.trainer.attention import ONE_CALL
 from spot_async.trainer.packing import Documents, attend_each, refuse_others
 from spot_async.trainer.parallel import factor_dtype
 
@@ -24,7 +25,6 @@ try:
 except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
-ONE_CALL = "spot_one_call"  # the attention function's name in transformers
 TRIAL_LENGTHS = (70, 1, 33)
 TRIAL_TOLERANCE = 2e-2  # of the norm, in bfloat16
 CAUSAL = (-1, 0)  # a window over all that comes before, in that function's terms

@@ -97,6 +97,14 @@ def test_a_cache_that_is_stated_stays_and_counts_for_the_device(model, gpus):
     assert server.gib == pytest.approx(5.0 + WEIGHTS_GIB + WORKSPACE_GIB)
 
 
+def test_an_instance_of_mig_has_the_memory_that_is_stated(model, gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
+    models = served(model, student=launch(devices="0", memory_fraction=0.9))
+    with pytest.raises(ConfigError, match=r"^cluster\.device_gib: CUDA_VISIBLE_DEVICES names instances of MIG, whose"):
+        shared_out(models, ClusterConfig())
+    assert caches(shared_out(models, ClusterConfig(device_gib=10))) == pytest.approx([9 - WEIGHTS_GIB - WORKSPACE_GIB])
+
+
 def test_the_size_of_a_device_is_what_it_is_here_unless_less_is_stated(model, gpus):
     def size(**cluster):
         return device_gib(ClusterConfig(**cluster), served(model, student=launch(devices="1,2")))

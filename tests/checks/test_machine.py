@@ -10,9 +10,18 @@ import pytest
 from command import arguments, assert_refused, invoke
 
 from spot_async.base.processes.gpus import GpuSoftware, gpu_count, physical_gpus, visible_gpus
-from spot_async.checks.machine import Machine, gpu_need, placement_words, training_warnings, without_gpu
+from spot_async.checks.device_shares import on_named_devices
+from spot_async.checks.machine import (
+    Machine,
+    gpu_need,
+    placement_words,
+    training_warnings,
+    trains_on_gpus,
+    without_gpu,
+)
 from spot_async.config.loading import config_from
 from spot_async.errors import ConfigError
+from spot_async.trainer.attention import expected_attention
 from spot_async.trainer.nodes.topology import left_alone
 from spot_async.trainer.parallel import rank_device
 
@@ -38,6 +47,9 @@ LAUNCH = "teacher.backend={kind: vllm, launch: {python: p, devices: '%s'}}"
 NCCL = "student.backend={kind: vllm, url: 'http://127.0.0.1:1', weights: {transport: distributed, backend: %s}}"
 
 
+OFFLOADED = "training={iterations: 1, sharding: fsdp2, offload: all, ranks: 2}"
+
+
 @pytest.mark.parametrize(
     ("machine", "override", "said"),
     [
@@ -50,6 +62,12 @@ NCCL = "student.backend={kind: vllm, url: 'http://127.0.0.1:1', weights: {transp
         (NO_GPU, "training.threads=3", "training.ranks=1 with training.threads=3: the trainer's 3 threads share 2"),
         (TWO_GPUS, "training.ranks=9", "training.ranks=9 needs as many GPUs, but only 2 of this machine are visible"),
         (TWO_GPUS, "training.sharding=fsdp2", "training.sharding=fsdp2 shards nothing over one rank"),
+        (
+            TWO_GPUS,
+            OFFLOADED,
+            "training.offload=all steps AdamW on the CPU, with training.threads=1: set training.threa"
+            "ds=8, the cores of this machine for each of 2 ranks",
+        ),
         (Machine(2, 2, False, 16), "run.seed=1", "this machine has 2 GPUs, but the torch installed here was built"),
     ],
 )
@@ -68,6 +86,7 @@ def test_what_the_machine_lacks_is_one_line(machine, override, said):
         (NO_GPU, NCCL % "gloo"),
         (NO_GPU, "training.ranks=2"),
         (TWO_GPUS, "training.ranks=2"),
+        (TWO_GPUS, OFFLOADED.replace("ranks: 2", "ranks: 2, threads: 4")),
         (Machine(None, None, True, 2), "training.ranks=8"),  # nobody knows
         (NO_GPU, "training={iterations: 1, sharding: fsdp2, offload: all}"),
     ],
@@ -94,7 +113,7 @@ def test_the_cpu_is_refused_to_a_trainer_that_needs_a_gpu(override, need, monkey
     for machine in (NO_GPU, Machine(2, 2, False, 16), Machine(2, 0, True, 16)):
         assert without_gpu(config.training, served, machine) == (
             f"{need}, but torch finds no GPU for the trainer (torch 2.13.0, CUDA 13.0, NVIDIA driver 570.86.15, NCCL "
-            "2.29.7, variable-length attention): CUDA 13.0 needs driver 580 or newer: update it, or install a torch "
+            "2.29.7): CUDA 13.0 needs driver 580 or newer: update it, or install a torch "
             "for an older CUDA, or set training.device=cpu"
         )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # the ranks see what files cannot tell
@@ -121,6 +140,7 @@ def test_training_on_the_cpu_is_refused_before_anything_starts(tmp_path, monkeyp
     assert "warning: training.dtype=bfloat16, but torch finds no GPU" in dry.output
     assert "devices   ranks on the CPU" in dry.output
     assert "software  torch " in dry.output
+    assert "attention sdpa, one call for each document" in dry.output
 
 
 def test_devices_count_among_those_that_the_command_was_given(monkeypatch):
@@ -144,6 +164,61 @@ def test_a_dry_run_shows_physical_devices():
         "ranks on GPU 0 (4), 1 (5); teacher on GPU 3 (7); in brackets CUDA_VISIBLE_DEVICES of this command"
     )
     assert placement_words(config.training, served, NO_GPU, 1) == "ranks on the CPU; teacher on GPU 3"
+
+
+def test_instances_of_mig_train_by_one_rank_alone(monkeypatch):
+    config = config_from(RUN, ["training.ranks=2"])
+    said = "training.ranks=2: the GPU is divided by MIG, where a process sees one instance and NCCL connects none: set "
+    divided = Machine(8, 2, True, 16, ["MIG-a", "MIG-b"])
+    assert without_gpu(config.training, {}, divided).startswith(said)
+    (line,) = training_warnings(config, {}, divided)
+    assert line.startswith(said)
+    for alike in ({"ranks": 1}, {"device": "cpu"}):
+        assert without_gpu(config.training.model_copy(update=alike), {}, divided) is None
+    assert without_gpu(config.training, {}, Machine(2, 2, True, 16, ["GPU-a", "GPU-b"])) is None
+    # Without the variable only the device itself tells.
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    with pytest.raises(ConfigError, match=r"training\.ranks=2: the GPU is divided by MIG"):
+        rank_device()
+
+
+def test_a_server_over_several_instances_of_mig_is_refused(tmp_path, monkeypatch):
+    launch = "teacher.backend={kind: vllm, launch: {python: p, devices: 'MIG-a,MIG-b', %s: 2}}"
+    refused = invoke(monkeypatch, *arguments(tmp_path / "run", launch % "tensor_parallel_size"))
+    assert_refused(refused, "tensor_parallel_size=2: a process sees one instance of MIG: set it to 1")
+    assert len(config_from(RUN, [launch % "replicas"]).teacher.backend.servers()) == 2  # one on each
+
+
+def test_a_server_whose_memory_the_estimate_does_not_know_is_said(monkeypatch):
+    said = "is in no estimate, and sizes its cache by itself: the memory of MIG-a is not known; number its devices"
+    config = config_from(RUN, [LAUNCH % "MIG-a"])
+    (line,) = on_named_devices({"student": config.student, "teacher": config.teacher})
+    assert line.startswith(f"teacher {said}")
+    assert not [*on_named_devices({"teacher": config_from(RUN, [LAUNCH % "0,1"]).teacher})]
+    assert not [*on_named_devices({"teacher": config_from(RUN).teacher})]
+
+
+PADDED = "training={iterations: 1, dtype: bfloat16, packing: false}"
+ONCE, EACH = "torch's varlen_attn (flash kernels), one call for a row of documents", "sdpa, one call for each document"
+
+
+@pytest.mark.parametrize(
+    ("machine", "override", "varlen", "expected"),
+    [
+        (TWO_GPUS, "training.dtype=bfloat16", True, f"{ONCE}; {EACH}, if a trial of it fails"),
+        (TWO_GPUS, "training.dtype=bfloat16", False, EACH),
+        (TWO_GPUS, "run.seed=1", True, EACH),
+        (NO_GPU, "training.dtype=bfloat16", True, EACH),
+        (TWO_GPUS, PADDED, True, "sdpa, rows padded to one length"),
+    ],
+)
+def test_the_kernels_of_attention_are_said_before_there_is_a_rank(machine, override, varlen, expected):
+    training = config_from(RUN, [override]).training
+    assert expected_attention(training, on_gpus=trains_on_gpus(training, machine), has_varlen=varlen) == expected
 
 
 def test_the_driver_is_read_from_its_file(tmp_path):

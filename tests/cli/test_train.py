@@ -72,6 +72,15 @@ def test_plan_says_before_what_a_run_keeps_and_after_it_what_it_measured(finishe
     assert found["warnings"] == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_said"), [((), True), (("training.device=cpu",), False), (("training.offload=optimizer",), False)]
+)
+def test_plan_says_what_a_checkpoint_takes_of_the_host(keys, is_said, monkeypatch):
+    shown = invoke(monkeypatch, "plan", "configs/quickstart.yaml", *QUICK[:-1], "evaluation=null", *keys)
+    assert shown.exit_code == 0, shown.stderr
+    assert ("a checkpoint goes through the first node's host memory: " in shown.stdout) == is_said
+
+
 def test_plan_counts_adapters_that_are_published_alone(monkeypatch):
     def sizes(*keys):
         shown = invoke(

@@ -58,15 +58,32 @@ def test_each_server_with_resources_is_asked_for_and_gets_the_prefix_and_address
         (LaunchSettings, {"host": "10.0.0.1"}, "host: Ray chooses the node"),
         (LaunchSettings, {"devices": "0"}, "devices: Ray chooses the devices"),
         (LaunchSettings, {"tensor_parallel_size": 2, "resources": {"GPU": 1}}, r"set resources\.GPU to that"),
+        (
+            LaunchSettings,
+            {"tensor_parallel_size": 2},
+            "without GPU Ray hides .*: add GPU: 2, or for",
+        ),
+        (
+            LocalSettings,
+            {"device": "cuda"},
+            "resources: without GPU Ray hides .*: add GPU: 1, or",
+        ),
         (ClusterConfig, {"kind": "ray", "nodes": 2}, "nodes=2: with kind=ray say in resources what each but this one"),
         (ClusterConfig, {"kind": "ray", "node_rank": 1}, "node_rank: with kind=ray this machine is node 0"),
         (ClusterConfig, {"nodes": 2, "resources": {"GPU": 8}}, "resources: needs kind=ray, and nodes=2 or more"),
     ],
 )
 def test_keys_that_contradict_each_other_are_named(settings, keys, expected):
-    base = {"python": "p", "resources": {"CPU": 1}} if settings is LaunchSettings else {}
+    launch = {"python": "p", "resources": {"CPU": 1}}
+    base = launch if settings is LaunchSettings else {"launch": launch} if settings is LocalSettings else {}
     with pytest.raises(ValueError, match=expected):
         settings(**{**base, **keys})
+
+
+def test_a_server_that_ray_places_may_be_on_the_cpu():
+    launch = {"python": "p", "resources": {"CPU": 1}}
+    LaunchSettings(**launch, environment={"CUDA_VISIBLE_DEVICES": ""})
+    LocalSettings(launch=launch)
 
 
 def test_resources_and_the_cluster_s_kind_need_each_other():

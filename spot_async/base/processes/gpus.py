@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 # Devices behind which GPUs cannot be counted so: of AMD, of Windows below Linux, of Jetson boards.
 UNCOUNTED = ("kfd", "dxg", "nvgpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MIG = "MIG-"  # the names of parts of a divided GPU (multi-instance GPU) begin so
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 WITHOUT_GPUS = "no CUDA"
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
@@ -69,6 +70,11 @@ def visible_gpus(environ: Mapping[str, str], machine: int) -> int:
     """Return how many of the machine's GPUs the environment leaves to a process."""
     named = named_gpus(environ)
     return machine if named is None else min(machine, len(named))
+
+
+def has_instances(named: Iterable[str]) -> bool:
+    """Return whether there are instances of MIG among devices. CUDA shows a process the first of them alone."""
+    return any(each.startswith(MIG) for each in named)
 
 
 def physical_gpus(devices: str, environ: Mapping[str, str]) -> str:
@@ -125,6 +131,14 @@ def read_gpu_memory(reply: str, environ: Mapping[str, str]) -> dict[int, GpuMemo
     return {number: found[each] for number, each in enumerate(named) if each in found}
 
 
+def instance_refusal(ranks: int) -> str:
+    """Return why several ranks cannot train on instances of MIG."""
+    return (
+        f"training.ranks={ranks}: the GPU is divided by MIG, where a process sees one instance and NCCL connects none: "
+        f"set training.ranks=1, or give {VISIBLE} whole GPUs"
+    )
+
+
 def torch_has_gpus() -> bool:
     """Return whether torch was built for CUDA or ROCm. Where nobody knows, the process that needs it finds out."""
     return _of_torch()[1] != WITHOUT_GPUS
@@ -165,8 +179,7 @@ class GpuSoftware:
     def words(self) -> str:
         driver = f"NVIDIA driver {self.driver}" if self.driver else "no NVIDIA driver"
         nccl = f"NCCL {self.nccl}" if self.nccl else "no NCCL"
-        attention = f"{'variable-length' if self.has_varlen else 'no variable-length'} attention"
-        return f"torch {self.torch}, {self.platform or 'CUDA unknown'}, {driver}, {nccl}, {attention}"
+        return f"torch {self.torch}, {self.platform or 'CUDA unknown'}, {driver}, {nccl}"
 
     @property
     def remedy(self) -> str:

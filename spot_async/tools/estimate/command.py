@@ -54,7 +54,7 @@ def show(screen: Console, config: Config, found: Requirements, estimate: Machine
     if estimate is not None:
         screen.print(work_table(estimate))
     screen.print(speeds_table(found) if found.speeds else Text("no speed is measured: run `tune`, or give --from RUN"))
-    for line in notes(found, estimate):
+    for line in notes(config, found, estimate):
         screen.print(Text(line), soft_wrap=True)
     for line in found.warnings:
         screen.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
@@ -117,7 +117,7 @@ def speeds_table(found: Requirements) -> Table:
     return table
 
 
-def notes(found: Requirements, estimate: MachineEstimate | None) -> list[str]:
+def notes(config: Config, found: Requirements, estimate: MachineEstimate | None) -> list[str]:
     """Return what the tables take for granted, and what they leave out."""
     lines = [] if estimate is None else assumptions(estimate)[1:-1]
     lines.append(f"sizes assume responses of {found.expected_response_tokens:.0f} tokens")
@@ -126,6 +126,12 @@ def notes(found: Requirements, estimate: MachineEstimate | None) -> list[str]:
     else:
         adapters = f", {found.parameters.adapter:,} of them in adapters" if found.parameters.adapter else ""
         lines.append(f"the student has {found.parameters.model + found.parameters.adapter:,} parameters{adapters}")
+    training, checkpoint = config.training, found.at_most.checkpoint_bytes
+    if checkpoint and training.checkpoint_every and training.device != "cpu" and training.offload == "none":
+        lines.append(
+            f"from GPUs a checkpoint goes through the first node's host memory: {_bytes(checkpoint)} there until it is "
+            "written"
+        )
     if found.rank is None:
         lines.append("the memory of a rank is unknown: the estimate does not know the student's architecture")
     elif not found.devices:

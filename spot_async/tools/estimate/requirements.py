@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.checks.device_shares import CONTEXT_GIB
+from spot_async.checks.device_shares import CONTEXT_GIB, on_named_devices
 from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.checks.room import ADAPTER_BYTES, published_bytes, student_bytes, weights_shortage
 from spot_async.checks.staleness import training_under_staleness
@@ -109,6 +109,7 @@ def requirements(
     free = shutil.disk_usage(there).free
     at_most = sizes(config, plan, parameters, float(longest))
     warnings = [] if estimate is None else misfits(estimate)
+    warnings += on_named_devices(plan.served)
     if (words := weights_shortage(config, plan)) is not None:
         warnings.append(words)
     if at_most.disk_bytes > free:
