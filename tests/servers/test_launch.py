@@ -31,7 +31,7 @@ def vllm(launch: LaunchSettings, model: Path, run_directory: Path) -> VllmBacken
     )
 
 
-def changed(launch: LaunchSettings, *arguments: str, **settings: str) -> LaunchSettings:
+def changed(launch: LaunchSettings, *arguments: str, **settings: object) -> LaunchSettings:
     return launch.model_copy(update={"arguments": [*launch.arguments, *arguments], **settings})
 
 
@@ -75,12 +75,18 @@ async def kill_and_watch(backend: VllmBackend | SglangBackend, started: set[int]
 async def test_a_vllm_student_from_start_to_a_sudden_end(
     vllm_launch: LaunchSettings, models: TinyModels, tmp_path: Path
 ) -> None:
+    # `vllm serve` starts where this is the distribution's name. The one for CPUs has another.
+    named = tmp_path / "packages" / "vllm-0.32.0+cpu.dist-info"
+    named.mkdir(parents=True)
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    path = f"{vllm_launch.environment['PYTHONPATH']}:{named.parent}"
+    launch = changed(vllm_launch, environment={**vllm_launch.environment, "PYTHONPATH": path})
     before = children_of_this_test()
-    async with vllm(vllm_launch, models.student, tmp_path) as backend:
+    async with vllm(launch, models.student, tmp_path) as backend:
         started = children_of_this_test() - before
         assert len(started) >= 3  # the guard, the API server, its engine
         await follow(backend, models.other)
-        await kill_and_watch(backend, started, "vllm.entrypoints.openai.api_server")
+        await kill_and_watch(backend, started, "vllm.entrypoints.cli.main")
 
 
 async def test_an_sglang_student_from_start_to_a_sudden_end(
