@@ -2,14 +2,14 @@
 
 An id below the narrowest softmax's width means the same to all models. Some model has no row for an id beyond it, so
 such an id is never sampled and never a candidate. Its probability stays where the model put it: every log-probability
-and entropy is still that of the model's own whole softmax (docs/methods.md). Pure except for `known_to_all`.
+and entropy is still that of the model's own whole softmax (docs/methods.md). Pure.
 
 Axes: T response positions, N positions, K served top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,32 +44,33 @@ class CommonVocabulary:
             if self.left_out(role)
         ]
 
+    def wider(self, scores: TokenScores, top_k: int, widest: int | None) -> int | None:
+        """Return the top-k to ask the teacher for instead, if ids that are left out stand among `scores`; else None.
 
-async def known_to_all(
-    ask: Callable[[int], Awaitable[TokenScores]], common: CommonVocabulary, top_k: int, widest: int | None
-) -> TokenScores:
-    """Return the teacher's scores from `ask`, with a top-k of ids that all models have. Top-k 0 is not filtered.
+        It is wider by as many as may be in the way, but not beyond `widest`, the teacher's limit (None: unknown).
+        """
+        if self.limit is None or not top_k or _is_known(scores, self.limit, top_k).all():
+            return None
+        wanted = top_k + self.left_out("teacher")
+        wider = min(wanted, widest or wanted)
+        return wider if wider > top_k else None
 
-    Where ids that are left out stand among the top-k, `ask` is called again for as many more as may be in the way, but
-    not for more than `widest`, the teacher's limit (None: unknown). Positions that still have too few candidates are
-    masked.
-    """
-    asked = max(1, top_k)
-    scores = await ask(asked)
-    if common.limit is None or not top_k:
-        return scores
-    wider = min(asked + common.left_out("teacher"), widest or asked + common.left_out("teacher"))
-    if wider > asked and not _is_known(scores, common.limit, top_k).all():
-        scores = await ask(wider)
-    known = _is_known(scores, common.limit, top_k)
-    ids, logprobs = _common_first(scores.topk_ids, scores.topk_logprobs, common.limit)
-    return msgspec.structs.replace(
-        scores,
-        # A masked row holds ids that every model has.
-        topk_ids=np.where(known[:, None], ids[:, :top_k], np.arange(top_k)).astype(np.int32),
-        topk_logprobs=logprobs[:, :top_k],
-        valid=scores.valid if known.all() else known,
-    )
+    def known_to_all(self, scores: TokenScores, top_k: int) -> TokenScores:
+        """Return the scores with a top-k of ids that all models have. Top-k 0 is not filtered.
+
+        Positions that have too few such candidates are masked.
+        """
+        if self.limit is None or not top_k:
+            return scores
+        known = _is_known(scores, self.limit, top_k)
+        ids, logprobs = _common_first(scores.topk_ids, scores.topk_logprobs, self.limit)
+        return msgspec.structs.replace(
+            scores,
+            # A masked row holds ids that every model has.
+            topk_ids=np.where(known[:, None], ids[:, :top_k], np.arange(top_k)).astype(np.int32),
+            topk_logprobs=logprobs[:, :top_k],
+            valid=scores.valid if known.all() else known,
+        )
 
 
 def known_positions(rows: ScoredPositions, limit: int) -> ScoredPositions:

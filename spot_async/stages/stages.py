@@ -23,7 +23,7 @@ from spot_async.base.waiting_room import Priority
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import PermanentError
 from spot_async.models.alignment import branch_root
-from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
+from spot_async.models.common_vocabulary import CommonVocabulary, known_positions
 from spot_async.models.end_tokens import EndTokens, with_summed_last
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
@@ -178,8 +178,11 @@ class BoundStages:
         return msgspec.structs.replace(response, token_ids=self._stages.ends.swapped(response.token_ids))
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        widest = self.teacher.max_top_k if self.teacher is not None else None
-        return await known_to_all(lambda k: self._scored(response_ids, top_k=k), self._stages.common, top_k, widest)
+        common, widest = self._stages.common, self.teacher.max_top_k if self.teacher is not None else None
+        scores = await self._scored(response_ids, top_k=max(1, top_k))
+        if (wider := common.wider(scores, top_k, widest)) is not None:
+            scores = await self._scored(response_ids, top_k=wider)
+        return common.known_to_all(scores, top_k)
 
     async def _scored(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         scored_ids = self._stages.ends.as_teachers(response_ids)

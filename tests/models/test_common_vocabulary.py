@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spot_async.backends.shared.served_topk import bounded_scores
-from spot_async.models.common_vocabulary import CommonVocabulary, known_positions, known_to_all
+from spot_async.models.common_vocabulary import CommonVocabulary, known_positions
 from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds
 from spot_async.types import ScoredPositions, TokenScores, WeightVersion
@@ -38,6 +38,14 @@ def scorer(dense: np.ndarray, *, most: int, asked: list[int]) -> Callable[[int],
         )
 
     return ask
+
+
+async def known_to_all(ask: Callable[[int], Any], common: CommonVocabulary, top_k: int, widest: int) -> TokenScores:
+    """Ask as a stage does: again where the first reply has too few candidates."""
+    scores = await ask(max(1, top_k))
+    if (wider := common.wider(scores, top_k, widest)) is not None:
+        scores = await ask(wider)
+    return common.known_to_all(scores, top_k)
 
 
 def hot(heavy_tailed: Any, rows: int, width: int, padding: int, where: slice) -> tuple[np.ndarray, np.ndarray]:
