@@ -66,8 +66,7 @@ def main() -> None:
 
     import spot_async.checks.plan
     import spot_async.models.causal_model
-    import spot_async.tools.inspect.report
-    import spot_async.tools.pages.templates  # noqa: F401
+    import spot_async.tools.inspect.report  # noqa: F401
 
     for line in sys.stdin:
         row = json.loads(line)

@@ -42,8 +42,7 @@ from spot_async.testing.replies import generation
 from spot_async.testing.services import SimulatedTeacher
 from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.inspect.report import read_report
-from spot_async.tools.pages.templates import report_page
+from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.types import Verdict
 
 

@@ -20,10 +20,9 @@ from spot_async.base.text import visible
 from spot_async.cli import app
 from spot_async.errors import DataError
 from spot_async.run_directory.reading import RunFiles, token_texts
-from spot_async.tools.inspect.report import read_report
+from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.tools.inspect.terminal import response_text, sample_view
-from spot_async.tools.inspect.view import PolicySettings, colourings, probability, shortened, verdict_text
-from spot_async.tools.pages.templates import report_page, sample_page
+from spot_async.tools.inspect.view import PolicySettings, colourings, probability, sample_page, shortened, verdict_text
 
 EXAMPLE_STUDENT = Path(__file__).parents[2] / "examples/running_sum/student"
 HOSTILE = "<script>document.title='owned'</script>\x1b]0;owned\x07 \u202e{{ 7*7 }}&amp;<img src=x onerror=alert(1)>"

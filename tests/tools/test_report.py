@@ -18,8 +18,7 @@ from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.totals import limit_use, run_times, stage_slots
 from spot_async.tools.inspect.command import write_report
 from spot_async.tools.inspect.held_out import ResultRow, ResultTable
-from spot_async.tools.inspect.report import length_histogram, read_report
-from spot_async.tools.pages.templates import report_page
+from spot_async.tools.inspect.report import length_histogram, read_report, report_page
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):

@@ -61,8 +61,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     """Print a sample and write its page, by default into the run directory. Raises DataError."""
     from spot_async.run_directory.reading import name_tokens, token_texts
     from spot_async.tools.inspect.terminal import sample_view
-    from spot_async.tools.inspect.view import PolicySettings, colourings
-    from spot_async.tools.pages.templates import sample_page
+    from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page
 
     files = RunFiles(run)
     refuse_evaluation(files)
@@ -80,8 +79,7 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
 
 def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[Section] = ()) -> None:
     """Write a run's report, by default into the run directory; the sections `more` follow its own. Raises DataError."""
-    from spot_async.tools.inspect.report import read_report
-    from spot_async.tools.pages.templates import report_page
+    from spot_async.tools.inspect.report import read_report, report_page
 
     files = RunFiles(run)
     refuse_evaluation(files)

@@ -39,6 +39,7 @@ from spot_async.tools.inspect.staleness import staleness_section, staleness_word
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds, short_number
+from spot_async.tools.pages.templates import templates
 
 LENGTH_BINS = 20  # about so many, since their widths are round numbers
 TOP_TOKENS = 14
@@ -370,3 +371,8 @@ def notes(
     for reason, count in Counter(each.reason for each in dead).most_common(3):
         found.append(f"{count} of them: {visible(reason)}")
     return tuple(found)
+
+
+def report_page(report: Report) -> str:
+    """Return the page of a whole run."""
+    return templates().get_template("report.html").render(report=report)

@@ -1,4 +1,4 @@
-"""Decides how a sample looks, in the terminal and on the page alike: each token's colour, label and mark. Pure.
+"""Decides how a sample looks, in the terminal and on its page alike: each token's colour, label and mark. Pure.
 
 Text that a model wrote passes through `visible` first.
 """
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from spot_async.base.text import counted, visible
 from spot_async.run_directory.reading import Branch, Candidate, SampleRecord
+from spot_async.tools.pages.templates import templates
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # from this difference on, the colour is full
@@ -284,3 +285,35 @@ def verdict_tone(verdict: str) -> str:
 def verdict_text(verdict: str) -> str:
     """Return a verdict as a symbol and a word, so that colour is never the only sign."""
     return f"{VERDICT_SYMBOLS.get(verdict, '?')} {verdict.replace('_', ' ')}"
+
+
+LONG_TEXT = 600  # a probe with more characters is folded
+ON_PAGES = (
+    branch_legend,
+    branch_state,
+    candidate_name,
+    framed_words,
+    is_sampled,
+    probability,
+    remarks,
+    sampled_shares,
+    score_parts,
+    verdict_text,
+    verdict_tone,
+)
+
+
+def sample_page(number: int, sample: SampleRecord, found: Sequence[Colouring], policy: PolicySettings = GUIDED) -> str:
+    """Return the page of one rollout: problem, response in every colouring, branches."""
+    return (
+        templates()
+        .get_template("sample.html")
+        .render(
+            {each.__name__: each for each in ON_PAGES},
+            number=number,
+            sample=sample,
+            colourings=found,
+            policy=policy,
+            long_text=LONG_TEXT,
+        )
+    )
