@@ -35,9 +35,7 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "verification": GROUND,
     "trainer": GROUND,
     "serving": GROUND,
-    "testing": GROUND
-    | {"protocols", "replicas", "stages", "evaluation", "loop", "running", "trainer"}
-    | {"run_directory", "spending", "telemetry"},
+    "testing": GROUND | {"protocols", "replicas", "stages", "evaluation", "loop", "running", "trainer"},
     "policies": GROUND | {"protocols"},
     "backends": GROUND | {"protocols", "spending", "serving", "checks"},
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from crashes.plan import DiskFault
 from simulated_crashes import explained, failure
 
 from spot_async.base.seeds import derive_seed
@@ -18,7 +19,6 @@ from spot_async.run_directory.ledger import Ledger
 from spot_async.running import checkpoints
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.telemetry.spending_log import SpendingLog
-from spot_async.testing.crash_plan import DiskFault
 from spot_async.testing.fault_plan import Fault
 
 SEEDS = range(300)

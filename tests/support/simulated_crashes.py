@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 
+from crashes.plan import PlannedFault, planned_crashes
+from crashes.run import CrashingRun, crashing_run
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from simulated_methods import METHODS, STALENESS
 
 from spot_async.base.processes.memory import tune_gc
-from spot_async.testing.crash_plan import PlannedFault, planned_crashes
-from spot_async.testing.crashing_run import CrashingRun, crashing_run
 from spot_async.testing.faulty_run import shrunk
 
 SHARD = 50  # seeds

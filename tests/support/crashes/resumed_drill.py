@@ -1,6 +1,6 @@
 """One life of a simulated run that may crash: it begins as `train --resume` does, and keeps what such a run keeps.
 
-What must hold over all lives, besides what `invariants.py` says of one:
+What must hold over all lives, besides what `spot_async.testing.invariants` says of one:
 
     I10  nothing that was committed is lost, and trained once is trained once: the last weights are those that follow
          from the batches that the ledger names, each with the samples that its prompts were finished with last
@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import BaseModel
 
+from crashes.plan import DiskFault
 from spot_async.base.events import Event
 from spot_async.base.seeds import derive_seed
 from spot_async.config import KeptCheckpoints, TrainingConfig
@@ -44,7 +45,6 @@ from spot_async.stages.stage import Stage
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.testing import fault_plan
-from spot_async.testing.crash_plan import DiskFault
 from spot_async.testing.fault_plan import Fault
 from spot_async.testing.faulty_run import Drill
 from spot_async.testing.invariants import TrueSpans, require, weights_after

@@ -2,7 +2,7 @@
 
 A run has several lives. In each of the first ones its process may be killed or lose its power, at a step of any task
 or at a change of its disk. The disk may be full, and a checkpoint may turn out damaged. Servers have their faults too
-(`fault_plan.py`). The last life has none.
+(`spot_async.testing.fault_plan`). The last life has none.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
-from spot_async.testing.crashing_ledger import SQLITE_LOG, LedgerConnection, LedgerFiles
+from crashes.ledger import SQLITE_LOG, LedgerConnection, LedgerFiles
 
 ROOT = 0  # the directory's own node
 

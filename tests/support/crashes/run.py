@@ -20,17 +20,17 @@ from pathlib import Path
 
 import structlog
 
+from crashes.disk import Crash, CrashingDisk
+from crashes.loop import CrashingLoop
+from crashes.plan import DiskFault, DiskFaultKind, PlannedFault, life_of, planned_crashes
+from crashes.resumed_drill import MAY_END, ResumedDrill, Witness
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import DataError, SpotError
 from spot_async.protocols import Policy
 from spot_async.run_directory import manifest
 from spot_async.run_directory.manifest import Checkpoint
-from spot_async.testing.crash_plan import DiskFault, DiskFaultKind, PlannedFault, life_of, planned_crashes
-from spot_async.testing.crashing_disk import Crash, CrashingDisk
-from spot_async.testing.crashing_loop import CrashingLoop
 from spot_async.testing.fault_plan import Fault, explained
 from spot_async.testing.invariants import require
-from spot_async.testing.resumed_drill import MAY_END, ResumedDrill, Witness
 from spot_async.testing.stateful_trainer import scratch_directory
 
 MOST_LIVES = 8
