@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paper_directory import DATED_TEMPLATE, PROBLEMS, SHAPES, TEMPLATE, make_data, make_interpreter
 from typer.testing import CliRunner
 
 from spot_async.checks import device_shares
 from spot_async.checks.plan import plan_evaluation, plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
-from spot_async.data.layouts import GPQA_CHOICES
 from spot_async.data.prompts import PromptSchedule
 from spot_async.errors import ConfigError
 from spot_async.models.files import read_model
@@ -30,16 +29,6 @@ RECIPES = sorted(path.relative_to(PAPER).as_posix() for path in PAPER.glob("[tf]
 )
 SIZES = ("Qwen3-0.6B-Base", "Qwen3-1.7B-Base", "Qwen3-4B-Base", "Qwen3-4B", "Qwen3-8B")
 LLAMAS = ("Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct")
-TEMPLATE = (
-    "{% for message in messages %}user {{ message.content }} {% endfor %}assistant"
-    "{% if enable_thinking is defined and not enable_thinking %} w7{% endif %}"
-)
-# As Llama 3.2's writes the date.
-DATED_TEMPLATE = (
-    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    "{% for message in messages %}{{ date_string }} user {{ message.content }} {% endfor %}assistant"
-)
-PROBLEMS = 128
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,38 +47,15 @@ def directory(tmp_path_factory, random_model):
         (directory / "models" / name / "chat_template.jinja").unlink()
         (directory / "models" / name / "chat_template.jinja").write_text(DATED_TEMPLATE)
     for server in ("sglang", "vllm"):
-        environment = directory / f".venv-{server}"
-        (environment / "packages" / server).mkdir(parents=True)
-        (environment / "packages" / server / "__init__.py").touch()
-        (environment / "bin").mkdir()
-        interpreter = environment / "bin" / "python"
-        interpreter.write_text(f'#!/bin/sh\nPYTHONPATH={environment / "packages"} exec {sys.executable} "$@"\n')
-        interpreter.chmod(0o755)
-    data = directory / "data"
-    data.mkdir()
-    rows = [{"problem": f"w{i % 50} w{i // 50} what is {i}?", "answer": str(i)} for i in range(PROBLEMS)]
-    math = [
-        {**row, "solution": f"It is $\\boxed{{{row['answer']}}}$.", "level": "Level 2", "type": "t"} for row in rows
-    ]
-    write_lines(data / "math_train.jsonl", math)
-    write_lines(data / "dapo_math.jsonl", rows)  # in place of the Parquet file
-    for name in ("math500", "amc23", "hmmt_feb_2025", "hmmt_nov_2025", "aime24", "aime25"):
-        write_lines(data / f"{name}.jsonl", [{"problem": f"{name} {i}?", "answer": str(i)} for i in range(2)])
-    write_lines(data / "minerva.jsonl", [{"problem": "m?", "solution": "$\\boxed{3}$", "type": "t"}])
-    (data / "gpqa_diamond.csv").write_text(",".join(GPQA_CHOICES) + ",Question\n1,2,3,4,q?\n")
-    (data / "alpaca_eval.json").write_text(json.dumps([{"instruction": "Do.", "dataset": "d"}]))
-    options = {"question": "q?", "options": ["1", "2"], "answer": "B", "category": "law"}
-    write_lines(data / "mmlu_pro_test.jsonl", [options])  # in place of Parquet files
-    examples = [{**options, "question": f"e{i}?", "cot_content": "A: It is. The answer is (B)."} for i in range(5)]
-    write_lines(data / "mmlu_pro_validation.jsonl", examples)
+        packages = directory / f".venv-{server}" / "packages"
+        (packages / server).mkdir(parents=True)
+        (packages / server / "__init__.py").touch()
+        make_interpreter(packages.parent / "bin" / "python", f"env PYTHONPATH={packages} {sys.executable}")
+    make_data(directory / "data")
     before = Path.cwd()
     os.chdir(directory)
     yield directory
     os.chdir(before)
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def iterations(config, problems: int) -> int:
@@ -293,18 +259,8 @@ def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, froz
 @pytest.fixture
 def real_sizes(monkeypatch):
     """The stand-ins count as models of the real sizes."""
-    qwen = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
-    widths = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "tie_word_embeddings")
-    shapes = {
-        "Qwen3-0.6B-Base": (28, 1024, 3072, 16, True),
-        "Qwen3-1.7B-Base": (28, 2048, 6144, 16, True),
-        "Qwen3-4B-Base": (36, 2560, 9728, 32, True),
-        "Qwen3-4B": (36, 2560, 9728, 32, True),
-        "Qwen3-8B": (36, 4096, 12288, 32, False),
-    }
-    configs = {name: qwen | dict(zip(widths, shape, strict=True)) for name, shape in shapes.items()}
     for module in (machine, device_shares):
-        monkeypatch.setattr(module, "read_size", lambda directory: size_of(configs[directory.name]))
+        monkeypatch.setattr(module, "read_size", lambda directory: size_of(SHAPES[directory.name]))
 
 
 @pytest.mark.parametrize(
@@ -351,20 +307,8 @@ def test_lora_lies_over_vllm_as_well(lora, tmp_path, real_sizes):
     ],
 )
 def test_the_largest_students_fit_80_gb_as_they_are_sharded_and_what_is_missing_is_said(
-    recipe, servers, tmp_path, monkeypatch
+    recipe, servers, tmp_path, real_sizes
 ):
-    qwen = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
-    llama = {"model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256}
-    widths = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "tie_word_embeddings")
-    configs = {
-        "Qwen3-4B-Base": qwen | dict(zip(widths, (36, 2560, 9728, 32, True), strict=True)),
-        "Qwen3-8B": qwen | dict(zip(widths, (36, 4096, 12288, 32, False), strict=True)),
-        "Llama-3.1-8B-Instruct": llama | dict(zip(widths, (32, 4096, 14336, 32, False), strict=True)),
-        "Llama-3.2-3B-Instruct": llama | dict(zip(widths, (28, 3072, 8192, 24, True), strict=True)),
-    }
-    for module in (machine, device_shares):
-        monkeypatch.setattr(module, "read_size", lambda directory: size_of(configs[directory.name]))
-
     def warnings(*overrides):
         config = load_config(with_servers(tmp_path, recipe, *servers), [*here(recipe), *overrides])
         return machine.misfits(machine.estimate_machine(config, plan_training(config)))

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from conftest import interpreter
+from paper_directory import SHAPES, make_data, make_interpreter, make_model_of_shape
+from tiny_models import make_model
+from typer.testing import CliRunner
 
 from spot_async.backends.sglang.launch import sglang_command
-from spot_async.backends.shared.launch import Command, Doorway
+from spot_async.backends.shared.launch import Command, Doorway, LaunchSettings
 from spot_async.backends.shared.weight_transport import WeightSettings
 from spot_async.backends.vllm.launch import vllm_command
 from spot_async.backends.vllm.transfer import transfer_config
-from spot_async.config import LoraConfig
-from spot_async.config.loading import config_from, laid_over, read_tree
+from spot_async.checks.plan import TrainPlan, plan_training
+from spot_async.cli import app
+from spot_async.config import Config, LoraConfig
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "configs" / "paper"
 LORA = LoraConfig(rank=16, alpha=32)
-QWEN3_8B = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "hidden_size": 4096,
-            "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32}  # fmt: skip
 # Each reads lists of words from standard input, and prints what the server makes of them.
 PARSERS = {
     "vllm": """
@@ -48,57 +53,100 @@ for words in json.load(sys.stdin):
 }
 
 
-def paper_commands(kind: str, directory: Path) -> list[Command]:
-    """Return the different commands of all the paper's runs, with adapters and without."""
-    python = os.environ[f"SPOT_{kind.upper()}_PYTHON"]
-    doorway = Doorway(8123, directory, "secret")
-    found: dict[str, Command] = {}
-    recipes = [each for folder in ("table*", "figure-*") for each in PAPER.glob(f"{folder}/*.yaml")]
+class Started(NamedTuple):
+    """A server that a run would start."""
+
+    command: Command
+    launch: LaunchSettings
+    model: str
+
+
+@pytest.fixture(scope="module")
+def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What the recipes want to find: models of the published shapes, data, and the real servers."""
+    directory = tmp_path_factory.mktemp("paper")
+    make_model(directory / "tiny", seed=0)
+    for name in SHAPES:
+        make_model_of_shape(directory / "models" / name, directory / "tiny")
+    for kind in PARSERS:
+        make_interpreter(directory / f".venv-{kind}" / "bin" / "python", interpreter(f"SPOT_{kind.upper()}_PYTHON"))
+    make_data(directory / "data")
+    with contextlib.chdir(directory):
+        yield directory
+
+
+def paper_runs(kind: str) -> Iterator[list[Path]]:
+    """Yield the files that each of the paper's runs lays over each other for servers of a kind."""
+    recipes = [each for folder in ("table*", "figure-*") for each in sorted(PAPER.glob(f"{folder}/*.yaml"))]
     assert len(recipes) > 20
-    for path in [*recipes, PAPER / "lora.yaml", PAPER / "lora-24gb.yaml"]:
-        tree = read_tree(path)
-        if path.name.startswith("lora"):
-            tree = laid_over(tree, read_tree(PAPER / "table1" / "qwen3-1.7b-spot.yaml"))
-        elif kind == "vllm":
-            over = "vllm.yaml" if tree["teacher"] is not None else "vllm-grpo.yaml"
-            tree = laid_over(read_tree(PAPER / over), tree)
-        config = config_from(tree)
-        for role, model in (("student", config.student), ("teacher", config.teacher)):
-            if model is None or model.backend.kind != kind:
-                continue
-            for server in model.backend.servers():
-                launch = server.launch.model_copy(update={"python": python, "cache_gib": 10.0})  # type: ignore[attr-defined]
-                sleeps, adapters = server.sleep_while_training, LORA if role == "student" else None  # type: ignore[attr-defined]
-                for lora in {None, adapters}:
-                    if kind == "vllm":
-                        command = vllm_command(
-                            launch,
-                            directory,
-                            doorway,
-                            max_logprobs=65,
-                            takes_weights=role == "student",
-                            sleeps=sleeps,
-                            weight_transfer=transfer_config(WeightSettings(transport="distributed")),
-                            adapters=lora,
-                        )
-                    else:
-                        command = sglang_command(launch, directory, doorway, sleeps=sleeps, adapters=lora)
-                    found[json.dumps(command.argv)] = command
-    return list(found.values())
+    servers = [] if kind == "sglang" else [PAPER / "vllm.yaml"]
+    for recipe in recipes:
+        over = [PAPER / "vllm-grpo.yaml"] if servers and recipe.stem.endswith("grpo") else servers
+        yield [recipe, *over]
+    for lora in ("lora.yaml", "lora-24gb.yaml"):
+        yield [PAPER / "table1" / "qwen3-1.7b-spot.yaml", *servers, PAPER / lora]
 
 
-@pytest.mark.parametrize(("kind", "words_before"), [("vllm", 3), ("sglang", 3)])
-def test_the_paper_s_commands_are_understood(kind: str, words_before: int, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    commands = paper_commands(kind, tmp_path)
-    assert len(commands) >= 3  # student, teacher, adapters
-    for each in commands:
-        for name, text in each.files.items():
+def dry_run(files: Sequence[Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> TrainPlan:
+    """Return the plan that `train --dry-run` of files over each other shows."""
+    mine = Path("mine.yaml")
+    mine.write_text(f"base: [{', '.join(map(str, files))}]\n")
+    given = [f"{role}.backend.launch.python=.venv-vllm/bin/python" for role in ("student", "teacher")]
+    overrides = given if kind == "vllm" and files[-1].name.startswith("lora") else []
+    overrides = [*overrides, *(["data.train.path=data/dapo_math.jsonl"] if "4b" in files[0].name else [])]
+    plans: list[TrainPlan] = []
+
+    def seen(config: Config) -> TrainPlan:
+        plans.append(plan_training(config))
+        return plans[0]
+
+    monkeypatch.setattr("spot_async.checks.plan.plan_training", seen)
+    shown = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["train", str(mine), "--dry-run", "--brief", *overrides])
+    assert shown.exit_code == 0, shown.output
+    assert "attention " in shown.output
+    assert "None of it is measured" in shown.output  # so there was an estimate
+    return plans[0]
+
+
+def would_start(plan: TrainPlan, directory: Path) -> Iterator[Started]:
+    """Yield the servers that a run would start, each with adapters and without, with the words of its own backend."""
+    doorway = Doorway(8123, directory, "secret")
+    for role, model in plan.served.items():
+        for server in model.backend.servers():
+            launch, sleeps = server.launch, server.sleep_while_training  # type: ignore[attr-defined]
+            for lora in {None, LORA if role == "student" else None}:
+                if model.backend.kind == "vllm":
+                    command = vllm_command(
+                        launch,
+                        Path(model.model),
+                        doorway,
+                        max_logprobs=65,
+                        takes_weights=role == "student",
+                        sleeps=sleeps,
+                        weight_transfer=transfer_config(WeightSettings(transport="distributed")),
+                        adapters=lora,
+                    )
+                else:
+                    command = sglang_command(launch, Path(model.model), doorway, sleeps=sleeps, adapters=lora)
+                yield Started(command, launch, model.model)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_dry_run_of_each_recipe_starts_servers_by_commands_that_they_understand(
+    kind: str, working_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, Started] = {}
+    for files in paper_runs(kind):
+        plan = dry_run(files, kind, monkeypatch)
+        assert {model.backend.kind for model in plan.served.values()} == {kind}
+        found |= {json.dumps(each.command.argv): each for each in would_start(plan, tmp_path)}
+    assert {each.model.removeprefix("models/") for each in found.values()} == {*SHAPES}
+    for each in found.values():
+        for name, text in each.command.files.items():
             (tmp_path / name).write_text(text)
-    python = commands[0].argv[0]
     done = subprocess.run(
-        [python, "-c", PARSERS[kind]],
-        input=json.dumps([list(each.argv[words_before:]) for each in commands]),
+        [interpreter(f"SPOT_{kind.upper()}_PYTHON"), "-c", PARSERS[kind]],
+        input=json.dumps([list(each.command.argv[3:]) for each in found.values()]),
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
@@ -106,10 +154,13 @@ def test_the_paper_s_commands_are_understood(kind: str, words_before: int, tmp_p
     )
     assert done.returncode == 0, done.stderr[-3000:]
     parsed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(parsed) == len(commands)
-    cache = {"vllm": 10 * 2**30, "sglang": 10 * 2**30 // (36 * 2 * 8 * 128 * 2)}  # bytes, or tokens of layers and heads
-    for model, head, fraction, cached in parsed:
-        assert model == str(tmp_path)
-        assert cached == cache[kind]
+    assert len(parsed) == len(found)
+    for each, (model, head, fraction, cached) in zip(found.values(), parsed, strict=True):
+        assert model == each.model
+        assert each.launch.cache_gib is not None
+        shape, heads = SHAPES[Path(model).name], 8
+        token_bytes = shape["num_hidden_layers"] * 2 * heads * shape["head_dim"] * 2
+        cache_bytes = int(each.launch.cache_gib * 2**30)
+        assert cached == (cache_bytes if kind == "vllm" else cache_bytes // token_bytes)
         assert head in (True, {"head_dtype": "float32"})
         assert 0.1 < fraction < 0.9 if kind == "vllm" else fraction == 0.95
