@@ -17,6 +17,7 @@ from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.loop.events import Evaluated
 from spot_async.models.weight_files import delete_weights, in_use
 from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
+from spot_async.run_directory.run_weights import RunWeights
 from spot_async.telemetry.console import best_words
 from spot_async.telemetry.evaluation_history import EvaluationHistory
 from spot_async.types import Verdict, WeightSnapshot, WeightVersion
@@ -285,3 +286,24 @@ def test_a_run_repeated_from_its_own_configuration_keeps_its_name(tmp_path):
         assert name_of(run / "config.yaml") == "config"  # a file like any other
         (run / "run.json").write_text('{"format": 1}')
         assert name_of(run / "config.yaml") == name_of_run(run) == name
+
+
+def test_weights_published_elsewhere_are_copied_when_a_checkpoint_needs_them(run, tmp_path):
+    elsewhere = tmp_path / "memory"
+    run.weights = RunWeights(run.path, elsewhere)
+    for step in (1, 2, 3):
+        directory = elsewhere / f"step-{step:06d}"
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_text(f"weights of {step}")
+        run.weights.advance_student_to(directory)
+    assert not (run.path / "student").is_symlink(), "it would lead nowhere once the run is over"
+    for step in (1, 2):
+        run.weights.keep(step)
+    kept = run.path / "weights" / "step-000002"
+    assert (run.path / "student").resolve() == kept == run.weights.after(2)
+    assert list(kept.parent.iterdir()) == [kept]
+    # A lost trainer goes back: the next one publishes iteration 3 again.
+    run.weights.forget_after(2)
+    assert sorted(each.name for each in elsewhere.iterdir()) == ["step-000001", "step-000002"]
+    shutil.rmtree(elsewhere)
+    assert (run.path / "student" / "model.safetensors").read_text() == "weights of 2"
