@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from spot_async.base import registry
-from spot_async.base.addresses import host_of, is_loopback
+from spot_async.base.addresses import is_loopback
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out, sleeps_while_training
 from spot_async.config import Config, ModelConfig, Place
@@ -308,9 +308,10 @@ def _check_weights_directory(config: Config) -> None:
         return
     for each in backend.servers():
         place, launch = each.place, getattr(each, "launch", None)
-        there = "launch.prefix or launch.resources" if launch is not None and launch.is_elsewhere else None
-        if place is not None and place.is_attached and not is_loopback(host_of(place.address)):
-            there = place.setting
+        there = "launch.prefix or launch.resources" if getattr(launch, "is_elsewhere", False) else None
+        if place is not None and place.is_attached:
+            host = place.address.partition("/")[0].rpartition(":")[0]
+            there = None if is_loopback(host) else place.setting
         if there is not None:
             raise ConfigError(
                 f"training.weights_directory={parent}: it is private to this machine, and the server of "

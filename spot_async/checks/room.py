@@ -35,7 +35,7 @@ def check_room(path: Path, config: Config, plan: TrainPlan) -> None:
     directory = Path(training.weights_directory)
     if not (directory.is_dir() and os.access(directory, os.W_OK | os.X_OK)):
         raise ConfigError(f"training.weights_directory={directory}: is no directory in which this user can write")
-    refuse_foreign_writers([directory / "new"])  # of the directories on the way: servers would find out later
+    refuse_foreign_writers([directory / "spot-weights"])  # of the directories on the way: servers would find out later
     remove_abandoned(directory)
     if (words := weights_shortage(config, plan)) is not None:
         raise ConfigError(words)

@@ -150,6 +150,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_one_line(monkeypatch, tmp_path,
 def test_weights_that_find_no_room_or_no_reader_elsewhere_are_one_line(monkeypatch, tmp_path, refused):
     key = f"training.weights_directory={tmp_path}"
     refused(f"{key}/none", f"{key}/none: is no directory in which this user can write")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    refused(f"{key}/open", f"{tmp_path}/open can be written by everybody", f"chmod o-w {tmp_path}/open")
     refused(f"training={{weights_directory: {tmp_path}, checkpoint_every: 0}}", "checkpoint_every=0", "after a kill")
     with monkeypatch.context() as patch:
         patch.setattr(checked_room, "is_in_memory", lambda directory: True)
@@ -157,12 +160,14 @@ def test_weights_that_find_no_room_or_no_reader_elsewhere_are_one_line(monkeypat
         refused(
             key, f"{key}: published weights take 0.8 MB there, and this machine's memory has 0.5 MB left", "to null"
         )
-    run = arguments(tmp_path / "run", key, "student.backend={kind: vllm, url: http://10.0.0.5:8000}")
-    assert_refused(
-        invoke(monkeypatch, *run),
-        f"{key}: it is private to this machine, and the server of student.backend.url=http://10.0.0.5:8000 may not",
-        "weights.transport=distributed",
-    )
+    elsewhere = {
+        "url: http://10.0.0.5:8000": "url=http://10.0.0.5:8000",
+        "launch: {python: p, prefix: [env]}": "launch.prefix",
+    }
+    for given, named in elsewhere.items():
+        run = arguments(tmp_path / "run", key, f"student.backend={{kind: vllm, {given}}}")
+        line = f"{key}: it is private to this machine, and the server of student.backend.{named}"
+        assert_refused(invoke(monkeypatch, *run), line, "weights.transport=distributed")
     left = shutil.disk_usage(tmp_path)
     full = left._replace(free=400_000)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: full if Path(path) == tmp_path / "full" else left)

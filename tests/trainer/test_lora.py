@@ -209,11 +209,11 @@ def test_a_full_disk_while_a_step_is_made_whole_leaves_its_adapter(
     published = Path(trainer.train(Batch(0, tuple(mixed_batch()))).snapshot.directory)
     before = sorted(each.name for each in published.rglob("*"))
 
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("spot_async.trainer.publishing.flush_to_disk", full)
+        patch.setattr("spot_async.trainer.streaming.write_tensors", full)
         with pytest.raises(TrainerError, match=r"cannot publish weights to .*step-000001: No space left on device"):
             trainer.begin_to_save(tmp_path / "checkpoint", lambda seconds, failure: None)
     assert sorted(each.name for each in published.rglob("*")) == before
