@@ -73,10 +73,13 @@ def device_gib(cluster: ClusterConfig, served: Mapping[str, ModelConfig]) -> flo
     nothing for instances of MIG.
     """
     memory, devices = gpu_memory(), set(chain(*starting_order(served).values()))
-    if devices and cluster.device_gib is None and has_instances(named_gpus(os.environ) or ()):
+    is_divided = has_instances(named_gpus(os.environ) or ()) or any(
+        memory[each].is_divided for each in devices if each in memory
+    )
+    if devices and cluster.device_gib is None and is_divided:
         raise ConfigError(
-            f"cluster.device_gib: {VISIBLE} names instances of MIG, whose memory nobody here knows: set it to what "
-            "`nvidia-smi -L` says, such as 10 for MIG 1g.10gb"
+            "cluster.device_gib: the GPU is divided by MIG, and nobody here knows the memory of an instance: set it to "
+            "what `nvidia-smi -L` says, such as 10 for MIG 1g.10gb"
         )
     found = [memory[each].total_gib for each in devices if each in memory]
     if not found:

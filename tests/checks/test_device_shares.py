@@ -48,7 +48,7 @@ def model(tmp_path: Path) -> Path:
 def gpus(monkeypatch):
     """Say what this machine's GPUs are."""
 
-    def have(**found: tuple[float, float]) -> None:
+    def have(**found: tuple[float, ...]) -> None:
         memory = {int(name.removeprefix("gpu")): GpuMemory(*each) for name, each in found.items()}
         monkeypatch.setattr(device_shares, "gpu_memory", lambda: memory)
 
@@ -98,10 +98,19 @@ def test_a_cache_that_is_stated_stays_and_counts_for_the_device(model, gpus):
 
 
 def test_an_instance_of_mig_has_the_memory_that_is_stated(model, gpus, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
     models = served(model, student=launch(devices="0", memory_fraction=0.9))
-    with pytest.raises(ConfigError, match=r"^cluster\.device_gib: CUDA_VISIBLE_DEVICES names instances of MIG, whose"):
-        shared_out(models, ClusterConfig())
+
+    def refused() -> None:
+        with pytest.raises(
+            ConfigError, match=r"^cluster\.device_gib: the GPU is divided by MIG, and nobody here knows"
+        ):
+            shared_out(models, ClusterConfig())
+
+    gpus(gpu0=(79.6, 79.0, True))  # what nvidia-smi says is of the whole
+    refused()
+    gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a")
+    refused()
     assert caches(shared_out(models, ClusterConfig(device_gib=10))) == pytest.approx([9 - WEIGHTS_GIB - WORKSPACE_GIB])
 
 
@@ -175,12 +184,14 @@ def test_sglang_is_told_tokens_by_the_heads_that_each_device_has(model, tmp_path
 
 
 def test_the_reply_of_nvidia_smi_is_numbered_as_ranks_and_servers_count():
-    reply = "0, GPU-a, 81559, 81000\n1, GPU-b, 24576, 1024\n2, MIG-c, [N/A], [N/A]\n"
+    reply = "0, GPU-a, 81559, 81000, Disabled\n1, GPU-b, 24576, 1024, [N/A]\n2, MIG-c, [N/A], [N/A], [N/A]\n"
     first, second = GpuMemory(81559 / 1024, 81000 / 1024), GpuMemory(24.0, 1.0)
     assert read_gpu_memory(reply, {}) == {0: first, 1: second}
     assert read_gpu_memory(reply, {"CUDA_VISIBLE_DEVICES": "1"}) == {0: second}
     assert read_gpu_memory(reply, {"CUDA_VISIBLE_DEVICES": "GPU-b,0"}) == {0: second, 1: first}
     assert read_gpu_memory("NVIDIA-SMI has failed", {}) == {}
+    (divided,) = read_gpu_memory("0, GPU-a, 81559, 81000, Enabled\n", {}).values()
+    assert divided.is_divided
 
 
 def test_who_shares_a_device_starts_in_turn_the_trainer_last(model, gpus):

@@ -19,7 +19,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 MIG = "MIG-"  # the names of parts of a divided GPU (multi-instance GPU) begin so
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 WITHOUT_GPUS = "no CUDA"
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
+FIELDS = "index,uuid,memory.total,memory.free,mig.mode.current"
+QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 30.0
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the major version of CUDA (its release notes)
 
@@ -103,6 +104,7 @@ class GpuMemory(NamedTuple):
 
     total_gib: float
     free_gib: float
+    is_divided: bool = False  # by MIG: a process gets an instance, which has less
 
 
 @functools.cache
@@ -122,9 +124,9 @@ def read_gpu_memory(reply: str, environ: Mapping[str, str]) -> dict[int, GpuMemo
     """Read what `nvidia-smi` replies. A line without numbers, as of a MIG device, is left out."""
     found = {}
     for line in reply.splitlines():
-        if (values := re.fullmatch(r"(\d+), ([^,]+), (\d+), (\d+)", line.strip())) is not None:
-            index, uuid, total_mib, free_mib = values.groups()
-            found[index] = found[uuid] = GpuMemory(int(total_mib) / 1024, int(free_mib) / 1024)
+        if (values := re.fullmatch(r"(\d+), ([^,]+), (\d+), (\d+)(?:, (.*))?", line.strip())) is not None:
+            index, uuid, total_mib, free_mib, mig = values.groups()
+            found[index] = found[uuid] = GpuMemory(int(total_mib) / 1024, int(free_mib) / 1024, mig == "Enabled")
     named = named_gpus(environ)
     if named is None:
         named = [each for each in found if each.isdecimal()]
