@@ -17,6 +17,7 @@ from spot_async.cli import app
 
 ROOT = Path(__file__).parents[1]
 CUSTOM = ROOT / "examples" / "custom_method"
+BACKEND = ROOT / "examples" / "custom_backend"
 
 
 def python(*arguments: str | Path, cwd: Path | None = None) -> str:
@@ -73,6 +74,39 @@ def test_the_custom_method_is_installed_found_by_its_name_and_trains(
 def test_the_custom_methods_own_tests_pass() -> None:
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_confident_opd.py", cwd=CUSTOM)
     assert re.search(r"^\d+ passed", said, re.MULTILINE), said
+
+
+def test_the_custom_backend_is_installed_found_by_its_name_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
+) -> None:
+    package = shutil.copytree(BACKEND, tmp_path / "package")
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    python("-m", "pip", "install", *offline, "--target", tmp_path / "site", package)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(ROOT)
+    small = ["training.iterations=2", "training.batch_size=8", "training.mini_batch_size=4"]
+    done = CliRunner().invoke(
+        app, ["train", str(package / "inline_teacher.yaml"), f"run.directory={tmp_path / 'run'}", *small]
+    )
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert not (tmp_path / "run" / "logs" / "teacher.log").exists()  # no server was started in its place
+
+
+def test_the_custom_backends_own_tests_pass_and_it_is_short_enough_to_copy() -> None:
+    said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_inline_teacher.py", cwd=BACKEND)
+    assert re.search(r"^\d+ passed", said, re.MULTILINE), said
+    assert len((BACKEND / "inline_teacher.py").read_text().splitlines()) <= 130
+
+
+def test_the_custom_backend_keeps_its_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BACKEND))
+    model = str(ROOT / "examples" / "running_sum" / "teacher")
+    kind = ["--backend", "inline_teacher:InlineTeacher", "--role", "teacher", "--model", model]
+    done = CliRunner().invoke(app, ["conformance", *kind, "--directory", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"InlineTeacher: \d+ passed, \d+ not offered", done.output)
 
 
 def test_the_custom_method_is_short_and_names_only_what_is_public() -> None:

@@ -1,8 +1,7 @@
-"""The backend for our own server. **Copy this file to write a backend for another server.**
+"""The backend for our own server. `examples/custom_backend` is the one to copy for a backend of your own.
 
 Each method of a protocol (`spot_async.protocols`) makes a request, sends it, and checks the reply before anyone else
-sees it. What you will replace is the requests and replies, here those of `spot_async.serving.api`. What you can keep is
-in `shared/`:
+sees it, with what is in `shared/`:
 
 * `http.py` sends requests with deadlines and turns every failure into one of `spot_async.errors`.
 * `replies.py` checks that the numbers in a reply can be true.

@@ -93,6 +93,7 @@ def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch,
 def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, servers_on_threads, trainer_on_thread):
     run = folder / "own_run"
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "custom_backend"))
     monkeypatch.syspath_prepend(str(folder))
     done = CliRunner().invoke(app, ["train", "my_run.yaml", f"run.directory={run}"])
     assert done.exit_code == 0, done.output
@@ -111,7 +112,7 @@ def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, server
 async def test_the_pages_teacher_scores_as_the_local_server_does(folder, monkeypatch, servers_on_threads):
     from spot_async.backends.local.backend import LocalBackend
 
-    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "custom_backend"))
     from inline_teacher import InlineTeacher
 
     model = str(ROOT / "examples" / "running_sum" / "teacher")
