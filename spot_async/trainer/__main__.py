@@ -53,6 +53,8 @@ def _serve(settings: TrainerSettings, channel_directory: str, device: torch.devi
     This is a function of its own so that, when it returns, no trainer is left that refers to the process group.
     """
     trainer = StudentTrainer(settings, strategy_of(settings.training), device)
+    if rank_place().rank == 0:
+        sys.stderr.write(f"attention: {trainer.attention}\n")
     feed = BatchFeed(channel_directory, this_rank(), step=trainer.step)
     train_batches(trainer, feed)
 

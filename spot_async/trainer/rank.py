@@ -7,7 +7,6 @@ It does not know the method that made the supervision. Start reading at `Student
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -119,8 +118,7 @@ class StudentTrainer:
         self._optimizer = new_optimizer(trained, self._training)
         if is_packed and device.type == "cuda" and dtype == torch.bfloat16:
             attend_documents_at_once(self.model, device)
-        if strategy.rank == 0:
-            sys.stderr.write(f"attention: {attention_words(self.model.config._attn_implementation)}\n")
+        self.attention = attention_words(self.model.config._attn_implementation)
         if self._training.compile:
             try_compiled(
                 self._response_logprobs,
