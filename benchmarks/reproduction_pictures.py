@@ -1,30 +1,24 @@
-"""Draws the pictures of docs/reproduction.md from what `reproduction_tables.py` computed. It reads no file."""
+"""Draws the pictures of docs/reproduction.md from what `reproduction_tables.py` computed. It reads no file.
+
+It needs matplotlib, which nothing else does and which is no requirement of the project.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from reproduction_tables import Point
+    from reproduction_tables import Panel, Point
 
 MARKERS = {"choice": "o", "knowledge": "s", "running-sum": "^"}
 # Text stays text, and the same curves give the same file.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "spot-async", "font.family": "sans-serif", "font.size": 9}
-
-
-class Panel(NamedTuple):
-    """The curves of one setting, in percent, by row. Rows that are not `named` are drawn grey, without a name."""
-
-    title: str
-    curves: Mapping[str, Sequence[tuple[int, float]]]
-    named: Collection[str]
-    forecasts: Mapping[str, tuple[float, float]]  # where a row was expected to end, and the standard error
 
 
 def write_panels(path: Path, panels: Sequence[Panel], *, x_name: str, y_name: str, doubling: bool = False) -> None:

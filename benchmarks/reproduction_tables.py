@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from reproduction_pictures import Panel, write_calibration, write_panels
 from reproduction_rows import ALL_SEEDS, ROOT, Setting
 
 from spot_async.evaluation.metrics import pass_at_k_of_counts
@@ -42,6 +41,15 @@ class Point(NamedTuple):
     observed_error: float
     accuracy: float  # gained by a response on held-out problems, over its number of decisions; exploratory
     accuracy_error: float
+
+
+class Panel(NamedTuple):
+    """The curves of one setting, in percent, by row. Rows that are not `named` are drawn grey, without a name."""
+
+    title: str
+    curves: Mapping[str, Sequence[tuple[int, float]]]
+    named: Collection[str]
+    forecasts: Mapping[str, tuple[float, float]]  # where a row was expected to end, and the standard error
 
 
 class Hypothesis(NamedTuple):
@@ -353,10 +361,15 @@ def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
         passes.append(pass_curves(setting, base, rows))
         if OPD in rows and (measured := measured_decisions(directory, setting, problems)):
             choices.append(choice_curves(setting, rows, measured, points))
+    lines = hypotheses_table(rows_of, tiers_of) + lines + calibration_table(points)
+    (directory / "tables.md").write_text("\n".join(lines))
+    sys.stdout.write("\n".join(lines) + "\n")
+    try:
+        from reproduction_pictures import write_calibration, write_panels
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"no pictures: they need {error.name} (pip install {error.name})\n")
+        return
     write_panels(directory / "pass-at-k.svg", passes, x_name="k", y_name="Pass@k, percent", doubling=True)
     if choices:
         write_panels(directory / "choices.svg", choices, x_name="iteration", y_name="value of a choice, percent")
     write_calibration(directory / "calibration.svg", points)
-    lines = hypotheses_table(rows_of, tiers_of) + lines + calibration_table(points)
-    (directory / "tables.md").write_text("\n".join(lines))
-    sys.stdout.write("\n".join(lines) + "\n")

@@ -120,9 +120,10 @@ def test_a_relay_students_facts_and_methods_are_those_measured_when_it_was_made(
 
 
 def test_pictures_name_rows_once_and_mark_where_they_were_expected_to_end(plan, tmp_path):
+    pytest.importorskip("matplotlib")
     pictures = importlib.import_module("reproduction_pictures")
     curves = {"OPD": [(10, 4.0), (20, 4.1)], "SPOT": [(10, 4.0), (20, 4.6)], "EOPD": [(10, 3.9)], "KD": [(10, 3.8)]}
-    panel = pictures.Panel("choice", curves, {"OPD", "SPOT"}, {"SPOT": (4.5, 0.1)})
+    panel = plan.Panel("choice", curves, {"OPD", "SPOT"}, {"SPOT": (4.5, 0.1)})
     for name in ("first.svg", "again.svg"):
         pictures.write_panels(tmp_path / name, [panel], x_name="iteration", y_name="percent")
     drawn = (tmp_path / "first.svg").read_text()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import importlib
-import importlib.util
 import io
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 import tracemalloc
@@ -29,6 +27,7 @@ from spot_async.tools.compare.bootstrap import percentile_interval, resampled_me
 from spot_async.tools.compare.compute import compute_of, read_compute
 from spot_async.tools.compare.reading import PairedBenchmark, paired, read_evaluated
 from spot_async.tools.compare.statistics import Column, compare, pass_curves
+from spot_async.tools.pages import svg
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,17 +193,19 @@ def test_a_reader_that_stops_reading_keeps_no_file_from_being_written_and_is_no_
     assert (tmp_path / "out" / "comparison.csv").exists()
 
 
-def test_curves_are_pictures_too_where_matplotlib_is(tmp_path):
+def test_curves_have_exact_figures_under_the_pointer_and_other_colours_on_dark_screens(tmp_path):
     run = written(tmp_path / "run", {"AMC23": [0, 1, 8, 4]})
-    output = shown(str(run), "-o", str(tmp_path / "out"))
-    picture = tmp_path / "out" / "pass-at-k-AMC23.png"
-    if importlib.util.find_spec("matplotlib") is None:
-        assert not picture.exists()
-        assert "pip install matplotlib" in output
-    else:
-        data = picture.read_bytes()
-        assert data[:8] == b"\x89PNG\r\n\x1a\n"
-        assert min(struct.unpack(">II", data[16:24])) > 400
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "pass-at-k-AMC23.png").touch()  # as earlier releases drew
+    output = shown(f"OPD={run}", "-o", str(tmp_path / "out"))
+    assert "of an earlier comparison: pass-at-k-AMC23.png" in output.splitlines()
+    drawing = ElementTree.parse(tmp_path / "out" / "pass-at-k-AMC23.svg")
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [each.text for each in drawing.iter(f"{space}title")]
+    assert titles == ["1 k: OPD 40.6%", "2 k: OPD 50.9%", "4 k: OPD 62.1%", "8 k: OPD 75%"]
+    light, dark = drawing.find(f"{space}style").text.split("@media (prefers-color-scheme:dark)")
+    assert f".c0{{stroke:{svg.COLOURS[0]}}}" in light
+    assert f".c0{{stroke:{svg.DARK_COLOURS[0]}}}" in dark
 
 
 def test_a_path_with_an_equals_sign_is_a_run_if_it_exists(tmp_path):

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.text import visible
+from spot_async.config.evaluation import MACRO, MEAN_COLUMN
 from spot_async.errors import DataError
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.compute import Compute, compute_rows, read_compute
-from spot_async.tools.compare.plots import write_curves
 from spot_async.tools.compare.reading import (
     Evaluated,
     PairedBenchmark,
@@ -83,14 +83,20 @@ def write(
         "comparison.tex": tables.latex(comparison, notes),
         "comparison.csv": tables.long_csv(comparison),
         "pass_at_k.csv": tables.curves_csv(comparison.methods, curves),
+    } | {
+        f"pass-at-k-{MACRO if each.benchmark == MEAN_COLUMN else each.benchmark}.svg": tables.curves_svg(
+            comparison.methods, each
+        )
+        for each in curves
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             (directory / name).write_text(text, encoding="utf-8", errors="replace")
-        return write_curves(directory, comparison.methods, curves)
+        earlier = sorted(path.name for path in directory.glob("pass-at-k-*") if path.name not in texts)
     except OSError as error:
         raise DataError(f"--output {directory}: cannot be written: {error.strerror}") from None
+    return [f"of an earlier comparison: {', '.join(earlier)}"] if earlier else []
 
 
 def show(

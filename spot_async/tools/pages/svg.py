@@ -1,7 +1,8 @@
 """Draws small plots as inline SVG: lines, bars, stacked areas. Pure.
 
-Colours and fonts come from the page's style sheet. Everything is drawn in a box of 380 by 220, which pages scale a
-little. Series differ in colour and in dash. Exact numbers show under the pointer, through SVG's own `<title>`.
+Fonts and line widths come from the page's style sheet; files of their own have theirs in them. Everything is drawn in a
+box of 380 by 220, which pages scale a little. Series differ in colour and in dash. Exact numbers show under the
+pointer, through SVG's own `<title>`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ROW_HEIGHT = 20
 CHARACTER = 6.3  # most that a character of labels is wide, on average
 ROW_LABEL = 92  # room for the labels of rows at least, and at most
 MOST_ROW_LABEL = 200
-# Colours of drawings that stand alone. Pages have a style sheet of their own, which also has colours for dark screens.
 COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
+DARK_COLOURS = ("#62aeea", "#ff9350", "#5cc48c", "#c795dd", "#d9b93b", "#a2a7ae")  # on dark screens
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
 LEGEND_TOP = HEIGHT + 18
 
@@ -102,13 +103,20 @@ def level_document(series: Sequence[Series], *, x_name: str, title: str, format_
 
 
 def _document_style() -> str:
-    """Return the styles of plots that pages have in their style sheets, for light backgrounds and without variables."""
-    colours = "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(COLOURS))
+    """Return the styles of plots that pages have in their style sheets, without variables, which few programs read."""
+
+    def colours(background: str, text: str, grid: str, series: Sequence[str]) -> str:
+        strokes = "".join(f".c{i}{{stroke:{colour}}}" for i, colour in enumerate(series))
+        return (
+            f"svg{{background:{background}}}.dot{{fill:{background}}}text{{fill:{text}}}.grid{{stroke:{grid}}}{strokes}"
+        )
+
     dashes = "".join(f".line.d{i}{{stroke-dasharray:{dash}}}" for i, dash in enumerate(DASHES) if dash)
     return (
-        "svg{background:#fff;font:11px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}text{fill:#5d6167}"
-        ".grid{stroke:#d9dbde;stroke-width:.7}.line{fill:none;stroke-width:1.8}.strip{fill:none}"
-        f".dot{{fill:#fff;stroke-dasharray:none!important}}{colours}{dashes}"
+        "svg{font:11px system-ui,'Segoe UI',Roboto,'Liberation Sans',sans-serif}"
+        ".grid{stroke-width:.7}.line{fill:none;stroke-width:1.8}.strip{fill-opacity:0}.dot{stroke-dasharray:none!important}"
+        f"{dashes}{colours('#fff', '#5d6167', '#d9dbde', COLOURS)}"
+        f"@media (prefers-color-scheme:dark){{{colours('#1c1e21', '#a2a7ae', '#34373c', DARK_COLOURS)}}}"
     )
 
 

@@ -7,6 +7,7 @@ import functools
 import jinja2
 
 from spot_async.base.text import visible
+from spot_async.tools.pages import svg
 
 
 @functools.cache
@@ -19,5 +20,6 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {"colours": svg.COLOURS, "dark_colours": svg.DARK_COLOURS}
     environment.filters["visible"] = visible
     return environment
