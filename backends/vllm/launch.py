@@ -37,8 +37,9 @@ def vllm_command(
     other paths. `settings.arguments` come last, so they override ours.
     """
     uds = doorway.uds if settings.port is None and not settings.is_elsewhere else None
+    program = _program(settings)
     argv = [
-        *(settings.python, "-m", *_program(settings), str(model)),
+        *(settings.python, "-m", *program, str(model)),
         *(("--host", doorway.host, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
         *("--generation-config", "vllm"),  # or sampling defaults would come from the model's directory
         *("--max-logprobs", str(max_logprobs), "--dtype", settings.dtype),
@@ -55,6 +56,8 @@ def vllm_command(
         argv.append("--enable-scale-out")
     if sleeps:
         argv.append("--enable-sleep-mode")
+    if takes_weights and "serve" in program:  # with data parallelism it has several, each with its own adapters
+        argv += ["--api-server-count", "1"]
     if takes_weights and weight_transfer is not None:
         argv += ["--weight-transfer-config", weight_transfer]
     if adapters is not None:

@@ -96,7 +96,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 
 def of_allocator(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which ranks keep less of a GPU than they use: segments grow in place, without gaps.
+    """Return the variable by which ranks keep little of a GPU that they do not use: segments grow, without gaps.
 
     It is theirs alone. Servers that sleep have memory pools of their own, with which such segments may conflict.
     """

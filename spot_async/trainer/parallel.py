@@ -84,7 +84,8 @@ def rank_device(choice: Literal["auto", "cuda", "cpu"] = "auto", needs_gpu: str 
             raise ConfigError(GpuSoftware.found().refusal(needs_gpu))
         return torch.device("cpu")
     local_rank, devices, place = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count(), rank_place()
-    if place.ranks > 1 and " MIG " in torch.cuda.get_device_name(0):  # as in `NVIDIA A100-SXM4-40GB MIG 1g.5gb`
+    # Its name is such as `NVIDIA A100-SXM4-40GB MIG 1g.5gb`.
+    if place.ranks > 1 and " MIG " in torch.cuda.get_device_name(min(local_rank, devices - 1)):
         raise ConfigError(instance_refusal(place.ranks))
     if local_rank >= devices:
         on = "" if place.nodes == 1 else f" on {place.nodes} nodes"

@@ -306,6 +306,7 @@ def test_the_command_is_one_that_the_installed_version_knows(
     command = vllm_launch.vllm_command(settings, Path("/models/student"), doorway, max_logprobs=65, takes_weights=True)
     given = " ".join(command.argv)
     assert ("--enable-scale-out" in command.argv) == flag
+    assert ("--api-server-count" in command.argv) == program.endswith("serve")
     for part in (
         f"{sys.executable} -m {program} /models/student",
         "--uds /tmp/spot-server-x/http",
