@@ -301,10 +301,7 @@ EXPERIMENTS = {
             Part("E10 vLLM", "batch 32, 1,024 tokens", "servers:iteration", ("card", "vllm"), 240, ("vllm",)),
             Part("E10 SGLang", "batch 32, 1,024 tokens", "servers:iteration", ("card", "sglang"), 240, ("sglang",)),
         ),
-        (
-            Expectation("vLLM takes less: exact candidates of all positions in one request", "sources of vLLM 0.32"),
-            Expectation("both end well", HAND, equal("exit_code", 0)),
-        ),
+        (Expectation("vLLM takes less: exact candidates of all positions in one request", "sources of vLLM 0.32"),),
     ),
     "E11": Experiment(
         "Weight updates",

@@ -90,7 +90,9 @@ def install(folder: Path, environment: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     # `--system-site-packages` would show the packages of the Python that this one's own environment was made from.
     site = next((environment / "lib").glob("python*")) / "site-packages"
-    own = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    library = Path(sysconfig.get_path("stdlib"))
+    not_packages = {str(library), str(library / "lib-dynload")}
+    own = [path for path in sys.path[1:] if path not in not_packages and Path(path).is_dir()]
     (site / "of_this_python.pth").write_text("\n".join(own) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "--quiet"]
     offline = ["--no-index", "--find-links", str(folder.absolute())]

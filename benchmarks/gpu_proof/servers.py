@@ -12,8 +12,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from gpu_proof.place import Place, Rows
 
 TOLERANCE_NATS = 0.3  # of servers in 16 bits
 ITERATIONS = 3
+CPU_FRACTION = 0.1  # of this machine's memory, a bound that vLLM looks at
 
 
-def model_of(place: Place, wanted: str) -> Path:
+def model_of(place: Place, wanted: str, seed: int = 0) -> Path:
     """Return the directory of a random model with a tokenizer, whose words are numbers of tokens."""
     size = place.size(wanted)
-    directory = Path(place.models) / size
-    save_qwen3(size, directory, place.device)
+    directory = Path(place.models) / (f"{size}-seed-{seed}" if seed else size)
+    save_qwen3(size, directory, place.device, seed)
     return save_words(directory, vocabulary_of(size))
 
 
@@ -46,7 +47,7 @@ def launch(
 ) -> dict[str, Any]:
     """Return a `launch` section. Without `float32_logits` the output layer computes in the model's own type."""
     if place.device == "cpu":
-        return {**_on_cpu(place, kind), **keys}
+        return {**_on_cpu(place, kind), "memory_fraction": CPU_FRACTION, **keys}
     arguments = [] if float32_logits else ["--hf-overrides", '{"head_dtype": "model"}']
     return {
         "python": {"vllm": place.vllm, "sglang": place.sglang}[kind],
@@ -70,24 +71,28 @@ def conformance(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
     tolerance = TOLERANCE_NATS if place.device == "cuda" else 5e-5
     options = ["--backend", kind, "--model", str(model), "--launch-python", python, "--tolerance", str(tolerance)]
     said = _command("conformance", *options, "--device", place.device, *settings, codes=(0, 1))
-    checks = re.findall(r"^ ?(\w+) +(passed|failed|not offered|not checked)\b *(.*)$", said, flags=re.M)
-    nats = [float(each) for each in re.findall(r"([\d.]+(?:e-?\d+)?) nats", said)]
+    row = r"^ ?(\w+) +(passed|failed|not offered|not checked)\b *(\d\S*e[+-]\d+)? *(.*?) *$"
+    checks = re.findall(row, said, flags=re.M)
+    if not checks:
+        raise SystemExit(_reason(said) or "no check was made")
     counts = {
-        state: sum(found == state for _, found, _ in checks)
+        state: sum(found == state for _, found, *_ in checks)
         for state in ("passed", "failed", "not offered", "not checked")
     }
-    yield {"what": "all checks", **{state.replace(" ", "_"): count for state, count in counts.items()},
-           "nats_at_most": max(nats, default=None)}  # fmt: skip
-    for name, state, note in checks:
+    yield {
+        "what": "all checks",
+        **{state.replace(" ", "_"): count for state, count in counts.items()},
+        "nats_at_most": max((float(nats) for _, _, nats, _ in checks if nats), default=None),
+    }
+    for name, state, _, note in checks:
         if state in ("failed", "not checked"):
             yield {"what": name, "state": state, "said": note[:200]}
 
 
 def doctor(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
     """`spot-async doctor` of two servers on one card."""
-    model = model_of(place, "0.6b")
     own = {} if place.device == "cpu" else keys
-    config = _config(place, model, kind, {"memory_fraction": 0.3, **own}, {"memory_fraction": 0.3, **own})
+    config = _config(place, "0.6b", kind, {"memory_fraction": 0.3, **own}, {"memory_fraction": 0.3, **own})
     found = json.loads(_command("doctor", str(config), "--json", codes=(0, 1)))
     warnings, refusals = found.get("warnings", []), found.get("refusals", [])
     yield {"what": "doctor", "warnings": len(warnings), "refusals": len(refusals)}
@@ -102,25 +107,24 @@ def doctor(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
 
 def iteration(place: Place, kind: str) -> Rows:
     """Two iterations of SPOT, of which the second counts."""
-    model = model_of(place, "0.6b")
     tokens, batch = (16, 4) if place.is_tiny else (1024, 32)
-    config = _config(place, model, kind, {"memory_fraction": 0.3}, {"memory_fraction": 0.3}, tokens=tokens, batch=batch)
-    code = _command("train", str(config), "training.iterations=2", codes=range(256), tells_code=True)
-    rows = _metrics(place)
-    figures = rows[-1] if rows else {}
+    config = _config(
+        place, "0.6b", kind, {"memory_fraction": 0.3}, {"memory_fraction": 0.3}, tokens=tokens, batch=batch
+    )
+    _command("train", str(config), "training.iterations=2", codes=(0,))
+    figures = _metrics(place)[-1]
     chosen = ("time/iteration_s", "throughput/generated_tokens_per_s", "time/train_s", "time/update_weights_s",
               "train/mismatch_mean", "train/mismatch_max", "spot/selection_certain", "spot/selection_uncertain",
               "spot/refined_by_student", "spot/refined_by_teacher")  # fmt: skip
-    yield {"what": f"{kind}, iteration 2", "exit_code": code, **{key: figures.get(key) for key in chosen}}
+    yield {"what": f"{kind}, iteration 2", **{key: figures.get(key) for key in chosen}}
 
 
 def one_card(place: Place, kind: str) -> Rows:
     """Student, teacher and trainer on one card. After the first iteration the student's server is killed."""
-    model = model_of(place, "1.7b")
     sleeps = place.device == "cuda"  # servers on a CPU do not start with the flags for it
     config = _config(
         place,
-        model,
+        "1.7b",
         kind,
         {"memory_fraction": 0.35},
         {"memory_fraction": 0.3},
@@ -128,41 +132,35 @@ def one_card(place: Place, kind: str) -> Rows:
         batch=4 if place.is_tiny else 16,
         sleeps=sleeps,
     )
-    command = [sys.executable, "-m", "spot_async", "train", str(config), f"training.iterations={ITERATIONS}"]
-    most, over = [0.0], threading.Event()
-    watching = threading.Thread(target=_watch_memory, args=(most, over), daemon=True)
-    with subprocess.Popen([*command, "training.recompute_layers=true"], cwd=ROOT) as process:
-        watching.start()
-        killed_at = None
+    command = [sys.executable, "-m", "spot_async", "train", str(config), "training.recompute_layers=true"]
+    most, killed = 0.0, 0
+    with subprocess.Popen(command, cwd=ROOT) as process:
         try:
             while process.poll() is None:
                 time.sleep(0.5)
-                if killed_at is None and len(_metrics(place)) == 1:
-                    killed_at = _kill_server(model, "student", place)
+                most = max(most, _used_gib(place))
+                if not killed and len(_metrics(place)) == 1:
+                    killed = _kill_server(place, kind, model_of(place, "1.7b"))
         finally:
-            over.set()
             process.terminate()
     rows = _metrics(place)
-    events = (place_run(place) / "events.jsonl").read_text() if (place_run(place) / "events.jsonl").exists() else ""
     yield {
         "what": f"{kind}, {ITERATIONS} iterations",
         "exit_code": process.returncode,
         "iterations": len(rows),
-        "killed": killed_at is not None,
-        "restarted": killed_at is not None and len(rows) == ITERATIONS,
-        "card_used_gib": most[0] or None,
-        "events": events.count("\n"),
+        "restarted": killed > 0 and len(rows) == ITERATIONS,
+        "card_used_gib": most or None,
         "iteration_s": rows[-1].get("time/iteration_s") if rows else None,
     }
 
 
-def place_run(place: Place) -> Path:
+def _run(place: Place) -> Path:
     return Path(place.scratch) / "train"
 
 
 def _config(
     place: Place,
-    model: Path,
+    size: str,
     kind: str,
     student: dict[str, Any],
     teacher: dict[str, Any],
@@ -176,6 +174,7 @@ def _config(
     lines = [{"problem": f"w{number} w{number + 1}", "answer": f"w{number + 2}"} for number in range(8 * batch)]
     problems.write_text("".join(json.dumps(line) + "\n" for line in lines))
     on_cuda = place.device == "cuda"
+    model, teachers = model_of(place, size), model_of(place, size, seed=1)
     tree = {
         "student": {
             "model": str(model),
@@ -185,7 +184,7 @@ def _config(
                 **({"sleep_while_training": True} if sleeps else {}),
             },
         },
-        "teacher": {"model": str(model), "backend": {"kind": kind, "launch": launch(place, kind, **teacher)}},
+        "teacher": {"model": str(teachers), "backend": {"kind": kind, "launch": launch(place, kind, **teacher)}},
         "data": {"train": str(problems)},
         "prompt": {"instruction": ""},
         "sampling": {"max_prompt_tokens": 64, "max_response_tokens": tokens},
@@ -200,54 +199,58 @@ def _config(
             "behavior": "recomputed",
             "device": place.device,
         },
-        "run": {"directory": str(place_run(place))},
+        "run": {"directory": str(_run(place))},
     }
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
 
 
-def _command(*words: str, codes: Any, tells_code: bool = False) -> Any:
-    """Run a command of ours; return what it printed, or its exit code. Fails with its last line at another code."""
+def _command(*words: str, codes: Container[int]) -> str:
+    """Run a command of ours; return what it printed. Raises `SystemExit` with its error at another exit code."""
     environment = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, "-m", "spot_async", *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    sys.stdout.write(done.stdout)
-    sys.stdout.flush()
+        [sys.executable, "-m", "spot_async", *words],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    sys.stderr.write(done.stderr + done.stdout)
     if done.returncode not in codes:
-        raise SystemExit(f"spot-async {words[0]}: exit code {done.returncode}")
-    return done.returncode if tells_code else done.stdout
+        raise SystemExit(f"spot-async {words[0]}: exit code {done.returncode}: {_reason(done.stderr)}")
+    return done.stdout or done.stderr
+
+
+def _reason(said: str) -> str:
+    """Return the line in which a command says why it failed, or the last one."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")
 
 
 def _metrics(place: Place) -> list[dict[str, Any]]:
-    path = place_run(place) / "metrics.jsonl"
+    path = _run(place) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _kill_server(model: Path, role: str, place: Place) -> float:
-    """Kill a server of a role: the processes whose log is the role's."""
-    log = str(place_run(place) / "logs" / f"{role}.log")
+def _kill_server(place: Place, kind: str, model: Path) -> int:
+    """Kill the server of a model, but not our guard, which waits for it. Return how many processes that were."""
+    python, killed = {"vllm": place.vllm, "sglang": place.sglang}[kind], 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                is_its = str((entry / "fd" / "1").readlink()) == log and str(model) in (entry / "cmdline").read_text()
+                words = (entry / "cmdline").read_text().split("\0")
             except OSError:
-                continue  # it ended, or belongs to another user
-            if is_its:
+                continue  # it has ended
+            if words[0] == python and str(model) in words:
                 os.kill(int(entry.name), signal.SIGKILL)
-    return time.time()
+                killed += 1
+    return killed
 
 
-def _watch_memory(most: list[float], over: threading.Event) -> None:
-    """Note the most memory of the first card that is in use, as `nvidia-smi` says it."""
+def _used_gib(place: Place) -> float:
+    """Return how much of the first card is in use, as `nvidia-smi` says it; 0 on a CPU."""
+    if place.device == "cpu":
+        return 0.0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    while not over.wait(1.0):
-        try:
-            said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        except (OSError, subprocess.CalledProcessError):
-            return
-        most[0] = max(most[0], float(said.split()[0]) / 1024)
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
 
 
 def _on_cpu(place: Place, kind: str) -> dict[str, Any]:

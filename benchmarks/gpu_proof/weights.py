@@ -57,7 +57,8 @@ def updates(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
         backend["weights"] = {"transport": transport, "device": "cuda:1" if place.device == "cuda" else "cpu"}
     ways = {f"all weights, {transport}": ()} if transport else weight_updates.WAYS
     models = [f"student.model={model}", f"teacher.model={model}", f"training.device={place.device}"]
-    models.append(f"data.train={_problems(place)}")
+    models += [f"data.train={_problems(place)}", "training.batch_size=8", "training.mini_batch_size=8"]
+    models.append(f"teacher.backend={{kind: local, device: {place.device}}}")
     for number, (way, own) in enumerate(ways.items()):
         run = place.with_models() / f"updates-{number}"
         weight_updates.train(run, [f"student.backend={json.dumps(backend)}", *own, *models], UPDATES)
