@@ -57,7 +57,6 @@ def of_entropy(
 
     dH = -sum_v p_v (log p_v + H) e_v.
     """
-
     logprobs, lower, upper = (np.asarray(each, dtype=np.float64) for each in (logprobs, lower, upper))
 
     def squares(values: Float64Array) -> Float64Array:

@@ -113,7 +113,7 @@ async def _measure_noise(
         or holds_unknown_weights(together)
     ):
         return
-    speaks = isinstance(first, Generator) and together.generation and together.sampled_token_ids
+    speaks = isinstance(first, Generator) and together.generation and together.max_generation_top_k > 0
     top_k = min(TOP_K, together.max_top_k, together.max_generation_top_k if speaks else TOP_K)
     try:
         differences = await discovery.recomputed(

@@ -129,6 +129,18 @@ class Rounded(Processed):
         return logprobs + moves
 
 
+DRAW = np.random.default_rng(0)
+
+
+class RoundedScores(Other):
+    """Scores in 16 bits, a little otherwise each time."""
+
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
+        moves = DRAW.normal(0.0, 0.06, scores.topk_logprobs.shape).astype(np.float32)
+        return msgspec.structs.replace(scores, topk_logprobs=scores.topk_logprobs + moves)
+
+
 class LateRows(Other):
     """Gives each token the row after it, as llama-cpp-python does."""
 
@@ -254,8 +266,10 @@ async def test_the_noise_of_16_bits_is_measured_on_the_runs_own_prompts(services
     assert 0.06 * 3.29 < found["student"].logprob_noise_nats < 0.6
     assert found["teacher"].logprob_noise_nats == 1e-5  # that of float32 stands
     pool: Any = Pool("student", student, Rounded(services["student"], **said))  # type: ignore[arg-type]
-    found = (await diagnosis_of(services, student=pool)).capabilities
+    only_scores = RoundedScores(services["teacher"], generation=False, **said)
+    found = (await diagnosis_of(services, student=pool, teacher=only_scores)).capabilities
     assert 0.06 * 3.29 < found["student"].logprob_noise_nats < 0.6
+    assert 0.06 * 3.29 < found["teacher"].logprob_noise_nats < 0.6
 
 
 @with_backends
