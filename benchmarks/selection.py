@@ -128,9 +128,8 @@ class Trajectory:
             for noise in NOISES_NATS:
                 moved = [self._moved(row, noise, draw) for row in rows]
                 told[noise].append([best(row, max(TOP_KS)) for row in moved])
-                for row, ours in zip(rows, moved, strict=True):
-                    some = np.argpartition(-ours, MEASURED)[:MEASURED]
-                    apart[noise].append(row[some] - ours[some])
+                for row, (ids, logprobs) in zip(rows, told[noise][-1], strict=True):
+                    apart[noise].append((row[ids] - logprobs)[:MEASURED])
                 sampled[noise].append(moved[1][self.sampled[t]])
         self.served = {
             noise: Served(
