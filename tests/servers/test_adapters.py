@@ -29,7 +29,7 @@ from spot_async.types import WeightSnapshot, WeightVersion
 
 TOKENS = 60
 LORA = LoraConfig(rank=8, alpha=16.0, targets="all")
-KINDS = {"vllm": VllmBackend, "sglang": SglangBackend}
+KINDS = {"vllm": VllmBackend, "vllm_v2": VllmBackend, "sglang": SglangBackend}
 
 
 def published(directory: Path, base: Path, seed: int) -> Path:
@@ -51,7 +51,7 @@ def published(directory: Path, base: Path, seed: int) -> Path:
     return directory
 
 
-@pytest.fixture(params=["vllm", "sglang"])
+@pytest.fixture(params=["vllm", pytest.param("vllm_v2", marks=pytest.mark.nightly), "sglang"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

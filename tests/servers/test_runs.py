@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import StartServer, TinyModels
+from parity import PARITY_NATS
 from served_versions import largest_difference_nats
 
 from spot_async.backends.shared.launch import LaunchSettings
@@ -91,11 +92,15 @@ def check(rows: list[dict[str, float]], *, may_be_stale: bool = False) -> None:
     assert sum(row["spot/retained"] for row in rows) > 0
 
 
+@pytest.mark.parametrize("runner", ["vllm", pytest.param("vllm_v2", marks=pytest.mark.nightly)])
 def test_student_and_teacher_on_vllm(
-    vllm_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
+    runner: str, request: pytest.FixtureRequest, models: TinyModels, problems: Path, tmp_path: Path
 ) -> None:
-    started = {"kind": "vllm", "launch": vllm_launch.model_dump()}
-    check(train(tmp_path, models, problems, started, started))
+    launch: LaunchSettings = request.getfixturevalue(f"{runner}_launch")
+    started = {"kind": "vllm", "launch": launch.model_dump()}
+    rows = train(tmp_path, models, problems, started, started)
+    check(rows)
+    assert max(abs(row["train/mismatch_max"]) for row in rows) < PARITY_NATS
 
 
 def test_student_and_teacher_on_sglang(

@@ -24,10 +24,10 @@ from spot_async.types import FloatArray, WeightVersion
 
 UPDATES = 20
 TOKENS = 600
-KINDS = {"vllm": VllmBackend, "sglang": SglangBackend}
+KINDS = {"vllm": VllmBackend, "vllm_v2": VllmBackend, "sglang": SglangBackend}
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("vllm_v2", marks=pytest.mark.nightly), "sglang"])
 async def test_no_token_of_twenty_updates_is_lost_or_of_other_weights_than_it_names(
     kind: str, request: pytest.FixtureRequest, models: TinyModels, tmp_path: Path, dense_logprobs: Dense
 ) -> None:

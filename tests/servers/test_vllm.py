@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
-from conftest import VLLM_ARGUMENTS, VLLM_ENVIRONMENT, TinyModels, interpreter
+from conftest import TinyModels
 from parity import (
     PARITY_NATS,
     Dense,
@@ -64,6 +64,23 @@ def sampling(seed: int = 1, max_tokens: int = 48, **changes: Any) -> SamplingSet
 ENDLESS = SamplingSettings(max_tokens=CONTEXT - len(PROMPT), stop_token_ids=(), seed=1)  # seconds of one request
 
 
+@pytest.fixture(scope="module", params=["vllm", "vllm_v2"])
+def runner(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# What takes more than ten seconds in Triton's interpreter.
+slow_on_v2 = pytest.mark.parametrize(
+    "runner", ["vllm", pytest.param("vllm_v2", marks=pytest.mark.nightly)], indirect=True
+)
+
+
+@pytest.fixture(scope="module")
+def vllm_student(runner: str, request: pytest.FixtureRequest) -> RunningServer:
+    server: RunningServer = request.getfixturevalue(f"{runner}_student")
+    return server
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def backend(vllm_student: RunningServer, models: TinyModels, tmp_path_factory: Any) -> AsyncIterator[VllmBackend]:
     """A student's backend whose server has been sent the first weights, as a run does."""
@@ -90,12 +107,15 @@ def snapshot(models: TinyModels, tmp_path: Path) -> Callable[..., WeightSnapshot
     return make
 
 
-async def test_start_up_finds_what_the_server_offers(backend: VllmBackend) -> None:
+async def test_start_up_finds_what_the_server_offers(backend: VllmBackend, runner: str) -> None:
     found = await backend.capabilities(deadline=soon())
     assert found.server == "vllm 0.32.0"
-    assert (found.vocab_size, found.max_context_tokens) == (VOCAB, CONTEXT)
+    assert found.vocab_size == VOCAB
     assert (found.max_top_k, found.max_generation_top_k, found.max_position_top_k) == (64, 63, 64)
-    assert (found.candidate_logprobs, found.weight_update, found.logprob_convention) == ("single", True, "untruncated")
+    # One that scores chosen tokens needs room for the token that vLLM samples after them.
+    offered = {"vllm": ("single", CONTEXT), "vllm_v2": ("batched", CONTEXT - 1)}
+    assert (found.candidate_logprobs, found.max_context_tokens) == offered[runner]
+    assert (found.weight_update, found.logprob_convention) == (True, "untruncated")
     assert (found.score_temperature, found.generation_temperature, found.version) == ("one", "one", None)
     assert 0.0 <= found.logprob_noise_nats < PARITY_NATS
 
@@ -110,6 +130,7 @@ async def test_what_the_generation_config_says_bends_no_sample(backend: VllmBack
     assert len({tuple(task.result().token_ids.tolist()) for task in asked}) == 8
 
 
+@slow_on_v2
 async def test_rollouts_have_the_models_log_probabilities_alone_and_in_company(
     backend: VllmBackend, models: TinyModels, dense_logprobs: Dense
 ) -> None:
@@ -234,6 +255,7 @@ async def test_new_weights_serve_everything_and_old_ones_again(
         np.testing.assert_allclose(served, expected, rtol=0, atol=PARITY_NATS)
 
 
+@slow_on_v2
 async def test_tokens_of_a_response_that_weights_change_under_carry_the_right_version(
     backend: VllmBackend, vllm_student: RunningServer, models: TinyModels, dense_logprobs: Dense, snapshot: Any
 ) -> None:
@@ -370,15 +392,9 @@ async def test_a_directory_with_another_tokenizer_is_refused(
 
 
 async def test_a_server_of_ours_starts_with_what_a_student_needs_and_ends_with_its_backend(
-    models: TinyModels, snapshot: Callable[..., WeightSnapshot], tmp_path: Path
+    vllm_launch: LaunchSettings, models: TinyModels, snapshot: Callable[..., WeightSnapshot], tmp_path: Path
 ) -> None:
-    launch = LaunchSettings(
-        python=interpreter("SPOT_VLLM_PYTHON"),
-        dtype="float32",
-        arguments=VLLM_ARGUMENTS,
-        environment=VLLM_ENVIRONMENT,
-    )
-    settings = VllmBackend.Settings(launch=launch, top_k=80)
+    settings = VllmBackend.Settings(launch=vllm_launch, top_k=80)
     async with VllmBackend(settings, role="student", model=str(models.student), run_directory=tmp_path) as backend:
         found = await backend.capabilities(deadline=soon())
         assert (found.version, found.weight_update, found.max_generation_top_k) == (V0, True, 80)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from conftest import VLLM_ENVIRONMENT, TinyModels
+from conftest import TinyModels
 from parity import Dense, decisions, expect_rollout, soon
 
 from spot_async.backends.shared.launch import LaunchSettings
@@ -24,21 +24,23 @@ from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, Weig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PLUGINS = VLLM_ENVIRONMENT["VLLM_PLUGINS"] + ",gloo_weight_transfer"
 PROMPT = np.random.default_rng(7).integers(3, 512, 160).astype(np.int32)  # longer than a block of the prefix cache
 SAMPLING = SamplingSettings(max_tokens=32, stop_token_ids=(), seed=1)
 V0, V1, V2 = WeightVersion(0, 0), WeightVersion(0, 1), WeightVersion(0, 2)
 DISTRIBUTED = WeightSettings(transport="distributed", backend="gloo")
 
 
-def launched(vllm_launch: LaunchSettings, **environment: str) -> VllmBackend.Settings:
-    launch = vllm_launch.model_copy(update={"environment": {**vllm_launch.environment, **environment}})
-    return VllmBackend.Settings(launch=launch, weights=DISTRIBUTED)
+@pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_v2", marks=pytest.mark.nightly)])
+def launch(request: pytest.FixtureRequest) -> LaunchSettings:
+    """What starts a server with the V1 or the V2 model runner, and with the plugin."""
+    settings: LaunchSettings = request.getfixturevalue(f"{request.param}_launch")
+    plugins = settings.environment["VLLM_PLUGINS"] + ",gloo_weight_transfer"
+    return settings.model_copy(update={"environment": {**settings.environment, "VLLM_PLUGINS": plugins}})
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def backend(vllm_launch: LaunchSettings, models: TinyModels, tmp_path_factory: Any) -> AsyncIterator[VllmBackend]:
-    settings, run = launched(vllm_launch, VLLM_PLUGINS=PLUGINS), tmp_path_factory.mktemp("run")
+async def backend(launch: LaunchSettings, models: TinyModels, tmp_path_factory: Any) -> AsyncIterator[VllmBackend]:
+    settings, run = VllmBackend.Settings(launch=launch, weights=DISTRIBUTED), tmp_path_factory.mktemp("run")
     async with VllmBackend(settings, role="student", model=str(models.student), run_directory=run) as backend:
         yield backend
 
@@ -94,9 +96,8 @@ async def test_a_session_that_somebody_left_open_ends_and_the_next_update_is_who
 async def test_a_server_without_the_backend_says_so_in_its_own_words(
     vllm_launch: LaunchSettings, models: TinyModels, tmp_path: Path
 ) -> None:
+    settings = VllmBackend.Settings(launch=vllm_launch, weights=DISTRIBUTED)
     with pytest.raises(SpotError, match="Invalid weight transfer backend: gloo") as caught:
-        async with VllmBackend(
-            launched(vllm_launch), role="student", model=str(models.student), run_directory=tmp_path
-        ):
+        async with VllmBackend(settings, role="student", model=str(models.student), run_directory=tmp_path):
             pass
     assert isinstance(caught.value, ProcessDiedError)

@@ -1,0 +1,3 @@
+"""What Triton wants beside a driver. Nothing is compiled."""
+
+from triton.backends.nvidia.compiler import CUDABackend as CUDABackend
