@@ -45,12 +45,18 @@ def qwen3_config(size: str, **changed: object) -> Qwen3Config:
     return Qwen3Config(**{**shape, **changed})
 
 
-def save_qwen3(size: str, directory: Path, device: str, seed: int = 0) -> Path:
-    """Write a model directory (config and bfloat16 weights) unless it is there, and return it."""
+def save_qwen3(size: str, directory: Path, device: str, seed: int = 0, spread: float | None = None) -> Path:
+    """Write a model directory (config and bfloat16 weights) unless it is there, and return it.
+
+    `spread` is about the standard deviation of its logits. Without, they are as flat as freshly drawn weights are.
+    """
     if not (directory / "config.json").exists():
         torch.manual_seed(seed)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(qwen3_config(size), dtype=torch.bfloat16, trust_remote_code=False)
+        if spread is not None:
+            drawn = model.config.initializer_range * model.config.hidden_size**0.5
+            model.model.norm.weight.data *= spread / drawn
         model.save_pretrained(directory)
     return directory
 

@@ -25,14 +25,18 @@ from gpu_proof.place import Place, Rows
 
 TOLERANCE_NATS = 0.3  # of servers in 16 bits
 ITERATIONS = 3
+SPREAD = 3.0  # of logits
 CPU_FRACTION = 0.1  # of this machine's memory, a bound that vLLM looks at
 
 
 def model_of(place: Place, wanted: str, seed: int = 0) -> Path:
-    """Return the directory of a random model with a tokenizer, whose words are numbers of tokens."""
+    """Return the directory of a random model with a tokenizer, whose words are numbers of tokens.
+
+    It prefers some tokens to others, as trained ones do: else no check could tell a right reply from a wrong one.
+    """
     size = place.size(wanted)
-    directory = Path(place.models) / (f"{size}-seed-{seed}" if seed else size)
-    save_qwen3(size, directory, place.device, seed)
+    directory = Path(place.models) / f"{size}-served-{seed}"
+    save_qwen3(size, directory, place.device, seed, SPREAD)
     return save_words(directory, vocabulary_of(size))
 
 
