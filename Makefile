@@ -26,9 +26,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/spot-async train configs/quickstart.yaml
 
-# Every row of docs/reproduction.md, two at a time: hours. Started again, it goes on where it was stopped.
+# Every row of experiments/mechanism, two at a time: hours. Started again, it continues where it was stopped.
 reproduction: install
-	$(BIN)/python benchmarks/reproduction.py runs/reproduction
+	$(BIN)/python experiments/mechanism/run.py runs/reproduction
 
 # Two at a time, each file as a whole: tests of a file share the runs and servers that they started. In the order of their
 # names: by their number of tests, as xdist would have it, those with one long test come last, and one worker waits.

@@ -1,4 +1,4 @@
-"""The relay example: its tables, its texts, its problem files and the checkpoints shipped with it."""
+"""The relay, the task of experiments/mechanism: tables, texts, problem files and the checkpoints shipped with it."""
 
 import hashlib
 import importlib.util
@@ -16,12 +16,12 @@ from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "relay"
+RELAY = ROOT / "experiments" / "mechanism" / "relay"
 
 
 def load_script(name):
-    """Load a script of the example under the plain name its siblings import it by."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
+    """Load a script of the task under the plain name its siblings import it by."""
+    spec = importlib.util.spec_from_file_location(name, RELAY / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -85,20 +85,20 @@ async def test_written_solutions_are_right_for_the_plain_verifier_and_slips_are_
 def test_problem_files_are_what_the_generator_makes_and_nothing_held_out_is_trained(example):
     relay = example.task.RELAY
     for name, content in example.make_data.files().items():
-        assert (EXAMPLE / "data" / name).read_bytes() == content
+        assert (RELAY / "data" / name).read_bytes() == content
     assert not relay.train.keys() & relay.heldout.keys()
     assert (len(relay.train), len(relay.heldout)) == (60 * 64, 1200)
 
 
 @pytest.mark.parametrize("regime", ["choice", "knowledge"])
 def test_both_configurations_start_from_the_checkpoints_that_the_manifests_describe(regime):
-    config = load_config(ROOT / "configs" / "relay" / f"{regime}.yaml")
+    config = load_config(RELAY / f"{regime}.yaml")
     for role, model in (
         ("student", config.student),
         ({"choice": "peer", "knowledge": "teacher"}[regime], config.teacher),
     ):
         directory = ROOT / model.model
-        assert directory == EXAMPLE / role
+        assert directory == RELAY / role
         manifest = json.loads((directory / "manifest.json").read_text())
         weights = (directory / "model.safetensors").read_bytes()
         assert manifest["sha256"]["model.safetensors"] == hashlib.sha256(weights).hexdigest()

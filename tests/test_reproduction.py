@@ -1,4 +1,4 @@
-"""The plan of docs/reproduction.md as `make reproduction` runs it."""
+"""The plan of experiments/mechanism as `make reproduction` runs it."""
 
 import importlib
 import sys
@@ -14,25 +14,26 @@ from spot_async.config.loading import load_config
 from spot_async.tools.forecast.measurement import MeasuredPrompt, ProbedCandidate, ProbedPosition
 
 ROOT = Path(__file__).parents[1]
+EXPERIMENT = ROOT / "experiments" / "mechanism"
 
 
 @pytest.fixture(scope="module")
 def plan():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield importlib.import_module("reproduction_tables")
-    sys.path.remove(str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(EXPERIMENT))
+    yield importlib.import_module("tables")
+    sys.path.remove(str(EXPERIMENT))
 
 
 @pytest.mark.parametrize("setting", ["choice", "knowledge", "running-sum"])
 def test_every_row_is_a_configuration_that_train_takes(plan, setting):
-    rows, reproduction = importlib.import_module("reproduction_rows"), importlib.import_module("reproduction")
+    rows, run = importlib.import_module("rows"), importlib.import_module("run")
     for row in rows.SETTINGS[setting].rows:
-        config = load_config(ROOT / rows.SETTINGS[setting].config, reproduction.overrides(row.keys))
+        config = load_config(ROOT / rows.SETTINGS[setting].config, run.overrides(row.keys))
         assert config.training.batch_size == row.prompts
 
 
 def test_every_hypothesis_names_rows_that_have_all_seeds(plan):
-    rows = importlib.import_module("reproduction_rows")
+    rows = importlib.import_module("rows")
     seeds = {(setting.name, row.name): row.seeds for setting in rows.SETTINGS.values() for row in setting.rows}
     for each in plan.HYPOTHESES:
         assert seeds[each.setting, each.more] == seeds[each.setting, each.less] == 8
@@ -53,7 +54,7 @@ def test_the_bootstrap_has_the_error_of_both_problems_and_seeds(plan):
     [("running-sum", "a19b-2c-6d+8", ("one ", "two ", "three "), "easy"), ("choice", "7caf", ("W", "X", "Y"), "a")],
 )
 def test_the_gain_observed_is_that_of_choices_on_the_values_that_were_measured(plan, setting, problem, tokens, place):
-    rows = importlib.import_module("reproduction_rows")
+    rows = importlib.import_module("rows")
     candidates = [
         ProbedCandidate(token=token, teacher=0.3, prior=0.3, correct=correct, judged=8)
         for token, correct in zip((*tokens, "a"), (1, 2, 6, 8), strict=True)
@@ -70,7 +71,7 @@ def test_the_gain_observed_is_that_of_choices_on_the_values_that_were_measured(p
 
 
 def test_accuracy_is_gained_a_decision(plan):
-    rows = importlib.import_module("reproduction_rows")
+    rows = importlib.import_module("rows")
     opd, row = (
         {"choices": {"10": {"a": {"W": 96, "X": 32}}}, "evaluation": {"samples": 8, "correct": {"p": right}}}
         for right in (2, 6)
@@ -79,8 +80,8 @@ def test_accuracy_is_gained_a_decision(plan):
 
 
 def test_choices_are_worth_what_the_model_makes_of_them_in_their_contexts(plan):
-    values = importlib.import_module("reproduction_values")
-    student = ROOT / "examples" / "relay" / "student"
+    values = importlib.import_module("values")
+    student = EXPERIMENT / "relay" / "student"
     prompt_ids, response_ids = [3, 9, 8], [30, 18, 5, 10]
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float64).eval()
     with torch.inference_mode():
@@ -109,19 +110,19 @@ def test_choices_are_worth_what_the_model_makes_of_them_in_their_contexts(plan):
 
 
 def test_a_relay_students_facts_and_methods_are_those_measured_when_it_was_made(plan):
-    mechanism = importlib.import_module("reproduction_mechanism")
-    student, peer = (mechanism.knowledge_of(ROOT / "examples" / "relay" / name) for name in ("student", "peer"))
-    # examples/relay/README.md
+    learned = importlib.import_module("learned")
+    student, peer = (learned.knowledge_of(EXPERIMENT / "relay" / name) for name in ("student", "peer"))
+    # experiments/mechanism/relay/README.md
     np.testing.assert_allclose(student.facts, [0.777, 0.589, 0.391, 0.243], atol=0.03)
     np.testing.assert_allclose(student.methods, [0.25] * 4, atol=0.02)
-    half = mechanism.Knowledge(np.array([1.0, 0.5, 0.0, 0.0]), np.array([0.5, 0.25, 0.25, 0.0]))
+    half = learned.Knowledge(np.array([1.0, 0.5, 0.0, 0.0]), np.array([0.5, 0.25, 0.25, 0.0]))
     assert half.step_value == pytest.approx(0.5 + 0.25 * 0.5**3)
     assert peer.facts[0] == pytest.approx(student.facts[0], abs=0.02)
 
 
 def test_pictures_name_rows_once_and_mark_where_they_were_expected_to_end(plan, tmp_path):
     pytest.importorskip("matplotlib")
-    pictures = importlib.import_module("reproduction_pictures")
+    pictures = importlib.import_module("pictures")
     curves = {"OPD": [(10, 4.0), (20, 4.1)], "SPOT": [(10, 4.0), (20, 4.6)], "EOPD": [(10, 3.9)], "KD": [(10, 3.8)]}
     panel = plan.Panel("choice", curves, {"OPD", "SPOT"}, {"SPOT": (4.5, 0.1)})
     for name in ("first.svg", "again.svg"):

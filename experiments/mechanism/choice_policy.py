@@ -1,7 +1,7 @@
 """SPOT that probes the relay's methods only, and nothing else that its score would select. An exploratory control.
 
-    PYTHONPATH=benchmarks python benchmarks/reproduction.py DIR --settings choice --rows SPOT "SPOT gamma 4" \
-        --seeds 102 103 104 --keep --set policy.kind=choice_policy:ChoicePolicy
+    PYTHONPATH=experiments/mechanism python experiments/mechanism/run.py DIR --settings choice \
+        --rows SPOT "SPOT gamma 4" --seeds 102 103 104 --keep --set policy.kind=choice_policy:ChoicePolicy
 
 SPOT's score also selects positions that are no choice. The forecast's formula takes every choice for probed, so this
 says what is left of the difference between forecast and outcome when it is.

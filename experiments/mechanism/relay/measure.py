@@ -1,6 +1,6 @@
 """Measures the relay's models by themselves, on the held-out problems; no method is run.
 
-    python examples/relay/measure.py student peer teacher
+    python experiments/mechanism/relay/measure.py student peer teacher
 
 Avg@8 is the mean over all samples, Pass@8 the share of problems with a right sample, at temperature 1 and top-p 0.8.
 Shares of methods are by rank: by the student's knowledge of an operation's methods, and by the teacher's prior.

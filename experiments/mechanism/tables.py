@@ -1,4 +1,4 @@
-"""Makes the tables and pictures of docs/reproduction.md from the records of `reproduction.py`.
+"""Makes the tables and pictures of README.md from the records of `run.py`.
 
 Intervals are percentiles of a bootstrap over problems and seeds: each draw takes problems within their tier and seeds,
 both with replacement, and the same ones for all rows. So differences are paired.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from reproduction_rows import ALL_SEEDS, ROOT, Setting
+from rows import ALL_SEEDS, ROOT, Setting
 
 from spot_async.evaluation.metrics import pass_at_k_of_counts
 from spot_async.tools.forecast.measurement import MeasuredPrompt
@@ -62,7 +62,7 @@ class Hypothesis(NamedTuple):
     less: str
 
 
-# Registered in docs/reproduction.md.
+# Registered in README.md.
 HYPOTHESES = (
     Hypothesis("H1", "choice", "Pass@8", "SPOT", OPD),
     Hypothesis("H2", "choice", "Pass@8", "SPOT", "gamma 0, no gate"),
@@ -365,7 +365,7 @@ def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
     (directory / "tables.md").write_text("\n".join(lines))
     sys.stdout.write("\n".join(lines) + "\n")
     try:
-        from reproduction_pictures import write_calibration, write_panels
+        from pictures import write_calibration, write_panels
     except ModuleNotFoundError as error:
         sys.stderr.write(f"no pictures: they need {error.name} (pip install {error.name})\n")
         return

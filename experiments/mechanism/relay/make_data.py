@@ -1,6 +1,6 @@
 """Writes the problem files of the relay, or checks that the shipped ones are what the generator makes.
 
-    python examples/relay/make_data.py [--check] [--out DIR]
+    python experiments/mechanism/relay/make_data.py [--check] [--out DIR]
 
 `heldout.jsonl` is the evaluation set. `train.jsonl` has the prompts for distillation: all different, and none held out.
 `heldout-wide.jsonl` is a part of the evaluation set, small enough for 64 responses to each of its problems.

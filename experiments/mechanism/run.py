@@ -1,7 +1,7 @@
-"""Runs every row of docs/reproduction.md through the program, and writes its tables and pictures.
+"""Runs every row of README.md through the program, and writes its tables and pictures.
 
-    python benchmarks/reproduction.py runs/reproduction
-    python benchmarks/reproduction.py runs/reproduction --tables      # of what is there, and run nothing
+    python experiments/mechanism/run.py runs/reproduction
+    python experiments/mechanism/run.py runs/reproduction --tables      # of what is there, and run nothing
 
 Every row is trained by `spot-async train` and measured by `spot-async eval`, in processes of their own. What a run came
 to is one file, `records/<setting>/<row>-seed-<seed>.json`, and a run that has one is not made again. So a stop loses
@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reproduction_rows import ALL_SEEDS, FIRST_SEED, ROOT, SETTINGS, Row, Setting
-from reproduction_tables import write_tables
+from rows import ALL_SEEDS, FIRST_SEED, ROOT, SETTINGS, Row, Setting
+from tables import write_tables
 
 SAMPLES_EVERY = 10  # iterations between two looks at the student's choices
 FORECAST_PROMPTS = 200

@@ -1,6 +1,6 @@
 """Trains the relay's teacher and student by supervised learning on generated solutions.
 
-    python examples/relay/pretrain.py [--out DIR]
+    python experiments/mechanism/relay/pretrain.py [--out DIR]
 
 Both begin as one model that knows all facts and names methods evenly. The teacher then learns its prior over methods
 from solutions with slips, so that it goes on well from a student's error. The student reads random states in place of

@@ -1,4 +1,4 @@
-"""The settings and rows of docs/reproduction.md: what `reproduction.py` runs. Whoever changes them changes the plan."""
+"""The settings and rows of README.md: what `run.py` runs. Whoever changes them changes the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+RELAY = "experiments/mechanism/relay"
 BATCH = 64
 FIRST_SEED = 100
 ALL_SEEDS, FEW_SEEDS = 8, 3  # of rows that a hypothesis names, and of the others
@@ -148,16 +149,16 @@ SUM_ROWS = (
 )  # fmt: skip
 
 METHODS, STRATEGIES = frozenset("WXYZ"), frozenset({"one", "two", "three"})
-WIDE = "examples/relay/data/heldout-wide.jsonl"
+WIDE = f"{RELAY}/data/heldout-wide.jsonl"
 SETTINGS = {
     setting.name: setting
     for setting in (
         Setting(
-            "choice", "configs/relay/choice.yaml", "examples/relay", WIDE, CHOICE_ROWS,
+            "choice", f"{RELAY}/choice.yaml", RELAY, WIDE, CHOICE_ROWS,
             METHODS, relay_choices, relay_place,
         ),
         Setting(
-            "knowledge", "configs/relay/knowledge.yaml", "examples/relay", WIDE, KNOWLEDGE_ROWS,
+            "knowledge", f"{RELAY}/knowledge.yaml", RELAY, WIDE, KNOWLEDGE_ROWS,
             METHODS, relay_choices, relay_place,
         ),
         Setting(

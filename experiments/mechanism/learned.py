@@ -1,7 +1,7 @@
-"""Looks into the kept runs of `reproduction.py`: by what the rows gained. Exploratory, no part of the plan.
+"""Looks into the kept runs of `run.py`: by what the rows gained. Exploratory, no part of the plan.
 
-    python benchmarks/reproduction.py DIR --keep
-    python benchmarks/reproduction_mechanism.py DIR         # of the runs in DIR/work; writes DIR/mechanism.md
+    python experiments/mechanism/run.py DIR --keep
+    python experiments/mechanism/learned.py DIR         # of the runs in DIR/work; writes DIR/mechanism.md
 
 Three tables. What the students' choices are worth in the contexts that the forecast measured. Where SPOT probed, at the
 start and later. In the relay, what the students know and which methods they choose.
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from reproduction_rows import ROOT, SETTINGS, Sample, Setting
-from reproduction_tables import OPD, mean_of, read_problems, with_error
-from reproduction_values import decision_value
+from rows import RELAY, ROOT, SETTINGS, Sample, Setting
+from tables import OPD, mean_of, read_problems, with_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from values import decision_value
 
 from spot_async.tools.forecast.forecast import Forecast
 from spot_async.tools.forecast.results import read_forecast
@@ -34,7 +34,7 @@ CONTEXTS = 1_000  # solutions of three steps
 
 def load_task() -> Any:
     """Return the relay's `task.py`. The running sum has a module of that name too."""
-    loader = SourceFileLoader("relay_task", str(ROOT / "examples" / "relay" / "task.py"))
+    loader = SourceFileLoader("relay_task", str(ROOT / RELAY / "task.py"))
     module = sys.modules[loader.name] = ModuleType(loader.name)
     loader.exec_module(module)
     return module
@@ -234,12 +234,12 @@ def main() -> None:
     lines, pairs = ["## By what the rows gained", ""], []
     for setting in SETTINGS.values():
         if not (runs := kept_runs(directory, setting)):
-            sys.stderr.write(f"{setting.name}: no kept runs in {directory / 'work'} (reproduction.py --keep)\n")
+            sys.stderr.write(f"{setting.name}: no kept runs in {directory / 'work'} (run.py --keep)\n")
             continue
         table, of_rows = value_table(directory, setting, runs)
         lines += table + probes_table(directory, setting, runs)
         pairs += of_rows
-        if setting.folder == "examples/relay":
+        if setting.folder == RELAY:
             lines += knowledge_table(setting, runs)
     if len(pairs) > 2:
         both = np.corrcoef(pairs, rowvar=False)[-1]

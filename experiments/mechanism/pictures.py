@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/reproduction.md from what `reproduction_tables.py` computed. It reads no file.
+"""Draws the pictures of README.md from what `tables.py` computed. It reads no file.
 
 It needs matplotlib, which nothing else does and which is no requirement of the project.
 """
@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from reproduction_tables import Panel, Point
+    from tables import Panel, Point
 
 MARKERS = {"choice": "o", "knowledge": "s", "running-sum": "^"}
 # Text stays text, and the same curves give the same file.
