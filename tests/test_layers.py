@@ -37,7 +37,7 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "serving": GROUND,
     "testing": GROUND | {"protocols", "replicas", "stages", "evaluation", "loop", "running", "trainer"},
     "policies": GROUND | {"protocols"},
-    "backends": GROUND | {"protocols", "spending", "serving", "checks"},
+    "backends": GROUND | {"protocols", "spending", "serving"},
 }
 SIMULATING = {"tools": {"testing"}}  # `simulate` runs on virtual time; no run does
 FACADES = {"__init__", "__main__"}  # the package's own: what it shows, and its command
