@@ -53,7 +53,7 @@ class Copied(TorchDispatchMode):
 
 def alone(model: Path, directory: Path, publishes: int) -> tuple[list[float], int]:
     """Publish, and return the seconds of each time, and the bytes that a rank copies which writes nothing."""
-    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
 
     def publisher(name: str, *, writes: bool) -> WeightPublisher:
         return WeightPublisher(
