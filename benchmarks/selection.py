@@ -20,7 +20,7 @@ import numpy as np
 from report import show
 
 from spot_async.models.entropy import entropy_bounds
-from spot_async.models.precision import noise_nats
+from spot_async.models.precision import logit_errors, noise_nats
 from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.noise import split
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, served_student
@@ -136,7 +136,7 @@ class Trajectory:
                 _stacked([row[0] for row in rows]),
                 _stacked([row[1] for row in rows]),
                 np.array(sampled[noise], np.float32).astype(np.float64),
-                noise_nats(np.concatenate(apart[noise])),
+                noise_nats(logit_errors(np.stack(apart[noise]))),
             )
             for noise, rows in told.items()
         }

@@ -28,7 +28,7 @@ from spot_async.config import Config, ModelConfig, backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles
 from spot_async.models.hub import local_path
-from spot_async.models.precision import FLOAT32, NOISE_MARGIN, SURE_NATS, noise_nats, precision
+from spot_async.models.precision import FLOAT32, NOISE_MARGIN, SURE_NATS, logit_errors, noise_nats, precision
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Backend, Generator, Scorer, SharedAddress
 from spot_async.spending.teacher_cache import ReplayedTeacher
@@ -122,7 +122,8 @@ async def _measure_noise(
     except RequestError as error:
         found.warnings.append(f"{role}.backend: its noise could not be measured on the run's prompts: {error}")
         return
-    found.together = msgspec.structs.replace(together, logprob_noise_nats=noise_nats(differences))
+    if (errors := logit_errors(differences)).size:
+        found.together = msgspec.structs.replace(together, logprob_noise_nats=noise_nats(errors))
 
 
 async def compare_students(

@@ -214,7 +214,7 @@ async def spoken_and_scored(
 
 
 async def recomputed(servers: Sequence[Any], asked: Asked, *, top_k: int, max_tokens: int, speaks: bool) -> FloatArray:
-    """Return differences (N,) between computations of the run's own rows by the servers of a role.
+    """Return differences (N, top-k) between computations of the run's own rows by the servers of a role, NaN: unknown.
 
     Where they sample, a response of one is scored by the next, or by itself if there is only one, beside many others.
     """
@@ -223,14 +223,14 @@ async def recomputed(servers: Sequence[Any], asked: Asked, *, top_k: int, max_to
             spoken_and_scored(one, other, asked, max_tokens, top_k=top_k, each=REPEATS)
             for one, other in zip(servers, [*servers[1:], servers[0]], strict=True)
         )
-        pairs = [in_common([spoken], [scored]) for spoken, scored in compared]
+        found = [spoken - scored for spoken, scored in compared]
     else:
         first, *others = await gather(
             readings(servers[n % len(servers)], asked, score_top_k=top_k, generation_top_k=0)
             for n in range(1 + REPEATS)
         )
-        pairs = [in_common(first, other) for other in others]
-    return np.concatenate([one - other for one, other in pairs])
+        found = [one - two for other in others for one, two in zip(first, other, strict=True)]
+    return np.concatenate(found)[:, 1:]
 
 
 async def truncation_p_value(generator: Generator, asked: Asked, max_tokens: int, top_k: int) -> float:

@@ -89,6 +89,20 @@ def noise_nats(differences: FloatArray) -> float:
     return max(float(values[-1 - above]), NORMAL_QUANTILE * math.sqrt(float(np.mean(values**2))))
 
 
+def logit_errors(differences: FloatArray) -> FloatArray:
+    """Return the errors (M,) of logits, from differences (N, K) of the log-probabilities of tokens in N rows.
+
+    What all tokens of a row share is the error of its softmax's denominator. It is taken off, and it is no noise of the
+    selection. NaN is unknown, and a row with fewer than two known tokens tells nothing.
+    """
+    known = ~np.isnan(differences)
+    count = known.sum(axis=1)
+    rows = differences[count > 1].astype(np.float64)
+    count = count[count > 1][:, None]
+    errors = (rows - np.nansum(rows, axis=1, keepdims=True) / count) * np.sqrt(count / (count - 1.0))
+    return np.asarray(errors[~np.isnan(errors)])
+
+
 def _allowed_above(count: int) -> int | None:
     """Return how many of `count` values may be above one that is the quantile or more; None if there are too few.
 

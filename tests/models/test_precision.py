@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spot_async.models.precision import BITS16, CONFIDENCE, FLOAT32, NOISE_MARGIN, QUANTILE, SURE_NATS, noise_nats
+from spot_async.models.precision import (
+    BITS16,
+    CONFIDENCE,
+    FLOAT32,
+    NOISE_MARGIN,
+    QUANTILE,
+    SURE_NATS,
+    logit_errors,
+    noise_nats,
+)
 
 QUANTILES = {  # of the absolute value, at 99.9 %
     "normal": (lambda draw, n: draw.normal(size=n), 3.2905),
@@ -40,6 +49,20 @@ def test_too_few_differences_and_those_of_float32_count_by_the_largest():
     assert noise_nats(small) == pytest.approx(SURE_NATS)
     assert noise_nats(np.zeros(0)) == 0.0
     assert QUANTILE**2995 < 1.0 - CONFIDENCE < QUANTILE**2994
+
+
+@pytest.mark.parametrize("peak", [0.0, 10.0])
+def test_the_errors_of_logits_are_found_in_sure_rows_as_in_broad_ones(peak):
+    """In a sure row the likeliest token's error is in the denominator, and so in all other log-probabilities."""
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(2000, 50))
+    logits[:, 0] += peak
+    errors = 0.05 * draw.normal(size=logits.shape)
+    one, two = (each - np.logaddexp.reduce(each, axis=1, keepdims=True) for each in (logits, logits + errors))
+    differences = (two - one)[:, :16]
+    differences[::3, 5] = np.nan
+    assert logit_errors(differences).std() == pytest.approx(0.05, rel=0.02)
+    assert logit_errors(np.full((3, 4), np.nan)).size == 0
 
 
 def tokens(count=72, seed=0):
