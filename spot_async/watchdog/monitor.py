@@ -15,8 +15,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,11 +41,8 @@ from spot_async.loop.events import (
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
-from spot_async.watchdog.culprit import RunLook, name_culprit
-from spot_async.watchdog.progress import PUMPS, Commit, Progress
-from spot_async.watchdog.pumps import PumpLook, look_at_pumps
-from spot_async.watchdog.report import ReportContents, write_report
-from spot_async.watchdog.silence import SilenceLimits
+from spot_async.watchdog.report import RunLook, name_culprit, write_report
+from spot_async.watchdog.silence import PUMPS, Commit, Progress, PumpLook, SilenceLimits, look_at_pumps
 from spot_async.watchdog.stacks import TaskBook, busy_threads, thread_place
 
 REPORT = "stall-report.txt"
@@ -55,12 +52,6 @@ COME_DOWN_S = 60.0  # how long a stalled run may take to end in order
 TELL_S = 5.0  # how long the report and the line in the log may take, each
 LONGEST_TELLING_S = 10 * TELL_S
 FROZEN_S = 5.0  # a beat that is later than this means that the whole process did not run
-
-# Commits of the publish pump in an asynchronous run. All others but steps are the train pump's.
-_PUBLISHED = (Commit.WEIGHTS_CONFIRMED, Commit.RESPONSE_JUDGED)
-
-# What the pumps do before they have said so.
-_FIRST_PHASES: dict[Pump, tuple[Phase, int]] = {"train": ("wait for batch", 1), "publish": ("wait for weights", 1)}
 
 
 class Watchdog:
@@ -77,12 +68,15 @@ class Watchdog:
         exit_process: Callable[[str], None] | None = None,
     ) -> None:
         """`limits`: with None it does not watch, and writes reports only when asked to."""
-        self.report_path = directory / REPORT
+        self._directory = directory
         self._orchestrator: Orchestrator | None = None  # only while it trains
-        self._phases: dict[Pump, tuple[Phase, int]] = {}  # the phase that each pump is in, and its iteration
-        self._evaluation_stages: Sequence[Stage[Any]] = ()  # those of the evaluation that goes on
+        # The phase of each pump and its iteration; until they say so, what they do first.
+        self._phases: dict[Pump, tuple[Phase, int]] = {
+            "train": ("wait for batch", 1),
+            "publish": ("wait for weights", 1),
+        }
+        self._evaluation_stages: Sequence[Stage[Any]] = ()  # those of the evaluation that is under way
         self._limits = limits
-        self._logs = directory / "logs"
         self._exit_process = exit_process
         self._replicas: Callable[[], Sequence[str]] = tuple  # returns a line about each replica
         self._step = "start"
@@ -122,24 +116,24 @@ class Watchdog:
             case ServersStarting():
                 self._replicas = event.replicas
             case StepBegan():
-                self._commit(Commit.STEP, f"{self._step} done", PUMPS)
+                self._commit(Commit.STEP, f"{self._step} done")
                 self._step, self._orchestrator, self._evaluation_stages = event.name, event.orchestrator, ()
             case EvaluationBegan():
                 self._evaluation_stages = event.stages
             case ResponseJudged():
-                self._commit(Commit.RESPONSE_JUDGED, f"response {event.finished} of {event.total}")
+                self._commit(Commit.RESPONSE_JUDGED, f"response {event.finished} of {event.total}", "publish")
             case PhaseBegan():
                 self._phases[event.pump] = (event.name, event.iteration)
                 if self._has_two_pumps:
                     self._progress.begin((event.pump,), self._loop.time())
             case PhaseEnded(pump="train", name="train"):
-                self._commit(Commit.BATCH_TRAINED, f"iteration {event.iteration}")
+                self._commit(Commit.BATCH_TRAINED, f"iteration {event.iteration}", "train")
             case PhaseEnded(pump="publish", name="update weights"):
-                self._commit(Commit.WEIGHTS_CONFIRMED, f"iteration {event.iteration}")
+                self._commit(Commit.WEIGHTS_CONFIRMED, f"iteration {event.iteration}", "publish")
                 if self._phases["train"][0] == "wait for batch":  # its requests may have waited for the update
                     self._progress.begin(PUMPS, self._loop.time())
             case PromptEnded(outcome=PromptState.QUEUED):
-                self._commit(Commit.PROMPT_QUEUED, f"prompt {event.prompt.ordinal}")
+                self._commit(Commit.PROMPT_QUEUED, f"prompt {event.prompt.ordinal}", "train")
 
     async def watch(self) -> None:
         """Run beside everything else. Raises `StalledError` once the silence is too long and the report is written."""
@@ -163,11 +157,11 @@ class Watchdog:
 
     def _pumps(self, now_s: float) -> Sequence[PumpLook]:
         """Return what the pumps do, the most overdue first. Limits are put off as long as endpoints asked for."""
-        pumps: Sequence[Pump] = () if self._orchestrator is None else PUMPS if self._has_two_pumps else ("train",)
-        phases = {pump: self._phases.get(pump, _FIRST_PHASES[pump]) for pump in pumps}
+        phases: dict[Pump, tuple[Phase | None, int]] = {"train": (None, 0)}
+        if self._orchestrator is not None:
+            phases = {pump: self._phases[pump] for pump in (PUMPS if self._has_two_pumps else PUMPS[:1])}
         asked_s = max((each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0)
-        looks = look_at_pumps(phases, self._progress, self._limits, now_s)
-        return [replace(look, limit_s=look.limit_s + asked_s) for look in looks]
+        return look_at_pumps(phases, self._progress, self._limits, now_s, asked_s)
 
     @property
     def _has_two_pumps(self) -> bool:
@@ -177,10 +171,9 @@ class Watchdog:
     def _stages(self) -> list[Stage[Any]]:
         return [*self._evaluation_stages, *(self._orchestrator.stages.all if self._orchestrator is not None else ())]
 
-    def _commit(self, kind: Commit, detail: str, pumps: Collection[Pump] = ()) -> None:
-        """Note a commit of these pumps; by default of all in a strict run, else of the one whose kind it is."""
-        if not pumps:
-            pumps = PUMPS if not self._has_two_pumps else ("publish",) if kind in _PUBLISHED else ("train",)
+    def _commit(self, kind: Commit, detail: str, pump: Pump | None = None) -> None:
+        """Note a commit of this pump. In a strict run it counts for both, and so does one of neither."""
+        pumps = (pump,) if pump is not None and self._has_two_pumps else PUMPS
         self._progress.commit(kind, detail, self._loop.time(), pumps)
 
     def _report_when_asked(self) -> None:
@@ -192,8 +185,8 @@ class Watchdog:
         """Write the report and the run's log, and return the report's essence in one line."""
         look = self._look(now_s, blocked_at)
         path = self._write("A run that stalled", look)
-        silence = f"nothing was committed for {look.silence_s:,.0f} s, and "
-        if len(look.pumps) > 1 and blocked_at is None:  # then the culprit says for how long, and the other may go on
+        silence = f"nothing was committed for {look.pumps[0].silence_s:,.0f} s, and "
+        if len(look.pumps) > 1 and blocked_at is None:  # then the culprit says for how long
             silence = ""
         see = "no report can be written" if path is None else f"see {path}"
         message = f"the run stalled: {silence}{name_culprit(look)}; {see}"
@@ -202,57 +195,43 @@ class Watchdog:
 
     def _write(self, title: str, look: RunLook) -> Path | None:
         """Write the report and return where, which is elsewhere if the run directory's disk hangs."""
-        contents = ReportContents(
-            title=title,
-            look=look,
-            commits=self._progress.last(),
-            counts=dict(self._counts()),
-            replicas=self._replicas(),
-            logs=self._logs,
-        )
-        written = in_time(lambda: write_report(self.report_path, contents), TELL_S)
-        return written or in_time(lambda: write_report(None, contents), TELL_S)
+        for path in (self._directory / REPORT, None):
+            if written := in_time(partial(write_report, path, title, look), TELL_S):
+                return written
+        return None
 
     def _log(self, level: str, event: str, **fields: object) -> None:
         """Log an event. One that cannot be written in time is lost: what the run waits for may be its log."""
         in_time(lambda: getattr(structlog.get_logger(), level)(event, **fields), TELL_S)
 
     def _look(self, now_s: float, blocked_at: str | None) -> RunLook:
-        orchestrator = self._orchestrator
+        counts, problems = {}, {}
+        if (orchestrator := self._orchestrator) is not None:
+            book = orchestrator.book
+            prompts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in book.counts.items())
+            counts = {
+                "iterations finished": str(orchestrator.state.iteration),
+                "prompts": prompts,
+                "supervision queue": f"{book.waiting} prompts",
+                "places taken": f"{book.held_prompts}, with {book.held_bytes:,} bytes in the worst case",
+            }
+            problems = {ordinal: prompt.problem.id for ordinal, prompt in [*orchestrator.state.running.items()]}
         return RunLook(
             now_s=now_s,
             step=self._step,
             pumps=self._pumps(now_s),
+            stages={stage.name: stage for stage in self._stages},
             open={stage.name: list(stage.open) for stage in self._stages},
-            limits={stage.name: stage.concurrency for stage in self._stages},
-            problems=(
-                {ordinal: prompt.problem.id for ordinal, prompt in [*orchestrator.state.running.items()]}
-                if orchestrator is not None
-                else {}
-            ),
+            problems=problems,
             tasks=self._book.views(now_s),
             blocked_at=blocked_at,
             standing_still=in_time(lambda: [*standing_still(os.getpid())], TELL_S) or (),
             busy_threads=busy_threads(),
+            commits=self._progress.last.copy(),
+            counts=counts,
+            replicas=self._replicas(),
+            logs=self._directory / "logs",
         )
-
-    def _counts(self) -> Iterator[tuple[str, str]]:
-        if self._orchestrator is None:
-            return
-        book = self._orchestrator.book
-        yield "iterations finished", str(self._orchestrator.state.iteration)
-        yield "prompts", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in book.counts.items())
-        yield "supervision queue", f"{book.waiting} prompts"
-        yield (
-            "credits held",
-            f"{book.held_prompts} prompts, {book.held_bytes:,} bytes with the worst case of running ones",
-        )
-        for stage in self._orchestrator.stages.all:
-            done = stage.counters
-            yield (
-                f"stage {stage.name}",
-                f"{done.completed} done, {done.failed} failed, {done.retried} sent again, {stage.waiting} waiting",
-            )
 
     def _watch_loop(self) -> None:
         """Watch the loop from the thread: count the looks at which it gave no sign of life.
@@ -266,7 +245,7 @@ class Watchdog:
             beats, blocked_s = self._beats, missed * BEAT_S
             if blocked_s < BLOCKED_AFTER_S:
                 if reported:
-                    self._log("warning", "event loop goes on", after_s=BLOCKED_AFTER_S)
+                    self._log("warning", "event loop continues", after_s=BLOCKED_AFTER_S)
                 reported = False
                 continue
             place, now_s = thread_place(self._loop_thread), self._beat_s + blocked_s

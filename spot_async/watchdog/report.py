@@ -1,7 +1,9 @@
-"""Writes the stall report: everything that a person needs to see what a run waits for, in one file of text.
+"""Says what a run waits for: in one line that names who is at fault, and in a file with everything that a person needs.
 
-It has nothing that models wrote, and no contents of requests. It is pure but for the thread stacks, which only the
-interpreter can write.
+In a phase of the trainer's, whoever has to act then is at fault. While a batch is waited for, it is the oldest request
+that a stage sent. A prompt that is at no stage, although its coroutine runs, waits inside the policy's own code.
+
+The report has nothing that models wrote, and no contents of requests.
 """
 
 from __future__ import annotations
@@ -13,17 +15,28 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from spot_async.base.processes import guard
 from spot_async.base.processes.child import log_lines
 from spot_async.base.processes.standstill import STATES
-from spot_async.loop.events import WAITS_FOR
-from spot_async.watchdog.culprit import RunLook, describe_request, name_culprit
-from spot_async.watchdog.progress import LastCommit
-from spot_async.watchdog.stacks import grouped
+from spot_async.base.text import rough_time
+from spot_async.errors import LONG_PAUSE_S
+from spot_async.loop.events import WAITS_FOR, Phase, Pump
+from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.stage import OpenRequest, Stage
+from spot_async.watchdog.silence import Commit, LastCommit, PumpLook
+from spot_async.watchdog.stacks import TaskView
 
+SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}
+OF_TRAINER: dict[Phase | None, str] = {
+    "train": "the trainer has not answered",
+    "write weights": "the trainer has not written the weights",
+    "update weights": "the student's servers have not confirmed the weights",
+}
+PUMP_NAMES: dict[Pump, str] = {"train": "the trainer", "publish": "publishing"}
 NAMES_SHOWN = 12  # how many tasks at the same place are named
 LOG_LINES = 8
 COMMAND_CHARACTERS = 200
@@ -32,18 +45,125 @@ REDACTED = "***"
 
 
 @dataclass(frozen=True)
-class ReportContents:
-    """Everything that the report is made of."""
+class RunLook:
+    """What the watchdog knows of a run at one moment."""
 
-    title: str
-    look: RunLook
-    commits: Sequence[LastCommit] = ()
-    counts: Mapping[str, str] = field(default_factory=dict)  # of the admission book and the stages, in words by name
-    replicas: Sequence[str] = ()  # a line about each replica
-    logs: Path | None = None  # the directory of those of child processes
+    now_s: float
+    step: str  # the step of the run, as the console shows it
+    pumps: Sequence[PumpLook]  # those that are watched, the most overdue first
+    stages: Mapping[str, Stage[Any]]
+    open: Mapping[str, Sequence[OpenRequest]]  # by stage
+    problems: Mapping[int, str]  # problem ids of running prompts, by ordinal
+    tasks: Sequence[TaskView]
+    blocked_at: str | None  # the line that blocks the event loop
+    standing_still: Sequence[str]  # processes of the run that were stopped or wait for a disk, in words
+    busy_threads: Sequence[str]  # lines that threads beside the event loop are at
+    commits: Mapping[Commit, LastCommit]
+    counts: Mapping[str, str]  # of prompts and iterations, in words by name
+    replicas: Sequence[str]  # a line about each
+    logs: Path  # the directory of those of child processes
+
+    def age_s(self, request: OpenRequest) -> float:
+        """Return for how long a server has had a request, or for how long it has waited for its turn."""
+        return self.now_s - (request.asked_s if request.started_s is None else request.started_s)
+
+    def oldest(self, *, sent: bool) -> list[tuple[str, OpenRequest]]:
+        """Return the requests that a server has, or those that wait for their turn, with their stages, oldest first."""
+        found = [
+            (stage, each) for stage, some in self.open.items() for each in some if (each.started_s is not None) == sent
+        ]
+        return sorted(found, key=lambda each: -self.age_s(each[1]))
 
 
-def write_report(path: Path | None, contents: ReportContents) -> Path:
+def name_culprit(look: RunLook) -> str:
+    """Return who or what the run waits for, and which of its processes and threads stand still meanwhile.
+
+    Where two pumps are watched, the most overdue one is looked at, and the other is said to continue or to wait.
+    """
+    if look.blocked_at is not None:
+        culprit = f"the event loop is blocked at {look.blocked_at}"
+    elif len(look.pumps) > 1:
+        culprit = f"{_culprit_of_pump(look)}; {_what_other_does(*look.pumps)}"
+    else:
+        culprit = _culprit(look)
+    return "; ".join([culprit, *look.standing_still, *(f"a thread is at {place}" for place in look.busy_threads)])
+
+
+def _culprit_of_pump(look: RunLook) -> str:
+    """Return whom the most overdue of two pumps waits for. Only requests that can hold it up count."""
+    pump = look.pumps[0]
+    of_training = {stage: requests for stage, requests in look.open.items() if stage in STAGE_SERVERS}
+    match pump.phase:
+        case "train" | "write weights" | "update weights" as phase:
+            weights = f" of iteration {pump.iteration}" if phase != "train" else ""
+            return f"{OF_TRAINER[phase]}{weights} for {pump.silence_s:,.0f} s"
+        case "drain":
+            waits = f"the weights of iteration {pump.iteration} wait for requests under way at the student"
+            sent = [each for each in look.oldest(sent=True) if STAGE_SERVERS.get(each[0]) == "student"]
+            return f"{waits}: {describe_request(look, *sent[0])}" if sent else waits
+        case "evaluate" if pump.pump == "publish":
+            of_evaluation = {stage: requests for stage, requests in look.open.items() if stage not in of_training}
+            if any(of_evaluation.values()):
+                return _culprit(replace(look, open=of_evaluation, problems={}))
+            return f"the evaluation of iteration {pump.iteration} has judged no response for {pump.silence_s:,.0f} s"
+        case _:
+            return _culprit(replace(look, open=of_training))
+
+
+def _what_other_does(pump: PumpLook, other: PumpLook) -> str:
+    name = PUMP_NAMES[other.pump]
+    if other.waits_for_other:
+        return f"{name} waits for it"
+    if other.silence_s < pump.silence_s / 2:
+        return f"{name} continues"
+    return f"{name} has committed nothing for {other.silence_s:,.0f} s either"
+
+
+def _culprit(look: RunLook) -> str:
+    pump = look.pumps[0]
+    if pump.phase in OF_TRAINER:
+        return OF_TRAINER[pump.phase]
+    sent, waiting = look.oldest(sent=True), look.oldest(sent=False)
+    if sent and look.age_s(sent[0][1]) >= pump.silence_s / 2:
+        return describe_request(look, *sent[0])
+    at_stages = {request.priority[0] for requests in look.open.values() for request in requests}
+    if outside := [ordinal for ordinal in look.problems if ordinal not in at_stages]:
+        first = min(outside)  # in admission order
+        place = next((view.place for view in look.tasks if view.name == f"prompt {first}"), "an unknown place")
+        return f"{_prompt(look, first)} waits in the policy's own code, at {place}"
+    if sent:  # requests come and go, since none is as old as the silence, but none leads to a commit
+        return f"requests are answered but no prompt finishes; of the open ones, {describe_request(look, *sent[0])}"
+    if waiting:
+        return describe_request(look, *waiting[0])
+    if pump.phase == "wait for batch":
+        return "no prompt is being supervised, and none is admitted"
+    return f"the run has been {look.step} for {pump.silence_s:,.0f} s"
+
+
+def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:
+    """Return an open request in words: where, for whom, for how long, how often it was sent."""
+    server = SERVERS.get(stage, "server")
+    whose = _prompt(look, request.priority[0]) if stage in STAGE_SERVERS else f"problem {request.priority[0]}"
+    since = f"for {look.age_s(request):,.0f} s"
+    if request.started_s is None:
+        return f"stage {stage} of the {server} has given {whose} no turn {since} ({_in_flight(look, stage)})"
+    at = f" ({request.replica})" if request.replica not in (None, "", server) else ""
+    asked_s = request.longest_retry_after_s
+    pause = f", paused for up to {rough_time(asked_s)} at a time as it asked" if asked_s >= LONG_PAUSE_S else ""
+    return f"stage {stage} of the {server}{at} has not answered {since}: {whose}, sent {request.attempts} x{pause}"
+
+
+def _in_flight(look: RunLook, stage: str) -> str:
+    sent = sum(each.started_s is not None for each in look.open[stage])
+    return f"{sent} of {look.stages[stage].concurrency} in flight, {len(look.open[stage]) - sent} waiting"
+
+
+def _prompt(look: RunLook, ordinal: int) -> str:
+    problem = look.problems.get(ordinal)
+    return f"prompt {ordinal} (problem {problem})" if problem is not None else f"prompt {ordinal}"
+
+
+def write_report(path: Path | None, title: str, look: RunLook) -> Path:
     """Write the report in place of an earlier one, or with None to a new file of its own in $TMPDIR; return where.
 
     Raises OSError.
@@ -53,7 +173,7 @@ def write_report(path: Path | None, contents: ReportContents) -> Path:
         os.close(descriptor)
         path = Path(name)
     with path.open("w", encoding="utf-8") as file:
-        for line in report_lines(contents):
+        for line in _report_lines(title, look):
             file.write(f"{line}\n")
         file.write("\nThreads, the most recent call first\n")
         file.flush()
@@ -61,26 +181,21 @@ def write_report(path: Path | None, contents: ReportContents) -> Path:
     return path
 
 
-def report_lines(contents: ReportContents) -> Iterator[str]:
-    look = contents.look
-    yield f"{contents.title}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}, process {os.getpid()}"
+def _report_lines(title: str, look: RunLook) -> Iterator[str]:
+    yield f"{title}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}, process {os.getpid()}"
     yield f"It waits for this: {name_culprit(look)}."
-    if len(look.pumps) > 1:
-        yield f"Phase: {look.step}."
+    yield f"Phase: {look.step}."
     for pump in look.pumps:
-        waits = f", waiting for {WAITS_FOR[pump.phase]}" if pump.phase is not None else ""
-        if len(look.pumps) > 1:
-            yield f"The {pump.pump} pump: iteration {pump.iteration}{waits}."
-        else:
-            yield f"Phase: {look.step}{waits}."
+        if pump.phase is not None:
+            yield f"The {pump.pump} pump: iteration {pump.iteration}, waiting for {WAITS_FOR[pump.phase]}."
         is_stall = "that is a stall" if pump.is_stalled else "it would be a stall"
         yield f"Nothing was committed for {pump.silence_s:,.0f} s; from {pump.limit_s:,.0f} s on {is_stall}."
-    yield from _section("Last commits", _commits(contents.commits, look.now_s))
+    yield from _section("Last commits", _commits(look))
     yield from _section("Oldest request of each stage", _oldest(look))
-    yield from _section("Counts", (f"{name}: {figures}" for name, figures in contents.counts.items()))
-    yield from _section("Replicas", contents.replicas)
+    yield from _section("Counts", (f"{name}: {figures}" for name, figures in look.counts.items()))
+    yield from _section("Replicas", look.replicas)
     yield from _section("Processes below this one", _processes())
-    for path in sorted(contents.logs.glob("*.log")) if contents.logs is not None else ():
+    for path in sorted(look.logs.glob("*.log")):
         yield from _section(f"End of {path}", _tail(path))
     yield from _section("Tasks, each down to what it awaits; those at the same place together", _tasks(look))
 
@@ -93,22 +208,21 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
         yield from (f"  {line}" for line in found)
 
 
-def _commits(commits: Sequence[LastCommit], now_s: float) -> Iterator[str]:
-    if not commits:
+def _commits(look: RunLook) -> Iterator[str]:
+    if not look.commits:
         yield "none since the start"
-    for each in commits:
-        yield f"{now_s - each.at_s:8,.0f} s ago  {each.detail}  ({each.kind}: {each.count})"
+    for kind, last in sorted(look.commits.items(), key=lambda each: -each[1].at_s):
+        yield f"{look.now_s - last.at_s:8,.0f} s ago  {last.detail}  ({kind}: {last.count})"
 
 
 def _oldest(look: RunLook) -> Iterator[str]:
-    for stage, requests in look.open.items():
-        sent = [request for request in requests if request.started_s is not None]
-        limit = f" of {look.limits[stage]}" if stage in look.limits else ""
-        yield f"{stage}: {len(sent)}{limit} in flight, {len(requests) - len(sent)} waiting"
-        for some in (sent, [request for request in requests if request.started_s is None]):
-            if some:
-                first = min(some, key=lambda request: request.started_s or request.asked_s)
-                yield f"    {describe_request(look, stage, first)}"
+    for name, each in look.stages.items():
+        done = each.counters
+        so_far = f"{done.completed} done, {done.failed} failed, {done.retried} sent again"
+        yield f"{name}: {_in_flight(look, name)}; {so_far}"
+        for requests in (look.oldest(sent=True), look.oldest(sent=False)):
+            of_stage = [request for stage, request in requests if stage == name]
+            yield from (f"    {describe_request(look, name, oldest)}" for oldest in of_stage[:1])
 
 
 def _processes() -> Iterator[str]:
@@ -143,7 +257,10 @@ def _tail(path: Path) -> Sequence[str]:
 
 
 def _tasks(look: RunLook) -> Iterator[str]:
-    for views in grouped(look.tasks):
+    groups: dict[tuple[str, ...], list[TaskView]] = {}  # of tasks at the same place, the group of the oldest first
+    for view in look.tasks:
+        groups.setdefault(view.stack, []).append(view)
+    for views in groups.values():
         oldest = views[0]
         more = f" and {len(views) - NAMES_SHOWN} more" if len(views) > NAMES_SHOWN else ""
         names = ", ".join(view.name for view in views[:NAMES_SHOWN])

@@ -1,28 +1,126 @@
-"""Computes how long a run may commit nothing before it counts as stalled. Pure arithmetic on its configuration.
+"""Says for how long a run has committed nothing, and for how long it may. Pure: it is passed the time.
 
-Everything that a run does has a deadline. Silence is legal for as long as the deadlines of what it is doing allow:
+Signs of life, such as pings, retries and admitted prompts, are no commits: they can come for ever in a run that trains
+nothing.
 
-* Supervision: the deadlines of a prompt's stages, one after the other. On top comes the time that a role without any
-  server has to get one back, since it does not count for a request's deadline.
-* Training, a weight update, an evaluation and the start: the time-out of each. It ends them with an error of its own,
-  which must come before the watchdog's.
+Everything that a run does has a deadline, which ends it with an error of its own. The watchdog comes after that:
+whoever is silent for longer has missed its own deadline, and nothing else will end the run.
 
-So whoever is silent for longer has missed its own deadline, and nothing else will end the run.
+In a strict run one pump always waits for the other, so there is one silence. In an asynchronous run each pump has its
+own, or a hung publish would hide behind a trainer that continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, get_args
 
 from spot_async.base.timeouts import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import Config, StagesConfig
 from spot_async.errors import ConfigError
-from spot_async.loop.events import Phase
+from spot_async.loop.events import Phase, Pump
 from spot_async.types import PolicyNeeds
 
+PUMPS: tuple[Pump, ...] = get_args(Pump)
 MARGIN_S = 60.0  # how much later than a deadline the watchdog comes
+
+
+class Commit(StrEnum):
+    """The kinds of work that count as progress: none of it will be done again."""
+
+    STEP = "steps of the run done"
+    PROMPT_QUEUED = "prompts queued"
+    BATCH_TRAINED = "batches trained"
+    WEIGHTS_CONFIRMED = "weights confirmed"
+    RESPONSE_JUDGED = "held-out responses judged"
+
+
+@dataclass(frozen=True)
+class LastCommit:
+    """The newest commit of a kind."""
+
+    detail: str
+    at_s: float
+    count: int  # commits of this kind so far
+
+
+class Progress:
+    """The last commits, and since when each pump is silent. All times are of one clock, which the caller reads."""
+
+    def __init__(self, now_s: float) -> None:
+        self.last: dict[Commit, LastCommit] = {}
+        self._since_s: dict[Pump, float] = dict.fromkeys(PUMPS, now_s)  # since its last commit, or the start
+
+    def commit(self, kind: Commit, detail: str, now_s: float, pumps: Collection[Pump] = PUMPS) -> None:
+        """Note a commit, which ends the silence of these pumps."""
+        earlier = self.last.get(kind)
+        self.last[kind] = LastCommit(detail, now_s, 1 if earlier is None else earlier.count + 1)
+        self.begin(pumps, now_s)
+
+    def begin(self, pumps: Collection[Pump], now_s: float) -> None:
+        """Begin the silence of these pumps anew: what they waited for has come."""
+        self._since_s.update(dict.fromkeys(pumps, now_s))
+
+    def forgive(self, gap_s: float, now_s: float) -> None:
+        """Do not count `gap_s` of silence, in which this process did not run (Ctrl-Z, a debugger)."""
+        self._since_s = {pump: min(since_s + gap_s, now_s) for pump, since_s in self._since_s.items()}
+
+    def silence_s(self, now_s: float, pump: Pump = "train") -> float:
+        return now_s - self._since_s[pump]
+
+
+@dataclass(frozen=True)
+class PumpLook:
+    """What one pump does at one moment."""
+
+    pump: Pump
+    phase: Phase | None  # None before and after training
+    iteration: int
+    silence_s: float
+    limit_s: float
+    waits_for_other: bool
+
+    @property
+    def is_stalled(self) -> bool:
+        return self.silence_s >= self.limit_s
+
+
+def look_at_pumps(
+    phases: Mapping[Pump, tuple[Phase | None, int]],
+    progress: Progress,
+    limits: SilenceLimits | None,
+    now_s: float,
+    asked_s: float = 0.0,
+) -> Sequence[PumpLook]:
+    """Return a look at each pump that is watched, the one that is most overdue first.
+
+    `phases` has their phases and iterations. Limits are put off by `asked_s`, the pause that an endpoint asked for. A
+    pump that waits for the other is silent only if both are, and may be for as long as the other.
+    """
+
+    def look(pump: Pump) -> PumpLook:
+        waits = _waits_for_other(pump, phases)
+        counted = [*phases] if waits else [pump]
+        allowed_s = [float("inf") if limits is None else limits.of(phases[each][0]) for each in counted]
+        silence_s = min(progress.silence_s(now_s, each) for each in counted)
+        return PumpLook(pump, *phases[pump], silence_s, max(allowed_s) + asked_s, waits)
+
+    looks = [look(pump) for pump in phases]
+    return sorted(looks, key=lambda each: (each.waits_for_other, each.limit_s - each.silence_s, -each.silence_s))
+
+
+def _waits_for_other(pump: Pump, phases: Mapping[Pump, tuple[Phase | None, int]]) -> bool:
+    if len(phases) < len(PUMPS):
+        return False
+    training, publishing = phases["train"][0], phases["publish"][0]
+    if pump == "publish":
+        return publishing == "wait for weights"
+    # No request of the student is answered while its servers are drained or load weights, and perhaps no prompt is
+    # admitted before new ones are written.
+    held_up = training == "wait for batch" and publishing in ("write weights", "drain", "update weights")
+    return held_up or training in ("update weights", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -61,9 +159,14 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     timeout_s = config.run.stall_timeout_s
     if timeout_s == 0:
         return None
-    recovery = _longest_recovery(config)
-    chain = prompt_chain(config.stages, needs) | recovery
-    legal_s, recovery_s = sum(chain.values()), sum(recovery.values())
+    recoveries = {
+        f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s
+        for role in ("student", "teacher", "reference")
+        if (model := getattr(config, role)) is not None
+    }
+    longest, recovery_s = max(recoveries.items(), key=lambda each: each[1])
+    chain = _prompt_chain(config.stages, needs) | {longest: recovery_s}
+    legal_s = sum(chain.values())
     if timeout_s is not None and timeout_s < legal_s:
         raise ConfigError(
             f"run.stall_timeout_s={timeout_s:g} is shorter than the {legal_s:g} s that one prompt may take by the "
@@ -89,7 +192,7 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     )
 
 
-def prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
+def _prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
     """Return the deadlines that one prompt may use up one after the other, in seconds, by the key that sets each."""
     used = {
         "rollout": True,
@@ -101,18 +204,6 @@ def prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
     }
     chain = {f"stages.{name}.timeout_s": getattr(stages, name).timeout_s for name, is_used in used.items() if is_used}
     return chain | {f"{VERIFY_ATTEMPTS} x stages.verify.timeout_s": VERIFY_ATTEMPTS * stages.verify.timeout_s}
-
-
-def _longest_recovery(config: Config) -> dict[str, float]:
-    """Return the longest time that any role may take to get a server back, under its key."""
-    roles = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
-    times = {
-        f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s
-        for role, model in roles.items()
-        if model is not None
-    }
-    longest = max(times, key=lambda key: times[key])
-    return {longest: times[longest]}
 
 
 def start_timeouts(tree: Any) -> Iterator[float]:

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -75,14 +74,6 @@ def await_chain(awaitable: object) -> tuple[tuple[str, ...], str]:
         else:
             says_something = awaitable is not None and type(awaitable).__name__ != "FutureIter"
             return tuple(lines), repr(awaitable)[:200] if says_something else ""
-
-
-def grouped(views: Iterable[TaskView]) -> list[list[TaskView]]:
-    """Return tasks in groups that are at the same place, the group of the oldest first."""
-    groups: dict[tuple[str, ...], list[TaskView]] = {}
-    for view in views:
-        groups.setdefault(view.stack, []).append(view)
-    return list(groups.values())
 
 
 def thread_place(ident: int) -> str:
