@@ -66,9 +66,9 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
     from spot_async.serving.engine.model import load_model, quiet_transformers
     from spot_async.serving.engine.worker import EngineWorker
     from spot_async.serving.http.app import build_app
-    from spot_async.serving.openai.app import openai_routes
+    from spot_async.serving.openai.app import openai_v1
     from spot_async.serving.openai.completion import ServedModel
-    from spot_async.serving.openai.detokenizer import TokenTexts
+    from spot_async.serving.openai.texts import TokenTexts
     from spot_async.types import Capabilities
 
     quiet_transformers()
@@ -104,8 +104,8 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
         tokenizer=tokenizer,
         token_texts=TokenTexts(tokenizer),
     )
-    openai = openai_routes(worker, served, max_completions=settings.slots + settings.max_waiting)
-    app = build_app(worker, capabilities, credentials=credentials, is_local=_is_local(settings), more_routes=[openai])
+    openai = openai_v1(worker, served, max_completions=settings.slots + settings.max_waiting)
+    app = build_app(worker, capabilities, credentials=credentials, is_local=_is_local(settings), other_api=openai)
     return worker, app
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,16 +26,15 @@ from spot_async.models.vocabulary import load_tokenizer
 from spot_async.serving import api
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.model import load_model
-from spot_async.serving.engine.requests import Tokens
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.app import build_app
 from spot_async.serving.http.bodies import MAX_BYTES, MAX_JSON_BYTES, MIB, Bodies
 from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.http.replies import TOGETHER_S, Replies
 from spot_async.serving.openai.api import ApiError, CompletionRequest
-from spot_async.serving.openai.app import openai_routes
+from spot_async.serving.openai.app import openai_v1
 from spot_async.serving.openai.completion import ServedModel, read_prompt
-from spot_async.serving.openai.detokenizer import TokenTexts
+from spot_async.serving.openai.texts import TokenTexts
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
 from spot_async.testing.replies import capabilities
@@ -70,8 +68,8 @@ def served(worker: EngineWorker) -> ServedModel:
 @pytest.fixture
 def open_app(worker: EngineWorker, served: ServedModel) -> Starlette:
     """Without a key, and with `/v1`."""
-    routes = [openai_routes(worker, served, max_completions=8)]
-    return build_app(worker, CAPABILITIES, credentials=Credentials(), more_routes=routes)
+    v1 = openai_v1(worker, served, max_completions=8)
+    return build_app(worker, CAPABILITIES, credentials=Credentials(), other_api=v1)
 
 
 async def test_a_server_with_a_key_answers_nobody_without_it(worker: EngineWorker) -> None:
@@ -215,8 +213,8 @@ async def test_the_server_answers_while_a_text_is_tokenized(worker: EngineWorker
             seen.append(answered.wait(timeout=60))
             return []
 
-    routes = [openai_routes(worker, dataclasses.replace(served, tokenizer=Slow()), max_completions=8)]
-    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials(), more_routes=routes))
+    v1 = openai_v1(worker, dataclasses.replace(served, tokenizer=Slow()), max_completions=8)
+    transport = httpx.ASGITransport(app=build_app(worker, CAPABILITIES, credentials=Credentials(), other_api=v1))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client, asyncio.TaskGroup() as group:
         completion = group.create_task(client.post("/v1/completions", json={"prompt": "w3"}))
         await asyncio.sleep(0.01)
@@ -281,33 +279,7 @@ def running(worker: EngineWorker) -> Iterator[EngineWorker]:
     assert not thread.is_alive()
 
 
-def test_tokens_are_reported_once_each_also_across_an_update(running: EngineWorker) -> None:
-    reported: list[Tokens] = []
-    enough, updating = threading.Event(), threading.Event()
-
-    def note(tokens: Tokens) -> None:
-        reported.append(tokens)
-        if len(reported) == 5:
-            enough.set()
-            assert updating.wait(timeout=300)  # it must not be done before
-
-    request = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(600), top_k=2, timeout_s=60.0)
-    future = running.submit(request, on_tokens=note)
-    assert enough.wait(timeout=300)
-    weights = running.read_weights(Path(running._engine._model.name))
-    update = running.update_weights(weights, WeightVersion(0, 1))
-    updating.set()
-    update.result(timeout=300)
-    whole = future.result(timeout=300)
-    assert len(whole.version_spans) == 2
-    count = sum(len(tokens.token_ids) for tokens in reported)
-    assert count == 599
-    for name in Tokens._fields:
-        parts = np.concatenate([getattr(tokens, name) for tokens in reported])
-        np.testing.assert_array_equal(parts, getattr(whole, name)[:count])
-
-
-async def test_a_failure_in_a_stream_is_an_event_of_it(
+async def test_a_failure_of_the_engine_is_an_error_in_openai_s_form_and_the_server_continues(
     running: EngineWorker, open_app: Starlette, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, steps = running._engine._model, itertools.count()
@@ -321,12 +293,10 @@ async def test_a_failure_in_a_stream_is_an_event_of_it(
     monkeypatch.setattr(model, "decode", failing)
     transport = httpx.ASGITransport(app=open_app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        body = {"prompt": "w3 w4", "max_tokens": 60, "stream": True}
+        body = {"prompt": "w3 w4", "max_tokens": 60}
         reply = await client.post("/v1/completions", json=body)
-        *events, error, done, _ = reply.text.split("\n\n")
-        assert (reply.status_code, done) == (200, "data: [DONE]")
-        assert len(events) > 5
-        assert json.loads(error.removeprefix("data: ")) == {
+        assert reply.status_code == 500
+        assert reply.json() == {
             "error": {
                 "message": "the engine failed on this request: out of memory",
                 "type": "server_error",
@@ -334,7 +304,7 @@ async def test_a_failure_in_a_stream_is_an_event_of_it(
                 "code": None,
             }
         }
-        assert (await client.post("/v1/completions", json={**body, "stream": False})).status_code == 200
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
 def test_replies_that_end_within_a_moment_are_sent_at_once_and_the_last_one_waits_for_none() -> None:

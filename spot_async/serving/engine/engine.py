@@ -31,7 +31,7 @@ from spot_async.serving.engine.adapters import Adapter, Adapters
 from spot_async.serving.engine.cache import bucketed
 from spot_async.serving.engine.limits import Limits
 from spot_async.serving.engine.model import CausalModel
-from spot_async.serving.engine.requests import CandidateTask, GenerateTask, ScoreTask, Task, Tokens, take_group
+from spot_async.serving.engine.requests import CandidateTask, GenerateTask, ScoreTask, Task, take_group
 from spot_async.serving.engine.sampling import sample
 from spot_async.serving.engine.scoring import candidate_rows, score_rows
 from spot_async.serving.engine.slots import SlotTable
@@ -159,10 +159,6 @@ class Engine:
         )
 
     # -- generation --
-
-    def sampled_since(self, task: GenerateTask, start: int) -> Tokens | None:
-        """Return what a response has in its slot from token `start` on; None if it has no slot."""
-        return self._table.since(task.row, start) if task.row is not None else None
 
     def _prefill_batch(self) -> None:
         """Give slots to waiting tasks, and read their contexts, except the last token, into the cache.

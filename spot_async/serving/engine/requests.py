@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,24 +25,6 @@ from spot_async.types import (
     VersionSpan,
     WeightVersion,
 )
-
-
-class Tokens(NamedTuple):
-    """Consecutive tokens of a response, or of a scored text."""
-
-    token_ids: IntArray  # (t,)
-    logprobs: FloatArray  # (t,)
-    topk_ids: IntArray | None  # (t, K)
-    topk_logprobs: FloatArray | None  # (t, K)
-
-    def part(self, rows: slice) -> Tokens:
-        ids, logprobs = self.topk_ids, self.topk_logprobs
-        return Tokens(
-            self.token_ids[rows],
-            self.logprobs[rows],
-            None if ids is None else ids[rows],
-            None if logprobs is None else logprobs[rows],
-        )
 
 
 @dataclasses.dataclass(eq=False)

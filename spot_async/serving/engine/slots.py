@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.serving.engine.requests import GenerateTask, Tokens
+from spot_async.serving.engine.requests import GenerateTask
 from spot_async.types import Int64Array
 
 NO_TOKEN = -1
@@ -98,16 +98,6 @@ class SlotTable:
             task.topk_ids = self.topk_ids[row, :produced, :k].copy()
             task.topk_logprobs = self.topk_logprobs[row, :produced, :k].copy()
         return task
-
-    def since(self, row: int, start: int) -> Tokens:
-        """Return a copy of what a row has sampled from its token `start` on."""
-        new, k = slice(start, self.produced[row]), self.top_k[row]
-        return Tokens(
-            self.token_ids[row, new].copy(),
-            self.logprobs[row, new].copy(),
-            self.topk_ids[row, new, :k].copy() if k else None,
-            self.topk_logprobs[row, new, :k].copy() if k else None,
-        )
 
     def remove(self, row: int) -> int | None:
         """Free a row; return the row that was moved into its place, if there was one."""

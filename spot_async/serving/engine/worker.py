@@ -6,7 +6,6 @@ one aborts its request.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import queue
 import time
@@ -22,23 +21,8 @@ from spot_async.serving.api import Stats, VersionReply
 from spot_async.serving.engine.adapters import Adapter
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.limits import Limits
-from spot_async.serving.engine.requests import GenerateTask, Request, Task, Tokens, new_task
+from spot_async.serving.engine.requests import Request, Task, new_task
 from spot_async.types import WeightVersion
-
-
-@dataclasses.dataclass
-class _Listener:
-    """Reports the tokens of a response while they are sampled."""
-
-    task: GenerateTask
-    on_tokens: Callable[[Tokens], None]
-    reported: int = 0
-
-    def report(self, engine: Engine) -> None:
-        tokens = engine.sampled_since(self.task, self.reported)
-        if tokens is not None and len(tokens.token_ids):
-            self.reported += len(tokens.token_ids)
-            self.on_tokens(tokens)
 
 
 class EngineWorker:
@@ -47,7 +31,6 @@ class EngineWorker:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._listeners: list[_Listener] = []
         self._stopping = False
 
     def run(self) -> None:
@@ -55,8 +38,6 @@ class EngineWorker:
         while not self._stopping:
             if self._engine.busy and self._calls.empty():
                 self._engine.step()
-                if self._listeners:
-                    self._report()
             else:
                 self._calls.get()()
 
@@ -71,18 +52,12 @@ class EngineWorker:
     def limits(self) -> Limits:
         return self._engine.limits
 
-    def submit(self, request: Request, on_tokens: Callable[[Tokens], None] | None = None) -> Future[Any]:
-        """Return a future of the request's reply. Raises `PermanentError` if it cannot be served.
-
-        `on_tokens` is called with newly sampled tokens after each step. It runs on the engine's thread, so it must be
-        quick. Tokens of the last step come only with the reply.
-        """
+    def submit(self, request: Request) -> Future[Any]:
+        """Return a future of the request's reply. Raises `PermanentError` if it cannot be served."""
         self._engine.limits.check(request)
         task = new_task(request)
         task.future.add_done_callback(functools.partial(self._abort_cancelled, task))
         self._calls.put(functools.partial(self._engine.submit, task))
-        if on_tokens is not None and isinstance(task, GenerateTask):
-            self._calls.put(functools.partial(self._listen, _Listener(task, on_tokens)))
         return task.future
 
     def read_weights(self, directory: Path, digests: Mapping[str, str] | None = None) -> dict[str, torch.Tensor]:
@@ -137,14 +112,6 @@ class EngineWorker:
             cpu_s=time.process_time(),
             version=engine.version,
         )
-
-    def _listen(self, listener: _Listener) -> None:
-        self._listeners.append(listener)
-
-    def _report(self) -> None:
-        self._listeners = [listener for listener in self._listeners if not listener.task.future.done()]
-        for listener in self._listeners:
-            listener.report(self._engine)
 
     def _abort_cancelled(self, task: Task, future: Future[Any]) -> None:
         if future.cancelled():

@@ -7,11 +7,12 @@ the page's host in `Host`, or has a content type that forms can send. None of th
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from starlette.responses import Response
+from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.base import wire
@@ -19,14 +20,19 @@ from spot_async.base.addresses import host_of, is_loopback
 from spot_async.errors import PermanentError
 from spot_async.serving import api
 from spot_async.serving.http.credentials import Credentials
-from spot_async.serving.openai import api as openai_api
-from spot_async.serving.openai.app import refused
 
 
 class Refusal(NamedTuple):
     status: int
     message: str
-    code: str | None = None  # the code in OpenAI's form of errors
+    code: str | None = None  # for APIs whose errors have one
+
+
+class OtherApi(NamedTuple):
+    """An API beside our own on the same server, with bodies and errors in a form of its own."""
+
+    routes: Mount
+    answer: Callable[[Refusal], Response]  # the refusal in its form of errors
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Access:
 
     credentials: Credentials
     is_local: bool  # it listens on loopback or a Unix socket, so `Host` must be a name of this machine
+    other_api: OtherApi | None = None
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is refused; None if it is not. `headers` are by their names in lower case."""
@@ -47,7 +54,7 @@ class Access:
         if key is not None and not _same(headers.get("authorization", ""), f"Bearer {key}"):
             return Refusal(401, "needs the server's API key as bearer token", "invalid_api_key")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and not path.startswith(openai_api.PREFIX) and kind != api.CONTENT_TYPE:
+        if method == "POST" and self._other(path) is None and kind != api.CONTENT_TYPE:
             return Refusal(415, f"{path}: takes Content-Type: {api.CONTENT_TYPE} only")
         return None
 
@@ -57,6 +64,18 @@ class Access:
         if token is None or _same(headers.get(api.UPDATE_TOKEN_HEADER.lower(), ""), token):
             return None
         return Refusal(403, "takes new weights only from the run that has the server's update token")
+
+    def answer(self, path: str, refusal: Refusal) -> Response:
+        """Return the refusal in the form of the API that was asked."""
+        if (other := self._other(path)) is not None:
+            return other.answer(refusal)
+        body = wire.encode(api.ErrorReply(error=PermanentError.__name__, message=refusal.message))
+        headers = {api.DIGEST_HEADER: api.digest(body)}
+        return Response(body, refusal.status, headers=headers, media_type=api.CONTENT_TYPE)
+
+    def _other(self, path: str) -> OtherApi | None:
+        """Return the other API, if the path is one of its own."""
+        return self.other_api if self.other_api is not None and path.startswith(self.other_api.routes.path) else None
 
 
 class RefuseStrangers:
@@ -71,18 +90,10 @@ class RefuseStrangers:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             refusal = self._access.refusal(scope["method"], scope["path"], headers)
             if refusal is not None:
-                await answer(scope["path"], refusal)(scope, receive, send)
+                await self._access.answer(scope["path"], refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def _same(shown: str, wanted: str) -> bool:
     return hmac.compare_digest(shown.encode("latin-1"), wanted.encode())
-
-
-def answer(path: str, refusal: Refusal) -> Response:
-    """Return the refusal in the form of the API that was asked."""
-    if path.startswith(openai_api.PREFIX):
-        return refused(refusal.status, refusal.message, code=refusal.code)
-    body = wire.encode(api.ErrorReply(error=PermanentError.__name__, message=refusal.message))
-    return Response(body, refusal.status, headers={api.DIGEST_HEADER: api.digest(body)}, media_type=api.CONTENT_TYPE)

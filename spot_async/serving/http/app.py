@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.base import wire
@@ -30,7 +30,7 @@ from spot_async.errors import (
 )
 from spot_async.serving import api
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.access import Access, RefuseStrangers, answer
+from spot_async.serving.http.access import Access, OtherApi, RefuseStrangers
 from spot_async.serving.http.bodies import MAX_BYTES, MAX_HELD_BYTES, UNREADABLE, Bodies
 from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.http.disconnect import ClientGone, no_reply, while_connected
@@ -46,10 +46,10 @@ def build_app(
     *,
     credentials: Credentials,
     is_local: bool = False,
-    more_routes: Sequence[BaseRoute] = (),
+    other_api: OtherApi | None = None,
 ) -> Starlette:
     """Return the server's ASGI application. `Access` decides who may ask it."""
-    access = Access(credentials, is_local)
+    access = Access(credentials, is_local, other_api)
     updating = asyncio.Lock()
     instance = uuid.uuid4().hex
     bodies = Bodies(MAX_BYTES, MAX_HELD_BYTES)
@@ -82,7 +82,7 @@ def build_app(
 
     async def update_weights(request: Request) -> Response:
         if (refusal := access.refusal_of_update(request.headers)) is not None:
-            return answer(api.UPDATE_WEIGHTS, refusal)
+            return access.answer(api.UPDATE_WEIGHTS, refusal)
         message = await decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:  # so that versions arrive in the order in which they were sent
@@ -92,7 +92,7 @@ def build_app(
 
     async def load_adapter(request: Request) -> Response:
         if (refusal := access.refusal_of_update(request.headers)) is not None:
-            return answer(api.LOAD_ADAPTER, refusal)
+            return access.answer(api.LOAD_ADAPTER, refusal)
         message = await decode(request, api.LoadRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:
@@ -101,7 +101,7 @@ def build_app(
 
     async def unload_adapter(request: Request) -> Response:
         if (refusal := access.refusal_of_update(request.headers)) is not None:
-            return answer(api.UNLOAD_ADAPTER, refusal)
+            return access.answer(api.UNLOAD_ADAPTER, refusal)
         message = await decode(request, api.UnloadRequest)
         return await _outcome(request, worker.unload_adapter(message.name), message.timeout_s)
 
@@ -116,7 +116,7 @@ def build_app(
         Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
         Route(api.LOAD_ADAPTER, load_adapter, methods=["POST"]),
         Route(api.UNLOAD_ADAPTER, unload_adapter, methods=["POST"]),
-        *more_routes,
+        *([other_api.routes] if other_api is not None else []),
     ]
     guards = [Middleware(RefuseStrangers, access=access), Middleware(_RefuseOthersRequests, instance=instance)]
     handlers: dict[Any, Any] = {SpotError: _error_reply, ClientGone: no_reply, ClientDisconnect: no_reply}

@@ -1,8 +1,8 @@
-"""The wire contract of `/v1`: the part of OpenAI's completions API that the engine can answer, as JSON.
+"""The wire contract of `/v1`: what a teacher needs of OpenAI's API, as JSON. That is models, and whole completions.
 
 A field that is not served is refused by name if it would change the result. Other unknown fields are ignored, as by
-OpenAI's own clients and servers. `skip_special_tokens`, `ignore_eos`, `add_special_tokens`, `stop_token_ids` and
-`return_*` are vLLM's additions, with vLLM's meaning.
+OpenAI's own clients and servers. `ignore_eos`, `add_special_tokens`, `stop_token_ids` and `return_*` are vLLM's
+additions, with vLLM's meaning.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ PREFIX = "/v1"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 # JSON has no infinity. vLLM sends this for a token that the model rules out.
 LOWEST_LOGPROB = -9999.0
-# Every piece of text is searched for all stop strings, so there must not be many.
-MAX_STOP_STRINGS = 32
-MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 1024
 
 # Fields that are not served, each with the values that would not change the result. None never would.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "stop": ([],),
+    "n": (1,),
+    "best_of": (1,),
+    "skip_special_tokens": (True,),
     "suffix": ("",),
     "logit_bias": ({},),
     "presence_penalty": (0,),
@@ -54,10 +57,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
 }
-_INSTEAD = {"prompt_logprobs": " and ask for echo with logprobs"}
+_INSTEAD = {
+    "stream": ": a reply comes whole",
+    "stop": ": give stop_token_ids, or cut the text yourself",
+    "n": ": repeat the prompt in a list of prompts",
+    "prompt_logprobs": ": ask for echo with logprobs",
+}
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 
 # Decodes only the fields above from a request.
 _Unserved = msgspec.defstruct("_Unserved", [(name, Any, None) for name in _NEUTRAL])
@@ -78,10 +85,6 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    include_usage: bool | None = None
-
-
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a completion request. A field that is None counts as not given."""
 
@@ -90,54 +93,34 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    best_of: int | None = None
     seed: int | None = None
     logprobs: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
 
     @property
     def token_budget(self) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    @property
-    def samples(self) -> int:
-        return self.n or 1
-
-    @property
-    def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Columns over tokens. The numbers of a text's first token are None, because nothing comes before it."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole choice, or the part of one in an event of a stream."""
-
     index: int
     text: str
-    logprobs: Logprobs | None = None
-    finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None
+    finish_reason: FinishReason
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -149,14 +132,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply, or an event of a stream."""
-
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: Usage
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,14 +161,8 @@ def read_completion_request(body: bytes | memoryview) -> CompletionRequest:
         asked = msgspec.json.decode(body, type=CompletionRequest)
     except UNREADABLE as error:
         raise _malformed(error) from None
-    if asked.best_of not in (None, asked.samples):
-        raise ApiError(400, f"best_of={asked.best_of}: is not served; leave it out or equal to n", param="best_of")
-    if asked.stream_options is not None and not asked.stream:
-        raise ApiError(400, "stream_options: needs stream to be true", param="stream_options")
     if not asked.token_budget and not asked.echo:
         raise ApiError(400, "max_tokens=0: scores a prompt, so it needs echo to be true", param="max_tokens")
-    if "" in asked.stop_strings:
-        raise ApiError(400, "stop: holds an empty string, which every text begins with", param="stop")
     return asked
 
 

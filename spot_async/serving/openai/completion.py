@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,14 +19,23 @@ from msgspec import UNSET
 
 from spot_async.base.seeds import derive_seed
 from spot_async.serving.api import GenerateRequest, ScoreRequest
-from spot_async.serving.engine.requests import Tokens
-from spot_async.serving.openai.api import LOWEST_LOGPROB, ApiError, Choice, CompletionRequest, Logprobs
-from spot_async.serving.openai.detokenizer import CONTEXT_TOKENS, IncrementalText, StopStrings, TokenTexts, decoder
-from spot_async.types import FinishReason, FloatArray, IntArray, SamplingSettings, TokenScores
+from spot_async.serving.openai.api import (
+    LOWEST_LOGPROB,
+    ApiError,
+    Choice,
+    Completion,
+    CompletionRequest,
+    Logprobs,
+    Usage,
+)
+from spot_async.serving.openai.texts import TokenTexts, decoder, pieces
+from spot_async.types import FinishReason, FloatArray, Generation, IntArray, SamplingSettings, TokenScores
 
 # Below this the likeliest token is taken, as at 0: such a number means "almost 0", and float32 must divide by it.
 GREEDY_TEMPERATURE = 1e-4
 MAX_REPLY_LOGPROBS = 1 << 22  # each takes 100 bytes while a reply is written
+
+Answer = tuple[TokenScores | None, Generation | None]  # to `scoring` and to `generation`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +65,8 @@ class Plan:
     """
 
     def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> None:
-        self.asked = asked
-        self.prompts = prompts
+        self._asked = asked
+        self._prompts = prompts
         self._model = model
         self._seed = secrets.randbits(63) if asked.seed is None else asked.seed
         self._greedy = asked.temperature is not None and asked.temperature < GREEDY_TEMPERATURE
@@ -65,185 +75,126 @@ class Plan:
         self._check_reply()
 
     @property
-    def choices(self) -> int:
-        return len(self.prompts) * self.asked.samples
+    def choices(self) -> range:
+        return range(len(self._prompts))
 
     @property
     def temperature(self) -> float:
         """The temperature of reported log-probabilities. With greedy sampling it is 1."""
-        return 1.0 if self._greedy or self.asked.temperature is None else self.asked.temperature
+        return 1.0 if self._greedy or self._asked.temperature is None else self._asked.temperature
 
-    def generation(self, index: int) -> GenerateRequest:
-        """Return the engine's request for choice `index`. Its seed depends only on its place in the request."""
-        number, sample = divmod(index, self.asked.samples)
+    def generation(self, index: int) -> GenerateRequest | None:
+        """Return the engine's request for choice `index`; None if no token is wanted.
+
+        Its seed depends only on its place in the request.
+        """
+        if not self._asked.token_budget:
+            return None
         sampling = SamplingSettings(
             temperature=0.0 if self._greedy else self.temperature,
-            top_p=self.asked.top_p or 1.0,
-            max_tokens=self.asked.token_budget,
+            top_p=self._asked.top_p or 1.0,
+            max_tokens=self._asked.token_budget,
             stop_token_ids=self._stop_token_ids,
-            seed=derive_seed(self._seed, "prompt", number, "sample", sample),
+            seed=derive_seed(self._seed, "prompt", index, "sample", 0),
         )
-        top_k = self.asked.logprobs or 0
+        top_k = self._asked.logprobs or 0
         return GenerateRequest(
-            prompt_ids=self.prompts[number].token_ids, sampling=sampling, top_k=top_k, timeout_s=math.inf
+            prompt_ids=self._prompts[index].token_ids, sampling=sampling, top_k=top_k, timeout_s=math.inf
         )
 
-    def scoring(self, prompt: Prompt) -> ScoreRequest | None:
+    def scoring(self, index: int) -> ScoreRequest | None:
         """Return the engine's request to score a prompt's tokens after the first; None if that is not needed."""
-        if not self.asked.echo or self.asked.logprobs is None or len(prompt.token_ids) < 2:
+        token_ids = self._prompts[index].token_ids
+        if not self._asked.echo or self._asked.logprobs is None or len(token_ids) < 2:
             return None
         return ScoreRequest(
-            prompt_ids=prompt.token_ids[:1],
-            response_ids=prompt.token_ids[1:],
-            top_k=self.asked.logprobs,
+            prompt_ids=token_ids[:1],
+            response_ids=token_ids[1:],
+            top_k=self._asked.logprobs,
             temperature=self.temperature,
             timeout_s=math.inf,
         )
 
     def requests(self) -> Iterable[GenerateRequest | ScoreRequest]:
-        """Yield the engine's requests. Of a prompt's samples, which differ only in their seeds, only the first."""
-        if self.asked.token_budget:
-            yield from map(self.generation, range(0, self.choices, self.asked.samples))
-        yield from filter(None, map(self.scoring, self.prompts))
+        for index in self.choices:
+            yield from filter(None, (self.scoring(index), self.generation(index)))
 
-    def writer(self, index: int) -> ChoiceWriter:
-        return ChoiceWriter(index, self.prompts[index // self.asked.samples], self.asked, self._model)
+    def reply(self, answers: Sequence[Answer]) -> Completion:
+        """Return the whole reply. `answers` are the engine's, one for each choice."""
+        read = sum(len(prompt.token_ids) for prompt in self._prompts)
+        written = sum(len(sampled.token_ids) for _, sampled in answers if sampled is not None)
+        return Completion(
+            id=f"cmpl-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=self._model.name,
+            choices=[self._choice(index, *answer) for index, answer in enumerate(answers)],
+            usage=Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written),
+        )
+
+    def _choice(self, index: int, scores: TokenScores | None, sampled: Generation | None) -> Choice:
+        """Write one choice: the prompt if it is echoed, then what was sampled. An end token adds no text."""
+        prompt = self._prompts[index]
+        prompt_ids: list[int] = prompt.token_ids.tolist()
+        text, columns = prompt.text, Logprobs()
+        token_ids: list[int] = []
+        finish_reason: FinishReason = "length"
+        if self._asked.echo:
+            columns.tokens.append(self._name(prompt_ids[0]))
+            columns.token_logprobs.append(None)
+            columns.top_logprobs.append(None)
+            columns.text_offset.append(0)
+        if scores is not None:
+            self._add(columns, prompt_ids[1:], prompt.offsets[1:], scores)
+        if sampled is not None:
+            token_ids, finish_reason = sampled.token_ids.tolist(), sampled.finish_reason
+            shown = token_ids[:-1] if finish_reason == "stop" else token_ids
+            new = pieces(decoder(self._model.tokenizer, skip_special_tokens=True), shown, prompt_ids)
+            offsets = [*accumulate(map(len, new), initial=len(text))][: len(token_ids)]
+            if self._asked.logprobs is not None:
+                self._add(columns, token_ids, offsets, sampled)
+            text += "".join(new)
+        by_id = self._asked.return_token_ids
+        return Choice(
+            index=index,
+            text=text,
+            logprobs=None if self._asked.logprobs is None else columns,
+            finish_reason=finish_reason,
+            token_ids=token_ids if by_id else UNSET,
+            prompt_token_ids=prompt_ids if by_id else UNSET,
+        )
+
+    def _add(
+        self, columns: Logprobs, token_ids: Sequence[int], offsets: Sequence[int], found: TokenScores | Generation
+    ) -> None:
+        """Add tokens to the columns, with the engine's numbers of them."""
+        names, values = [self._name(token_id) for token_id in token_ids], _finite(found.logprobs)
+        for row, (name, value) in enumerate(zip(names, values, strict=True)):
+            best: dict[str, float] = {}
+            if found.topk_ids is not None and found.topk_logprobs is not None:
+                ids = found.topk_ids[row].tolist()
+                for token_id, logprob in zip(ids, _finite(found.topk_logprobs[row]), strict=True):
+                    best.setdefault(self._name(token_id), logprob)  # the likeliest of tokens with the same text
+            best.setdefault(name, value)
+            columns.top_logprobs.append(best)
+        columns.tokens.extend(names)
+        columns.token_logprobs.extend(values)
+        columns.text_offset.extend(offsets)
+
+    def _name(self, token_id: int) -> str:
+        by_id = self._asked.return_tokens_as_token_ids
+        return f"token_id:{token_id}" if by_id else self._model.token_texts[token_id]
 
     def _check_reply(self) -> None:
         """Refuse a reply that would take too much memory on either side, or too long to write."""
-        echoed = sum(len(prompt.token_ids) for prompt in self.prompts) if self.asked.echo else 0
-        tokens = self.asked.samples * (echoed + len(self.prompts) * self.asked.token_budget)
-        numbers = tokens * (self.asked.logprobs or 0)
+        echoed = sum(len(prompt.token_ids) for prompt in self._prompts) if self._asked.echo else 0
+        tokens = echoed + len(self._prompts) * self._asked.token_budget
+        numbers = tokens * (self._asked.logprobs or 0)
         if numbers > MAX_REPLY_LOGPROBS:
             message = (
-                f"logprobs={self.asked.logprobs}: of up to {tokens:,} tokens that makes a reply of {numbers:,} "
-                f"numbers; at most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer, or for fewer choices at a time"
+                f"logprobs={self._asked.logprobs}: of up to {tokens:,} tokens that makes a reply of {numbers:,} "
+                f"numbers; at most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer, or for fewer prompts at a time"
             )
             raise ApiError(400, message, param="logprobs")
-
-
-class ChoiceWriter:
-    """Writes one choice, part by part. Call `echo` first if the prompt is wanted, then `push` as tokens come."""
-
-    def __init__(self, index: int, prompt: Prompt, asked: CompletionRequest, model: ServedModel) -> None:
-        self.stopped = False  # by a stop string; later tokens must be dropped
-        self.tokens = 0
-        self._index = index
-        self._prompt = prompt
-        self._asked = asked
-        self._texts = model.token_texts
-        skip = asked.skip_special_tokens is not False
-        decode = decoder(model.tokenizer, skip_special_tokens=skip)
-        self._text = IncrementalText(decode, prompt.token_ids[-CONTEXT_TOKENS:].tolist())
-        self._stop = StopStrings(asked.stop_strings)
-        self._offset = len(prompt.text)
-        self._first = True
-
-    def echo(self, scores: TokenScores | None) -> Choice:
-        """Return the prompt's part. `scores` are of its tokens after the first."""
-        logprobs = None
-        if self._asked.logprobs is not None:
-            first, *rest = self._prompt.token_ids.tolist()
-            logprobs = Logprobs(tokens=[self._name(first)], token_logprobs=[None], top_logprobs=[None], text_offset=[0])
-            if scores is not None:
-                scored = Tokens(np.array(rest, np.int32), scores.logprobs, scores.topk_ids, scores.topk_logprobs)
-                logprobs = _joined_logprobs([logprobs, self._logprobs(scored, self._prompt.offsets[1:])])
-        finished: FinishReason | None = None if self._asked.token_budget else "length"
-        return self._choice(self._prompt.text, logprobs, [], finished)
-
-    def push(self, sampled: Tokens, finish_reason: FinishReason | None) -> Choice:
-        """Return the part that these tokens add, with the last one's `finish_reason`. An end token adds no text."""
-        token_ids: list[int] = sampled.token_ids.tolist()
-        shown = token_ids[:-1] if finish_reason == "stop" else token_ids
-        if self._asked.logprobs is None and not self._asked.stop_strings:
-            offsets: list[int] = []
-            text = self._text.push(shown)
-        else:
-            text, offsets = self._push_each(shown)
-            if self.stopped:
-                token_ids, finish_reason = token_ids[: len(offsets)], "stop"
-        if finish_reason is not None and not self.stopped:
-            rest = self._text.flush()
-            self._offset += len(rest)
-            text += self._stop.push(rest)
-            self.stopped = self._stop.found
-            finish_reason = "stop" if self.stopped else finish_reason
-            text += self._stop.flush()
-        self.tokens += len(token_ids)
-        logprobs = None
-        if self._asked.logprobs is not None:
-            offsets += [self._offset] * (len(token_ids) - len(offsets))
-            logprobs = self._logprobs(sampled.part(slice(len(token_ids))), offsets)
-        return self._choice(text, logprobs, token_ids, finish_reason)
-
-    def _push_each(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Return the text to show and where each token begins, up to the token that completes a stop string."""
-        text = ""
-        offsets: list[int] = []
-        for token_id in token_ids:
-            offsets.append(self._offset)
-            piece = self._text.push([token_id])
-            self._offset += len(piece)
-            text += self._stop.push(piece)
-            self.stopped = self._stop.found
-            if self.stopped:
-                break
-        return text, offsets
-
-    def _choice(
-        self, text: str, logprobs: Logprobs | None, token_ids: list[int], finish_reason: FinishReason | None
-    ) -> Choice:
-        ids = self._asked.return_token_ids
-        first, self._first = self._first, False
-        return Choice(
-            index=self._index,
-            text=text,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            token_ids=token_ids if ids else UNSET,
-            prompt_token_ids=self._prompt.token_ids.tolist() if ids and first else UNSET,
-        )
-
-    def _logprobs(self, tokens: Tokens, offsets: list[int]) -> Logprobs:
-        names = [self._name(token_id) for token_id in tokens.token_ids.tolist()]
-        values = _finite(tokens.logprobs)
-        top: list[dict[str, float] | None] = []
-        for row, (name, value) in enumerate(zip(names, values, strict=True)):
-            best: dict[str, float] = {}
-            if tokens.topk_ids is not None and tokens.topk_logprobs is not None:
-                for token_id, logprob in zip(
-                    tokens.topk_ids[row].tolist(), _finite(tokens.topk_logprobs[row]), strict=True
-                ):
-                    best.setdefault(self._name(token_id), logprob)  # the likeliest of tokens with the same text
-            best.setdefault(name, value)
-            top.append(best)
-        return Logprobs(tokens=names, token_logprobs=[*values], top_logprobs=top, text_offset=offsets)
-
-    def _name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._asked.return_tokens_as_token_ids else self._texts[token_id]
-
-
-def joined(parts: Sequence[Choice]) -> Choice:
-    """Join the parts of a choice, given in order, into a whole."""
-    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-    token_ids = [part.token_ids for part in parts if part.token_ids is not UNSET]
-    return Choice(
-        index=parts[0].index,
-        text="".join(part.text for part in parts),
-        logprobs=_joined_logprobs(logprobs) if logprobs else None,
-        finish_reason=parts[-1].finish_reason,
-        token_ids=[token_id for ids in token_ids for token_id in ids] if token_ids else UNSET,
-        prompt_token_ids=parts[0].prompt_token_ids,
-    )
-
-
-def _joined_logprobs(parts: Sequence[Logprobs]) -> Logprobs:
-    return Logprobs(
-        tokens=[value for part in parts for value in part.tokens],
-        token_logprobs=[value for part in parts for value in part.token_logprobs],
-        top_logprobs=[value for part in parts for value in part.top_logprobs],
-        text_offset=[value for part in parts for value in part.text_offset],
-    )
 
 
 def _finite(logprobs: FloatArray) -> list[float]:
@@ -272,11 +223,6 @@ def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
     if kinds in ({str}, {list}):
         return given
     raise ApiError(400, "prompt: must be a text, token ids, or a list of either, not empty or mixed", param="prompt")
-
-
-def needs_tokenizer(given: str | list[int], asked: CompletionRequest) -> bool:
-    """Return whether `read_prompt` may take long, because it needs the tokenizer."""
-    return isinstance(given, str) or bool(asked.echo)
 
 
 def read_prompt(given: str | list[int], asked: CompletionRequest, model: ServedModel) -> Prompt:
@@ -323,7 +269,5 @@ def _check_not_far_too_long(text: str, asked: CompletionRequest, model: ServedMo
 
 def _text_of(token_ids: Sequence[int], model: ServedModel) -> tuple[str, list[int]]:
     """Return the text of token ids, and where each token begins in it."""
-    text = IncrementalText(decoder(model.tokenizer, skip_special_tokens=False))
-    pieces = [text.push([token_id]) for token_id in token_ids]
-    starts = [0, *accumulate(map(len, pieces))]
-    return "".join([*pieces, text.flush()]), starts[:-1]
+    found = pieces(decoder(model.tokenizer, skip_special_tokens=False), token_ids)
+    return "".join(found), [0, *accumulate(map(len, found))][:-1]

@@ -1,0 +1,76 @@
+"""The text of tokens: each character once, with the token that completes it, and nothing lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from spot_async.serving.openai.texts import TokenTexts, decoder, pieces
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    words.train_from_iterator(["the other one then", "é and ü"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2's: words with their space, other characters as bytes, the first space of a text dropped."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefgh", "▁a", "bc"]
+    words = Tokenizer(
+        models.BPE({piece: number for number, piece in enumerate(pieces)}, [("▁", "a"), ("b", "c")], byte_fallback=True)
+    )
+    words.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    words.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+
+
+TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+# Characters of one to four bytes.
+TEXTS = st.text(st.sampled_from("abcdh  é√€漢字🙂👩‍🚀"), max_size=24)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=150)
+@given(prompt=TEXTS, response=TEXTS)
+def test_pieces_joined_continue_the_prompt_as_one_text(name: str, prompt: str, response: str):
+    tokenizer = TOKENIZERS[name]
+    decode = decoder(tokenizer, skip_special_tokens=False)
+    before, after = ids_of(tokenizer, "a" + prompt), ids_of(tokenizer, response)
+    found = pieces(decode, after, before)
+    assert len(found) == len(after)
+    assert not any("\ufffd" in piece for piece in found)
+    assert decode(before) + "".join(found) == decode([*before, *after])
+
+
+def test_bytes_that_are_no_character_are_shown_in_the_end():
+    tokenizer = TOKENIZERS["byte_level"]
+    decode = decoder(tokenizer, skip_special_tokens=False)
+    half = ids_of(tokenizer, "漢")[:2]
+    assert pieces(decode, half, ids_of(tokenizer, "a")) == ["", "\ufffd"]
+    assert "".join(pieces(decode, half * 20)).count("\ufffd") >= 10
+    assert pieces(decode, [*half * 20, *ids_of(tokenizer, "a")])[-1].endswith("a")
+
+
+def test_a_token_has_the_text_that_it_has_within_a_sentence():
+    tokenizer = TOKENIZERS["byte_fallback"]
+    texts = TokenTexts(tokenizer)
+    word, end = tokenizer.convert_tokens_to_ids(["▁a", "</s>"])
+    assert (texts[word], texts[end]) == (" a", "</s>")
