@@ -1,4 +1,4 @@
-"""The adapter for our own server, which the run starts or which is already running. The template for new adapters."""
+"""The backend for our own server, which the run starts or which is already running. The template for new backends."""
 
 from .backend import LocalBackend
 

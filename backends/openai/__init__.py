@@ -1,4 +1,4 @@
-"""The adapter for any OpenAI-compatible endpoint, which generates and scores. Its weights are its own."""
+"""The backend for any OpenAI-compatible endpoint, which generates and scores. Its weights are its own."""
 
 from .backend import OpenAIBackend
 

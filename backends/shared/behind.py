@@ -1,6 +1,6 @@
 """Finds out how many servers answer at one address, which may be a router's or a balancer's.
 
-Each request has a connection of its own, since balancers choose a server for a connection or for a request. Adapters
+Each request has a connection of its own, since balancers choose a server for a connection or for a request. Backends
 say where their server tells what only it has. Equal answers prove nothing, so a count is a least one.
 """
 

@@ -1,4 +1,4 @@
-"""Discovers noise and temperature from replies to the same question asked in two ways. Pure: adapters do the asking."""
+"""Discovers noise and temperature from replies to the same question asked in two ways. Pure: backends do the asking."""
 
 from __future__ import annotations
 

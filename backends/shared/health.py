@@ -1,6 +1,6 @@
 """Health checks that are cheap, bypass the request queue, and fail on a hung server.
 
-A process in front of the engine answers HTTP, so most routes answer even if the engine is frozen. The adapters'
+A process in front of the engine answers HTTP, so most routes answer even if the engine is frozen. The backends'
 `health.py` know the routes that ask the engine itself, which answers between two of its steps however many requests
 wait. While an engine loads weights or sleeps it answers nothing. Then only the process in front is asked
 (`Standstill`).

@@ -1,7 +1,7 @@
 """Notices replies of weights that this run did not send.
 
 A server that its operator restarted, or that another run updates too, goes on answering, but with other weights. The
-first such reply is found here by the version that it names. Pure: adapters tell when they send requests and updates,
+first such reply is found here by the version that it names. Pure: backends tell when they send requests and updates,
 and read the names in replies.
 """
 

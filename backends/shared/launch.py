@@ -1,6 +1,6 @@
 """Starts inference servers as child processes, in their own Python environment.
 
-An adapter turns `LaunchSettings` into a command line. Here the command becomes a child process, here or on the far side
+A backend turns `LaunchSettings` into a command line. Here the command becomes a child process, here or on the far side
 of a prefix. We wait until it is ready, explain a failure by its log, and stop it with everything that it started.
 """
 

@@ -1,6 +1,6 @@
 """A remote inference server that talks JSON, either running already or started by us.
 
-It knows no server's API. An adapter has a `RemoteServer` and gives it paths, bodies, and functions that read replies.
+It knows no server's API. A backend has a `RemoteServer` and gives it paths, bodies, and functions that read replies.
 Large replies do not hold up the event loop (`stepwise.py`). Every failure is one of `spot_async.errors`.
 """
 
@@ -360,7 +360,7 @@ class RemoteServer:
 
 
 class RemoteBackend:
-    """A base class with what adapters pass on from their server unchanged."""
+    """A base class with what backends pass on from their server unchanged."""
 
     _server: RemoteServer
 

@@ -2,7 +2,7 @@
 
 Both keep the weights in the host's memory and have them again when they wake, so a server is whole even if training
 fails. Weights wake before the cache of keys and values, so that new ones can be sent in between. A sleeping server must
-not be asked anything. The adapters' `sleeping.py` send the requests.
+not be asked anything. The backends' `sleeping.py` send the requests.
 """
 
 from __future__ import annotations

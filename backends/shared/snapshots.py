@@ -3,7 +3,7 @@
 Real servers trust what they are given. A file that is cut off, or a tensor of another shape, crashes them. A missing
 tensor leaves a mix of two models that answers as if nothing had happened. So a snapshot is compared with the model
 directory that the server was started with. Only the headers of safetensors files are read, never a tensor. That numbers
-are finite is up to the publisher, and adapters do the sending.
+are finite is up to the publisher, and backends do the sending.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from .weight_transport import WeightSettings, check_reachable
 
 
 class StudentServerSettings(AdapterSettings, SleepSettings):
-    """The settings that the adapters for vLLM and SGLang have in common."""
+    """The settings that the backends for vLLM and SGLang have in common."""
 
     weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
 

@@ -1,4 +1,4 @@
-"""The `openai` adapter, with recorded replies, with replies that must be refused, and with our own server."""
+"""The `openai` backend, with recorded replies, with replies that must be refused, and with our own server."""
 
 from __future__ import annotations
 

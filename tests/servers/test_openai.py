@@ -1,4 +1,4 @@
-"""The `openai` adapter against real servers, with all of their API and with less of it."""
+"""The `openai` backend against real servers, with all of their API and with less of it."""
 
 from __future__ import annotations
 
