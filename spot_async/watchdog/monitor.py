@@ -210,7 +210,6 @@ class Watchdog:
             book = orchestrator.book
             prompts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in book.counts.items())
             counts = {
-                "iterations finished": str(orchestrator.state.iteration),
                 "prompts": prompts,
                 "supervision queue": f"{book.waiting} prompts",
                 "places taken": f"{book.held_prompts}, with {book.held_bytes:,} bytes in the worst case",

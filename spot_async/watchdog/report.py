@@ -59,7 +59,7 @@ class RunLook:
     standing_still: Sequence[str]  # processes of the run that were stopped or wait for a disk, in words
     busy_threads: Sequence[str]  # lines that threads beside the event loop are at
     commits: Mapping[Commit, LastCommit]
-    counts: Mapping[str, str]  # of prompts and iterations, in words by name
+    counts: Mapping[str, str]  # of prompts, in words by name
     replicas: Sequence[str]  # a line about each
     logs: Path  # the directory of those of child processes
 
