@@ -58,10 +58,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guided_grammar": (),
 }
 _INSTEAD = {
-    "stream": ": a reply comes whole",
-    "stop": ": give stop_token_ids, or cut the text yourself",
-    "n": ": repeat the prompt in a list of prompts",
-    "prompt_logprobs": ": ask for echo with logprobs",
+    "stream": "leave it out, and the whole reply comes at once",
+    "stop": "give stop_token_ids, or cut the text yourself",
+    "n": "repeat the prompt in a list of prompts",
+    "prompt_logprobs": "ask for echo with logprobs",
 }
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -170,7 +170,7 @@ def _refuse_unserved(fields: msgspec.Struct) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(fields, name)
         if value is not None and value not in neutral:
-            raise ApiError(400, f"{name}: is not served here; leave it out{_INSTEAD.get(name, '')}", param=name)
+            raise ApiError(400, f"{name}: is not served here; {_INSTEAD.get(name, 'leave it out')}", param=name)
 
 
 def _malformed(error: Exception) -> ApiError:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -30,8 +30,16 @@ from spot_async.serving.http.access import OtherApi, Refusal
 from spot_async.serving.http.bodies import MAX_HELD_JSON_BYTES, MAX_JSON_BYTES, Bodies
 from spot_async.serving.http.disconnect import ClientGone, no_reply, while_connected
 from spot_async.serving.openai import api as openai_api
-from spot_async.serving.openai.api import ApiError
-from spot_async.serving.openai.completion import Answer, Plan, ServedModel, check_served, prompts_of, read_prompt
+from spot_async.serving.openai.api import ApiError, CompletionRequest
+from spot_async.serving.openai.completion import (
+    Answer,
+    Plan,
+    Prompt,
+    ServedModel,
+    check_served,
+    prompts_of,
+    read_prompt,
+)
 
 JSON = "application/json"
 _HEADERS = {
@@ -84,9 +92,7 @@ class _Completions:
                 check_served(asked, self._model)
                 given = prompts_of(asked)
                 until_sent.enter_context(self._hold(len(given)))
-                # One by one, so that requests take turns, and one that is given up stops.
-                reading = [functools.partial(read_prompt, each, asked, self._model) for each in given]
-                prompts = await while_connected(receive, self._in_turn(reading))
+                prompts = await while_connected(receive, self._read(given, asked))
             plan = Plan(asked, prompts, self._model)
             for needed in plan.requests():
                 self._worker.limits.check(needed)
@@ -113,16 +119,18 @@ class _Completions:
             return await self._asked(plan.scoring(index)), await self._asked(plan.generation(index))
 
         answers = await gather(answer(index) for index in plan.choices)
-        (reply,) = await self._in_turn([lambda: _reply(plan.reply(answers))])
-        return reply
+        return await self._in_thread(lambda: _reply(plan.reply(answers)))
 
     async def _asked(self, request: ScoreRequest | GenerateRequest | None) -> Any:
         return None if request is None else await asyncio.wrap_future(self._worker.submit(request))
 
-    async def _in_turn(self, works: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the results of work on texts. It is done in a thread, so as not to hold up the event loop."""
-        loop = asyncio.get_running_loop()
-        return [await loop.run_in_executor(self._texts, work) for work in works]
+    async def _read(self, given: list[str | list[int]], asked: CompletionRequest) -> list[Prompt]:
+        """Read prompts one by one, so that requests take turns, and one that is given up stops."""
+        return [await self._in_thread(functools.partial(read_prompt, each, asked, self._model)) for each in given]
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Return the result of work on texts, which would hold up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
 
 def _refused(refusal: Refusal) -> Response:
