@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers servers soak simulate-soak fault-soak kill-soak lint types docs gpu-proof gpu-proof-kit clean
+.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
 
 install: $(VENV)/installed
 
@@ -115,6 +115,10 @@ types: install
 docs: install
 	$(BIN)/python -m spot_async.tools.config_docs > docs/configuration.md
 	$(BIN)/python -m spot_async.tools.library_docs docs/library.md
+
+# What there is: lines, modules, wide functions, circles, commands, keys and pages. CONTRIBUTING.md has the table.
+house: install
+	$(BIN)/python tests/support/house.py
 
 # The first hour on GPUs: benchmarks/README.md. Twelve experiments on whatever is there, one page and one JSON in OUT.
 # Started again, it continues where it was stopped. AGAIN=1 repeats what is done, ONLY=E1,E5 runs those alone,

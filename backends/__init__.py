@@ -1,7 +1,7 @@
-"""One adapter for each kind of inference server: it translates between the protocols and the server's own API.
+"""One backend for each kind of inference server: it translates between the protocols and the server's own API.
 
-An adapter is a folder whose `backend.py` has its `Backend` class. `shared/` has what several of them use. The core
-finds adapters by name and imports none of them, and no adapter imports another.
+A backend is a folder whose `backend.py` has its `Backend` class. `shared/` has what several of them use. The core
+finds backends by name and imports none of them, and no backend imports another.
 
 To write one, copy `local/backend.py`, or `vllm/backend.py` for a server that speaks JSON. `backend.kind: module:Class`
 in a configuration finds a class as it is. One that ships here also needs its entry point, its package and its

@@ -1,4 +1,4 @@
-"""The backend for our own server, which the run starts or which is already running. The template for new backends."""
+"""The backend for our own server, which the run starts or which is already running."""
 
 from .backend import LocalBackend
 

@@ -1,0 +1,138 @@
+"""Measures the house: what there is of lines, modules, wide functions, circles, commands, keys and pages.
+
+`python tests/support/house.py` prints the table that CONTRIBUTING.md has, for the tree that it lies in.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("spot_async", "backends", "policies")
+SMALL_LINES = 100
+WIDE_PARAMETERS = 8
+MODULE_OF = {"backends": "spot_async.backends", "policies": "spot_async.policies"}  # where a folder is installed
+
+
+def product_files(root: Path = ROOT) -> list[Path]:
+    found = [path for top in PRODUCT for path in sorted((root / top).rglob("*.py"))]
+    return [path for path in found if not any(parent.is_symlink() for parent in path.parents)]
+
+
+def lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def wide_functions(paths: list[Path]) -> Iterator[tuple[Path, str, int]]:
+    """Yield the functions with many parameters, `self` left out: file, name, number."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = len([each for each in given if each.arg not in ("self", "cls")])
+                if count >= WIDE_PARAMETERS:
+                    yield path, node.name, count
+
+
+def module_name(path: Path, root: Path = ROOT) -> str:
+    parts = list(path.relative_to(root).with_suffix("").parts)
+    parts[0] = MODULE_OF.get(parts[0], parts[0])
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return which modules of the product each one imports when it is imported: not in functions, not for types."""
+    paths = {module_name(path, root): path for path in product_files(root)}
+    return {name: set(_imported(name, path, paths)) - {name} for name, path in paths.items()}
+
+
+def _imported(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                if f"{base}.{alias.name}" in known:
+                    yield f"{base}.{alias.name}"
+                elif base in known:
+                    yield base
+        todo += ast.iter_child_nodes(node)
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or by others (Tarjan's components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def commands() -> list[str]:
+    from typer.main import get_command
+
+    from spot_async.cli import app
+
+    group = get_command(app)
+    return sorted(name for name, each in group.commands.items() if not each.hidden)  # type: ignore[attr-defined]
+
+
+def measured(root: Path = ROOT) -> dict[str, int]:
+    paths = product_files(root)
+    rooms = [path for path in paths if path.name != "__init__.py"]
+    pages = sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
+    keys = [line for line in (root / "docs" / "configuration.md").read_text().splitlines() if line.startswith("| `")]
+    return {
+        "product lines": lines(paths),
+        "modules, `__init__` included": len(paths),
+        f"modules under {SMALL_LINES} lines, without `__init__`": sum(lines([each]) < SMALL_LINES for each in rooms),
+        f"functions with {WIDE_PARAMETERS} parameters and more": len(list(wide_functions(paths))),
+        "circles of imports": len(circles(import_graph(root))),
+        "commands": len(commands()),
+        "configuration keys": len(keys),
+        "pages": len(pages),
+        "lines of pages": lines(pages),
+        "lines of tests": lines(sorted((root / "tests").rglob("*.py"))),
+    }
+
+
+def main() -> None:
+    sys.stdout.writelines(f"| {name} | {count:,} |\n" for name, count in measured().items())
+
+
+if __name__ == "__main__":
+    main()
