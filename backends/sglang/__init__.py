@@ -1,4 +1,4 @@
-"""The adapter for SGLang servers, which the run starts or which are already running."""
+"""The backend for SGLang servers, which the run starts or which are already running."""
 
 from .backend import SglangBackend
 

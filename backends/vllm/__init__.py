@@ -1,4 +1,4 @@
-"""The adapter for vLLM servers, which the run starts or which are already running."""
+"""The backend for vLLM servers, which the run starts or which are already running."""
 
 from .backend import VllmBackend
 
