@@ -21,7 +21,7 @@ def test_the_trainer_is_given_what_staleness_asks_of_it(tmp_path: Path) -> None:
         stop_token_ids=(),
         served={},
     )
-    directory: Any = SimpleNamespace(path=tmp_path)
+    directory: Any = SimpleNamespace(path=tmp_path, weights=SimpleNamespace(published=tmp_path / "weights"))
     strict = trainer_settings(config, plan, directory)
     assert strict.training == config.training.model_copy(update={"behavior": "served"})
     assert not strict.publishes_beside

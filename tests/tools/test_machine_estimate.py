@@ -246,7 +246,7 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
         is_packed=True,
     )
     assert found["estimate_gib"] == expected.training
-    samples = benchmark.trajectories(1)
+    samples = benchmark.trajectories(1, "0.6b", 4)
     lengths = [len(each.prompt_ids) + len(each.response_ids) - 1 for each in samples]
     rows = sum(len(each.response_ids) for each in samples)
     operations = training_operations(size, lengths, rows, recomputes_behavior=True)  # as `perf/mfu` counts
