@@ -54,6 +54,7 @@ class Load:
         self._rollout, self._candidates = stage("rollout"), stage("candidates")
         self._tokens = tokens  # of a rollout
         self.asked = 0
+        self._ended = 0  # rollouts
         self.replies: list[tuple[IntArray, Generation]] = []
         self.candidates: list[FloatArray] = []
         self.is_over = False
@@ -72,7 +73,20 @@ class Load:
     async def roll_out(self, first_tokens: int) -> None:
         await self.generate(first_tokens)
         while not self.is_over:
+            self._ended += 1
             await self.generate(self._tokens)
+
+    async def sample_between(self) -> None:
+        """Sample a few tokens while some rollout is in flight throughout, and so comes as far.
+
+        On a busy machine this process may stand still for so long that all rollouts end meanwhile. Then the next update
+        would meet none.
+        """
+        while True:
+            ended = self._ended
+            await self.generate(BETWEEN)
+            if self._ended - ended < ROLLOUTS:
+                return
 
     async def score_candidates(self) -> None:
         self.candidates.append(
@@ -105,7 +119,7 @@ async def under_load(make: Callable[[], Any], held: dict[WeightVersion, Path], t
             for number in range(1, ROLLOUTS + 1):
                 group.create_task(load.roll_out(tokens * number // ROLLOUTS))
             for snapshot in snapshots[1:]:
-                await load.generate(BETWEEN)  # beside the others, which come as far
+                await load.sample_between()
                 await both(load.score_candidates(), pool.update_weights(snapshot, deadline=soon()))
             await load.generate(BETWEEN)
             load.is_over = True
