@@ -94,6 +94,7 @@ def test_the_custom_backend_is_installed_found_by_its_name_and_trains(
     assert not (tmp_path / "run" / "logs" / "teacher.log").exists()  # no server was started in its place
 
 
+@pytest.mark.long
 def test_the_custom_backends_own_tests_pass_and_it_is_short_enough_to_copy() -> None:
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_inline_teacher.py", cwd=BACKEND)
     assert re.search(r"^\d+ passed", said, re.MULTILINE), said

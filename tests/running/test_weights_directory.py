@@ -109,6 +109,7 @@ def test_a_run_keeps_the_student_of_its_newest_checkpoint_and_nothing_elsewhere(
         assert student(elsewhere) == student(run("here", *keys))
 
 
+@pytest.mark.long
 @on_threads
 def test_a_resumed_run_publishes_again_what_is_gone_and_says_so(
     run: Callable[..., Path], memory: Path, capsys: pytest.CaptureFixture[str]

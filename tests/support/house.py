@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ def module_name(path: Path, root: Path = ROOT) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
     """Return which modules of the product each one imports when it is imported: not in functions, not for types."""
     paths = {module_name(path, root): path for path in product_files(root)}
