@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +25,21 @@ def python(*arguments: str | Path, cwd: Path | None = None) -> str:
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def train_installed(
+    example: Path, configuration: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """Install an example's package beside this one, train two iterations with it, and return the metrics' rows."""
+    package = shutil.copytree(example, tmp_path / "package")  # building leaves files beside the sources
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    python("-m", "pip", "install", *offline, "--target", tmp_path / "site", package)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(ROOT)
+    small = ["training.iterations=2", "training.batch_size=8", "training.mini_batch_size=4"]
+    done = CliRunner().invoke(app, ["train", str(package / configuration), f"run.directory={tmp_path / 'run'}", *small])
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_one_iteration_goes_from_prompts_to_a_gradient_step(
@@ -56,17 +72,7 @@ def test_one_iteration_fits_a_page_to_begin_from() -> None:
 def test_the_custom_method_is_installed_found_by_its_name_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:
-    package = shutil.copytree(CUSTOM, tmp_path / "package")  # building leaves files beside the sources
-    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    python("-m", "pip", "install", *offline, "--target", tmp_path / "site", package)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.chdir(ROOT)
-    small = ["training.iterations=2", "training.batch_size=8", "training.mini_batch_size=4"]
-    done = CliRunner().invoke(
-        app, ["train", str(package / "confident_opd.yaml"), f"run.directory={tmp_path / 'run'}", *small]
-    )
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = train_installed(CUSTOM, "confident_opd.yaml", tmp_path, monkeypatch)
     assert [row["iteration"] for row in rows] == [1, 2]
     assert all(0 < row["confident_opd/sure"] < 1 for row in rows)
 
@@ -79,17 +85,7 @@ def test_the_custom_methods_own_tests_pass() -> None:
 def test_the_custom_backend_is_installed_found_by_its_name_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:
-    package = shutil.copytree(BACKEND, tmp_path / "package")
-    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    python("-m", "pip", "install", *offline, "--target", tmp_path / "site", package)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.chdir(ROOT)
-    small = ["training.iterations=2", "training.batch_size=8", "training.mini_batch_size=4"]
-    done = CliRunner().invoke(
-        app, ["train", str(package / "inline_teacher.yaml"), f"run.directory={tmp_path / 'run'}", *small]
-    )
-    assert done.exit_code == 0, done.output
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = train_installed(BACKEND, "inline_teacher.yaml", tmp_path, monkeypatch)
     assert [row["iteration"] for row in rows] == [1, 2]
     assert not (tmp_path / "run" / "logs" / "teacher.log").exists()  # no server was started in its place
 

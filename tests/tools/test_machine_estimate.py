@@ -11,11 +11,12 @@ import pytest
 
 from spot_async.base.processes.gpus import GPUS, gpu_named
 from spot_async.checks.device_shares import GIB, WORKSPACE_GIB, ServerOnDevice
-from spot_async.config import LoraConfig
+from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.config.cluster import ClusterConfig
 from spot_async.models.arithmetic import training_operations
 from spot_async.models.model_size import size_of
 from spot_async.tools.estimate.device_memory import per_device, trainer_memory
+from spot_async.tools.estimate.machine import longest_response, rank_memory
 from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -154,6 +155,24 @@ def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
     assert first.fits
     awake = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, sleeps=False)
     assert not per_device([awake], rank, 1, 80.0)[0].fits
+
+
+@pytest.mark.parametrize("binding", ["activations", "cache", "context"])
+def test_the_longest_response_is_the_last_that_fits(binding):
+    training = TrainingConfig(iterations=1, batch_size=32, dtype="bfloat16", micro_batch_tokens=1_024)
+    share = 0.06 if binding == "cache" else 0.4
+    server = server_on("student", 0, QWEN3_06B, memory_fraction=share, sleeps=True)
+    context = 8_192 if binding == "context" else 1_000_000
+    found = longest_response(QWEN3_06B, training, [server], ranks=1, prompt_tokens=1_024, context_tokens=context)
+
+    def fits(response):
+        rank = rank_memory(QWEN3_06B, training, longest_tokens=1_024 + response)
+        return per_device([server], rank, 1, 80.0)[0].fits, server.cache_tokens >= 1_024 + response
+
+    assert fits(found) == (True, True)
+    beyond = {"activations": (False, True), "cache": (True, False), "context": (True, True)}
+    assert fits(found + 1) == beyond[binding]
+    assert (found == 8_192 - 1_024) == (binding == "context")
 
 
 @pytest.mark.parametrize(

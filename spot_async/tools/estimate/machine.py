@@ -124,6 +124,7 @@ def estimate_machine(
                 student,
                 training,
                 [replace(each, device_gib=card) for each in servers],
+                ranks=ranks,
                 prompt_tokens=config.sampling.max_prompt_tokens,
                 context_tokens=plan.student.max_context_tokens,
             )
@@ -137,15 +138,16 @@ def longest_response(
     training: TrainingConfig,
     servers: Sequence[ServerOnDevice],
     *,
+    ranks: int,
     prompt_tokens: int,
     context_tokens: int,
 ) -> int:
     """Return the tokens of the longest response that each server's cache holds, and that fits when it is trained on.
 
-    `prompt_tokens` come before it, and both are at most `context_tokens`. 0 if not even one token fits.
+    `ranks` of the trainer share devices with the servers. `prompt_tokens` come before the response, and both are at
+    most `context_tokens`. 0 if not even one token fits.
     """
     card = servers[0].device_gib
-    ranks = 0 if training.device == "cpu" else training.ranks
 
     def fits(response: int) -> bool:
         longest = prompt_tokens + response
