@@ -43,7 +43,7 @@ UNLIMITED = 1 << 20
 PROBES, TOP_K = 8, 16  # of a prompt; of a position
 WARM_UP, COUNTED = 1, 2  # iterations; of the first, for each of those that are under way
 # One rollout, one score and one request for candidates of 0.157 ms each, and eight probes of 0.025 ms: "Client" in
-# docs/performance.md, at 1,024 in flight.
+# README.md, at 1,024 in flight.
 WIRE_MS = 3 * 0.157 + 8 * 0.025
 
 

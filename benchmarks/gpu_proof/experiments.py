@@ -99,7 +99,7 @@ EXPERIMENTS = {
         (
             Expectation(
                 "replicated, 0.6b: about 18,900 tokens/s on an H200, with eager layers in float32",
-                "docs/performance.md, One GPU",
+                "benchmarks/README.md, One GPU",
             ),
             Expectation(
                 "sharded, 0.6b: 1.5 to 3 times the tokens/s of replicated",

@@ -92,7 +92,7 @@ def rank_device(choice: Literal["auto", "cuda", "cpu"] = "auto", needs_gpu: str 
         raise ConfigError(f"training.ranks={place.ranks}{on} needs as many GPUs, but only {devices} are visible")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    # It plans attention anew for each length of a document: 1.3 s of an update (docs/performance.md).
+    # It plans attention anew for each length of a document: 1.3 s of an update (benchmarks/README.md).
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
