@@ -35,7 +35,7 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.shared.held_weights import HeldWeights
 from spot_async.backends.shared.http import HttpEndpoint
 from spot_async.base import wire
-from spot_async.base.processes.memory import tune_gc
+from spot_async.base.processes.resources import tune_gc
 from spot_async.config import ScoreStageConfig, StageConfig, StagesConfig
 from spot_async.serving import api
 from spot_async.stages.services import Services

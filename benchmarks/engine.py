@@ -23,7 +23,7 @@ import torch
 from report import show, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
-from spot_async.base.processes.memory import tune_malloc
+from spot_async.base.processes.resources import tune_malloc
 from spot_async.serving.api import GenerateRequest
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.fused import fused

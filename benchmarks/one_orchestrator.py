@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 from report import show
 
-from spot_async.base.processes.memory import tune_gc
+from spot_async.base.processes.resources import tune_gc
 from spot_async.base.tasks import gather
 from spot_async.config import Config
 from spot_async.config.loading import load_config

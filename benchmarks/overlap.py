@@ -36,8 +36,7 @@ from pipeline import EXAMPLE, make_orchestrator
 from report import show, spread
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.base.processes.cores import CoreShares, available_cores, confined, share_cores
-from spot_async.base.processes.memory import tune_gc
+from spot_async.base.processes.resources import CoreShares, available_cores, confined, share_cores, tune_gc
 from spot_async.base.tasks import gather
 from spot_async.config import StagesConfig
 from spot_async.stages.services import Services

@@ -34,7 +34,7 @@ from typing import Any, Self
 import numpy as np
 from report import show, spread
 
-from spot_async.base.processes.memory import tune_gc
+from spot_async.base.processes.resources import tune_gc
 from spot_async.base.tasks import gather, watched
 from spot_async.config import ServingConfig
 from spot_async.replicas.pool import ReplicaPool

@@ -28,7 +28,7 @@ from pipeline import EXAMPLE, make_orchestrator
 from report import show, spread
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.base.processes.memory import tune_gc
+from spot_async.base.processes.resources import tune_gc
 from spot_async.config import StagesConfig
 from spot_async.config.loading import load_config
 from spot_async.stages.services import Services

@@ -1,7 +1,7 @@
 """Classifies failed requests: one pure function from what came back, or did not, to a class of `spot_async.errors`.
 
 Every 429, 5xx, broken connection and unreadable reply gets its class here and nowhere else. The class decides what is
-done (`spot_async.base.retry`). A backend may reword an error in its server's terms (`http.ReadError`). If its server
+done (`spot_async.base.tasks`). A backend may reword an error in its server's terms (`http.ReadError`). If its server
 uses a status in an unusual way, that is handled here.
 
 Statuses were measured with vLLM 0.32.0 and SGLang 0.5.23. Those of hosted endpoints are from their documentation as of

@@ -28,7 +28,7 @@ from torch.cuda import nccl
 
 from spot_async.base import wire
 from spot_async.base.addresses import interface_of
-from spot_async.base.processes.open_files import raise_open_file_limit
+from spot_async.base.processes.resources import raise_open_file_limit
 from spot_async.base.text import first_line
 from spot_async.models.weight_files import weight_files
 

@@ -1,4 +1,7 @@
-"""Decides whether and when a failed request is sent again. Pure: no clock and no randomness of its own."""
+"""Decides whether and when a failed request is sent again. Pure: no clock and no randomness of its own.
+
+Beside it are the timeouts and attempts that several modules share, and that no setting changes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ POISONED_ATTEMPTS = 2  # a reply is damaged either once, by chance, or every tim
 BASE_DELAY_S = 0.25
 MAX_DELAY_S = 8.0
 MAX_DOUBLINGS = 16  # enough to reach the largest delay; without a limit the power would overflow
+VERIFY_ATTEMPTS = 2  # missing evidence is asked for once more
+WEIGHT_UPDATE_TIMEOUT_S = 600.0  # to send weights to all servers of a role, to one that returns, and at the start
+CAPABILITIES_TIMEOUT_S = 60.0  # for a server to say what it offers
 RETRY_AFTER_SPREAD = 0.1  # random share of the pause added to it, so that clients do not all return at once
 
 

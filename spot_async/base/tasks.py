@@ -1,9 +1,10 @@
-"""Shared asyncio helpers: tasks that run and fail together (`asyncio.TaskGroup`), and requests that are sent again."""
+"""Tasks that run and fail together (`asyncio.TaskGroup`), work in threads, and requests that are sent again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -52,6 +53,23 @@ async def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
         with contextlib.suppress(Exception):  # whoever cancels does not want to know
             await working
         raise
+
+
+def in_time(work: Callable[[], T], seconds: float) -> T | None:
+    """Return what `work` returns, which is done in a thread; None if that takes longer, or the system refuses it.
+
+    The thread is then left alone: nothing can end it, and it does not keep the process from its end.
+    """
+    results: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            results.append(work())
+
+    thread = threading.Thread(target=run, name="in time", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
 
 
 async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
 from spot_async.base.tasks import gather
-from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
 from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spot_async.base.processes.cores import usable_cores
 from spot_async.base.processes.gpus import (
     GpuSoftware,
     gpu_count,
@@ -20,6 +19,7 @@ from spot_async.base.processes.gpus import (
     torch_has_gpus,
     visible_gpus,
 )
+from spot_async.base.processes.resources import usable_cores
 from spot_async.base.text import counted
 from spot_async.config import Config, ModelConfig, TrainingConfig
 from spot_async.errors import DataError

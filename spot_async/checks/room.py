@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from spot_async.base.processes.memory import available_bytes, is_in_memory
 from spot_async.base.processes.private_directory import remove_abandoned
+from spot_async.base.processes.resources import available_bytes, is_in_memory
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.checks.staleness import training_under_staleness

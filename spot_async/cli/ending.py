@@ -15,12 +15,10 @@ import structlog
 import typer
 from rich.text import Text
 
-from spot_async.base.in_time import in_time
-from spot_async.base.processes.memory import tune_gc
-from spot_async.base.processes.open_files import raise_open_file_limit
 from spot_async.base.processes.private_directory import remove_private_directories
+from spot_async.base.processes.resources import raise_open_file_limit, tune_gc
 from spot_async.base.secrets import SECRETS
-from spot_async.base.tasks import error_words, first_error, root_cause
+from spot_async.base.tasks import error_words, first_error, in_time, root_cause
 from spot_async.base.text import counted, visible
 from spot_async.cli.signals import SAVING, TRY_AGAIN, Answer, answer_to
 from spot_async.errors import (

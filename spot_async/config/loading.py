@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spot_async.base.bounded_files import read_bounded
+from spot_async.base.files import read_bounded
 from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json

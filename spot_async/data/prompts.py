@@ -18,7 +18,7 @@ import jinja2
 import msgspec
 import numpy as np
 
-from spot_async.base.git_lfs import refuse_pointer
+from spot_async.base.files import refuse_pointer
 from spot_async.base.seeds import derive_seed
 from spot_async.base.text import first_line
 from spot_async.config import PromptConfig

@@ -19,8 +19,7 @@ from typing import IO, Any, AnyStr, BinaryIO, Generic, NamedTuple, Self, TypeAli
 
 import msgspec
 
-from spot_async.base.bounded_files import open_regular
-from spot_async.base.git_lfs import refuse_pointer
+from spot_async.base.files import open_regular, refuse_pointer
 from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import ProblemSetConfig
 from spot_async.data.hub import read_hub

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.base.bounded_files import read_json
+from spot_async.base.files import read_json
 from spot_async.evaluation.metrics import standard_error
 
 FIGURES_FORMAT = 1  # raised when the file can no longer be read as before

@@ -14,8 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from spot_async.base.bounded_files import decode_json, read_bounded
-from spot_async.base.git_lfs import refuse_pointer
+from spot_async.base.files import decode_json, read_bounded, refuse_pointer
 from spot_async.base.text import shortened
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spot_async.base.processes.memory import without_gc
+from spot_async.base.processes.resources import without_gc
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.models.small_files import GENERATION_CONFIG, read_json, refuse_large

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from spot_async.base.bounded_files import decode_json, open_regular, read_json
-from spot_async.base.git_lfs import refuse_pointer
+from spot_async.base.files import decode_json, open_regular, read_json, refuse_pointer
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
 

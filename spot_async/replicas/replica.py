@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
+from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
 from spot_async.errors import SpotError, TransientError
 from spot_async.protocols import Backend, TrafficSource
 from spot_async.replicas.concurrency_limit import ConcurrencyLimit

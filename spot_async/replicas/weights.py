@@ -10,8 +10,8 @@ import asyncio
 from pathlib import Path
 from typing import Generic
 
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import gather
-from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.errors import (
     ConfigError,
     DeadlineExceededError,

@@ -42,8 +42,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from spot_async.base.bounded_files import decode_json, open_regular, read_bounded
-from spot_async.base.processes.cores import usable_cores
+from spot_async.base.files import decode_json, open_regular, read_bounded
+from spot_async.base.processes.resources import usable_cores
 from spot_async.base.text import visible
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import Config

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from spot_async.base import wire
-from spot_async.base.bounded_files import open_regular
+from spot_async.base.files import open_regular
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.spending.account import Account, Spending

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from spot_async.base.bounded_files import open_regular, read_json
-from spot_async.base.numbered import all_numbered, numbered
+from spot_async.base.files import all_numbered, numbered, open_regular, read_json
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError, StorageError
 from spot_async.models.weight_files import flush_to_disk

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from spot_async.base.bounded_files import decode_json, lines_of, open_regular, read_json
+from spot_async.base.files import decode_json, lines_of, open_regular, read_json
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import ROLES, local_path

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from spot_async.base.numbered import all_numbered, numbered
+from spot_async.base.files import all_numbered, numbered
 from spot_async.errors import StorageError
 from spot_async.models.weight_files import (
     complete_directory,

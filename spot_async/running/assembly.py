@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_async.base.events import Channel
-from spot_async.base.retry import RetryPolicy
-from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.checks.device_shares import sleeps_while_training
 from spot_async.checks.machine import gpu_need
 from spot_async.checks.plan import TrainPlan, merged_every

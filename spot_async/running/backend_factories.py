@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from spot_async.base import registry
-from spot_async.base.processes.cores import CoreShares, available_cores, share_cores
+from spot_async.base.processes.resources import CoreShares, available_cores, share_cores
 from spot_async.config import ModelConfig, PluginSettings
 from spot_async.models.hub import local_path
 from spot_async.protocols import Backend, Billed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from spot_async.base.numbered import all_numbered
+from spot_async.base.files import all_numbered
 from spot_async.base.tasks import in_thread
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import ModelConfig
 from spot_async.models.hub import local_path
 from spot_async.protocols import WeightSink

@@ -21,7 +21,7 @@ import msgspec
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.base.processes.ray_messages import ANSWER, SHELLS, Placed, Request
+from spot_async.base.processes.ray_helper import ANSWER, SHELLS, Placed, Request
 from spot_async.base.tasks import while_alive
 from spot_async.config import ClusterConfig, ModelConfig, resources_of
 from spot_async.errors import ConfigError, ProcessDiedError

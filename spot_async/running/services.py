@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from spot_async.base.processes.cores import CoreShares, confined
+from spot_async.base.processes.resources import CoreShares, confined
 from spot_async.base.tasks import running, watched, watching
 from spot_async.checks.device_shares import check_room, device_gib, servers_on_devices, starting_order
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose

@@ -20,10 +20,10 @@ from rich.console import Console
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
-from spot_async.base.numbered import numbered
+from spot_async.base.files import numbered
 from spot_async.base.processes.private_directory import private_directory, remove_abandoned
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import alongside, in_thread, watching
-from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.checks.device_shares import ranks_on_gpus, starting_order, taking_turns
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config

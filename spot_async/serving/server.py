@@ -20,8 +20,13 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from spot_async.base.addresses import is_loopback
-from spot_async.base.processes.memory import SERVER_COLLECTION_THRESHOLD, tune_gc, tune_malloc, without_gc
-from spot_async.base.processes.open_files import raise_open_file_limit
+from spot_async.base.processes.resources import (
+    SERVER_COLLECTION_THRESHOLD,
+    raise_open_file_limit,
+    tune_gc,
+    tune_malloc,
+    without_gc,
+)
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import refuse_foreign_files
 from spot_async.serving.http.credentials import API_KEY_VARIABLE, Credentials

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 
 from spot_async.base.events import Channel
-from spot_async.base.retry import RetryPolicy
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.base.seeds import derive_seed
-from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.waiting_room import Priority
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import PermanentError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spot_async.base.timeouts import VERIFY_ATTEMPTS
+from spot_async.base.retry import VERIFY_ATTEMPTS
 from spot_async.base.waiting_room import Priority
 from spot_async.errors import DeadlineExceededError
 from spot_async.protocols import Verifier

@@ -15,8 +15,7 @@ from typing import Any, Protocol, Self
 
 import structlog
 
-from spot_async.base.in_time import in_time
-from spot_async.base.tasks import error_words
+from spot_async.base.tasks import error_words, in_time
 from spot_async.base.text import shortened
 from spot_async.errors import ConfigError
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from spot_async.base.numbered import all_numbered, numbered
+from spot_async.base.files import all_numbered, numbered
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights, flush_to_disk
 from spot_async.testing.invariants import require, weights_after

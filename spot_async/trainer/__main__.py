@@ -6,8 +6,7 @@ import sys
 import threading
 
 from spot_async.base.processes.exits import exit_at_once, exit_with_parent
-from spot_async.base.processes.memory import tune_malloc, without_gc
-from spot_async.base.processes.open_files import raise_open_file_limit
+from spot_async.base.processes.resources import raise_open_file_limit, tune_malloc, without_gc
 
 if __name__ == "__main__":
     exit_with_parent()  # first, because importing torch and transformers takes seconds

@@ -15,9 +15,8 @@ import zmq
 import zmq.asyncio
 
 from spot_async.base import wire
-from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.child import ChildProcess, standing_still
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.base.processes.standstill import standing_still
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.messages import (
     Answer,

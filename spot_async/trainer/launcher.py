@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from spot_async.base.processes.exits import exit_with_parent
-from spot_async.base.processes.memory import without_gc
+from spot_async.base.processes.resources import without_gc
 
 if __name__ == "__main__":
     exit_with_parent()  # first, because importing torch takes seconds

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from spot_async.base.processes.memory import without_gc
+from spot_async.base.processes.resources import without_gc
 from spot_async.errors import DataError
 from spot_async.models.causal_model import (
     LOADING_ERRORS,

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spot_async.base.numbered import all_numbered, numbered
+from spot_async.base.files import all_numbered, numbered
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError

@@ -6,7 +6,7 @@ silence is past its limit, it ends the process in either case, if the process is
 parent (`base/processes/`). `report.py` writes the report.
 
 A disk or a screen that hangs may be what the run stalls on, so neither the loop nor the thread touches them: helper
-threads do (`base/in_time.py`), and are given up after some seconds.
+threads do (`base/tasks.py`), and are given up after some seconds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Self
 import structlog
 
 from spot_async.base.events import Event
-from spot_async.base.in_time import in_time
-from spot_async.base.processes.standstill import standing_still
+from spot_async.base.processes.child import standing_still
+from spot_async.base.tasks import in_time
 from spot_async.errors import StalledError
 from spot_async.loop.admission import PromptState
 from spot_async.loop.events import (

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_async.base.processes import guard
-from spot_async.base.processes.child import log_lines
-from spot_async.base.processes.standstill import STATES
+from spot_async.base.processes.child import STATES, log_lines
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
 from spot_async.loop.events import WAITS_FOR, Phase, Pump

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, get_args
 
-from spot_async.base.timeouts import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.base.retry import VERIFY_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import Config, StagesConfig
 from spot_async.errors import ConfigError
 from spot_async.loop.events import Phase, Pump

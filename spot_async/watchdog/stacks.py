@@ -7,22 +7,27 @@ So ages count from when a task was first seen, and stacks follow the coroutines'
 from __future__ import annotations
 
 import asyncio
+import platform
 import sys
 import sysconfig
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from spot_async.base.processes.standstill import opened_by_call
-
 ASYNCIO = sysconfig.get_path("stdlib") + "/asyncio/"
 OURS = str(Path(__file__).parents[1])
 HELPERS = "asyncio_"  # how asyncio names the threads of `to_thread`
 IDLE = "concurrent/futures/thread.py"  # where they wait for work
+# Of system calls on an open file: read, write, pwrite64, writev, flock, fsync, fdatasync, ftruncate.
+ON_FILES = {
+    "x86_64": {0, 1, 18, 20, 73, 74, 75, 77},
+    "aarch64": {63, 64, 68, 66, 32, 82, 83, 46},
+}.get(platform.machine(), set())
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,18 @@ def thread_place(ident: int) -> str:
     ours = [place for place in places if place.startswith(OURS)]
     place = places[-1] if not ours or places[-1] == ours[-1] else f"{places[-1]}, called at {ours[-1]}"
     thread = next((each for each in threading.enumerate() if each.ident == ident), None)
-    opened = opened_by_call(thread.native_id) if thread is not None and thread.native_id is not None else None
+    opened = _opened_by_call(thread.native_id) if thread is not None and thread.native_id is not None else None
     return place if opened is None else f"{place} ({opened} does not answer)"
+
+
+def _opened_by_call(thread: int) -> str | None:
+    """Return the file that a thread of this process, by its native id, reads or writes now; None if that is unknown."""
+    with suppress(OSError, ValueError):
+        number, descriptor, *_ = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
+        if int(number) in ON_FILES:
+            path = str(Path(f"/proc/self/fd/{int(descriptor, 16)}").readlink())
+            return "the screen" if int(descriptor, 16) in (1, 2) or path.startswith(("/dev/pts/", "/dev/tty")) else path
+    return None
 
 
 def busy_threads() -> list[str]:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.base.processes.child import ChildProcess, tree_cpu_s
-from spot_async.base.processes.standstill import standing_still
+from spot_async.base.processes.child import ChildProcess, standing_still, tree_cpu_s
 from spot_async.errors import ProcessDiedError
 
 SLEEP = "import time; time.sleep(600)"

@@ -27,7 +27,7 @@ from command import (
     train,
 )
 
-from spot_async.base.processes.cores import available_cores
+from spot_async.base.processes.resources import available_cores
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"

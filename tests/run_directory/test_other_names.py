@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spot_async.base.numbered import all_numbered, number_of, numbered
+from spot_async.base.files import all_numbered, number_of, numbered
 from spot_async.models.weight_files import SINGLE_FILE
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_files

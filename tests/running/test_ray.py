@@ -263,7 +263,7 @@ OTHER_VERSION = """
 import sys, ray
 ray.__version__ = "2.0.0"
 from spot_async.base.processes.ray_helper import connect
-from spot_async.base.processes.ray_messages import Request
+from spot_async.base.processes.ray_helper import Request
 try:
     connect(Request(sys.argv[1], {}, 5.0))
 except RuntimeError as error:

@@ -18,7 +18,7 @@ from spot_async.backends.local.server import LocalSettings
 from spot_async.backends.shared.launch import LaunchSettings
 from spot_async.backends.shared.remote import RemoteSettings
 from spot_async.base.processes import ray_shell
-from spot_async.base.processes.ray_messages import Request, not_placed, refused
+from spot_async.base.processes.ray_helper import Request, not_placed, refused
 from spot_async.config import ClusterConfig, Config, ModelConfig, resources_of
 from spot_async.errors import ConfigError, FarSideError, ProcessDiedError
 from spot_async.running.placed_nodes import placed_nodes

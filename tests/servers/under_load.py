@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from parity import PARITY_NATS, Dense, decisions, own, soon
 
-from spot_async.base.retry import RetryPolicy
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import both, watched
-from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage
 from spot_async.tools.conformance.checks import A_LITTLE

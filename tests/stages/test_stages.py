@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
-from spot_async.base.timeouts import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.stages.services import Services

@@ -22,7 +22,7 @@ from crashes.run import CrashingRun, crashing_run
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from simulated_methods import METHODS, STALENESS
 
-from spot_async.base.processes.memory import tune_gc
+from spot_async.base.processes.resources import tune_gc
 from spot_async.testing.faulty_run import shrunk
 
 SHARD = 50  # seeds

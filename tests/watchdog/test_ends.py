@@ -52,7 +52,7 @@ HANGING = """
     import asyncio, os, sys, time
     from pathlib import Path
     from spot_async.cli import ending, hung
-    from spot_async.base.tasks import alongside, in_thread
+    from spot_async.base.tasks import (alongside, in_thread)
     from spot_async.base.processes.child import ChildProcess
     from spot_async.base.processes.exits import exit_with_parent
     from spot_async.run_directory.layout import RunDirectory

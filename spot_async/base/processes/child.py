@@ -12,9 +12,10 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +32,14 @@ LOG_SEARCH_BYTES = 1 << 16  # the end of a log that is searched for earlier erro
 STOP_GRACE_S = 5.0
 FOREIGN_GRACE_S = 15.0  # inference servers stop slowly, and leave shared memory behind when killed
 GUARD_MARGIN_S = 5.0  # a guard gets this much longer to stop than its program
+STATES = {  # of processes, as the kernel writes them
+    "T": "STOPPED by a signal",
+    "Z": "ended",
+    "D": "waits for a disk",
+    "R": "runs",
+    "S": "sleeps",
+}
+STANDING = "TD"
 OF_OUR_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME")  # they mislead the interpreter of another environment
 
 
@@ -219,3 +228,21 @@ def tree_cpu_s(root: int) -> float:
         return math.nan
     ticks = sum(sum(map(int, fields[11:15])) for fields in tree.values())  # user, system, and of reaped children
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def standing_still(root: int) -> Iterator[str]:
+    """Yield each living process below `root` that was stopped, or waits for a disk."""
+    for pid, fields in sorted(guard.process_tree(root).items()):
+        if pid != root and fields[0] in STANDING:
+            yield f"{_name_of(pid)} (pid {pid}) {'is ' if fields[0] == 'T' else ''}{STATES[fields[0]]}"
+
+
+def _name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):  # the process ended meanwhile
+        if (rank := re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())) is not None:
+            return f"rank {rank[1].decode()}"  # as torch numbers the processes of one program
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        if "-m" in arguments[:-1]:
+            return arguments[arguments.index("-m") + 1]
+        return Path(arguments[0]).name
+    return "a process"

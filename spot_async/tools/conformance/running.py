@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spot_async.base.timeouts import CAPABILITIES_TIMEOUT_S
+from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
 from spot_async.config import ModelConfig
 from spot_async.errors import ConfigError
 from spot_async.models.files import read_model

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.base.processes.memory import is_in_memory
+from spot_async.base.processes.resources import is_in_memory
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.tools.estimate.machine import MachineEstimate, assumptions, memory_table, work_table

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.base.bounded_files import lines_of
+from spot_async.base.files import lines_of
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from spot_async.base.bounded_files import read_json
+from spot_async.base.files import read_json
 from spot_async.errors import ConfigError, DataError
 from spot_async.tools.tune.measurement import Ramp
 from spot_async.tools.tune.recommendation import Recommendation

@@ -20,7 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from spot_async.base.bounded_files import open_regular
+from spot_async.base.files import open_regular
 from spot_async.base.secrets import SECRETS
 from spot_async.config import ClusterConfig
 from spot_async.errors import ConfigError

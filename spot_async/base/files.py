@@ -2,12 +2,14 @@
 
 A name in a run or model directory may be a pipe that nobody writes to, a device without an end, or a file of which a
 few bytes make gigabytes of objects. So bytes, values and depth are bounded, each refusal is one line, nothing waits.
+At the end are the names of directories of which there is one for each step.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from spot_async.errors import DataError
 
 T = TypeVar("T")
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what `git clone` leaves where LFS is not installed
 MAX_JSON_BYTES = 16 << 20
 MAX_VALUES = 1_000_000  # of one JSON file: each takes up to 100 bytes as a Python object, and may take two in the file
 MAX_LINE_BYTES = 16 << 20  # a sample with a long response and many probes has about 8 MiB
@@ -92,3 +95,34 @@ def read_json(path: Path, kind: type[T], *, newest_format: int | None = None, ot
                 f"{path} has format {found}, newer than this spot-async can read ({newest_format}): install a newer one"
             )
     return decode_json(data, kind, where)
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise `DataError` if a file is Git LFS's pointer in place of what it should hold."""
+    try:
+        with open_regular(path) as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return  # whoever reads it says why it cannot
+    if is_pointer:
+        raise DataError(
+            f"{path}: is a Git LFS pointer, and not the file itself: run `git lfs pull` in {path.parent} "
+            "(with git-lfs installed)"
+        )
+
+
+def numbered(parent: Path, kind: str, number: int) -> Path:
+    """Return the path of a directory: `parent/kind-000012`. Other names beside it are people's own."""
+    return parent / f"{kind}-{number:06d}"
+
+
+def number_of(path: Path, kind: str) -> int | None:
+    """Return the number in a name that `numbered` gives; None for any other name, such as that of a copy."""
+    found = re.fullmatch(rf"{re.escape(kind)}-([0-9]{{6,}})", path.name)
+    return int(found[1]) if found is not None and numbered(path.parent, kind, int(found[1])) == path else None
+
+
+def all_numbered(parent: Path, kind: str, *, above: int = -1) -> list[Path]:
+    """Return the directories of a kind with numbers above `above` that are there, the lowest number first."""
+    found = {number_of(path, kind): path for path in parent.glob(f"{kind}-*") if path.is_dir()}
+    return [path for number, path in sorted((n, p) for n, p in found.items() if n is not None and n > above)]

@@ -1,12 +1,15 @@
-"""Cores of their own for servers: who gets which, and that processes really stay there."""
+"""What our processes take: cores of their own for servers, memory and its collector, the limit of open files."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import os
+import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.base.processes.child import ChildProcess
-from spot_async.base.processes.cores import available_cores, confined, share_cores, usable_cores
+from spot_async.base.processes.resources import (
+    available_bytes,
+    available_cores,
+    confined,
+    is_in_memory,
+    share_cores,
+    usable_cores,
+    without_gc,
+)
 from spot_async.errors import ProcessDiedError
 
 Start = Callable[..., Awaitable[ChildProcess]]
@@ -98,3 +109,61 @@ async def cores_of_child(start: Start, directory: Path, cores: Collection[int] |
     with pytest.raises(ProcessDiedError, match="exited with code 0"):
         await child.watch()
     return frozenset(map(int, child.last_lines(1)[0].split()))
+
+
+@pytest.fixture
+def as_it_was() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@without_gc()
+def is_enabled_inside() -> bool:
+    return gc.isenabled()
+
+
+@without_gc()
+def fail() -> None:
+    raise ImportError
+
+
+def test_the_collector_rests_during_an_import_and_is_as_it_was_afterwards(as_it_was: None) -> None:
+    assert not is_enabled_inside()
+    assert gc.isenabled()
+    with pytest.raises(ImportError):
+        fail()
+    assert gc.isenabled()
+    gc.disable()
+    assert not is_enabled_inside()
+    assert not gc.isenabled()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="has no memory with a name")
+def test_files_of_dev_shm_are_in_memory_also_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    assert is_in_memory(Path("/dev/shm"))
+    assert is_in_memory(tmp_path / "link")
+    assert not is_in_memory(Path("/proc"))
+    assert 0 < available_bytes() < 1 << 50
+
+
+CHILD = """
+import json, resource
+from spot_async.base.processes.resources import OPEN_FILES, raise_open_file_limit
+
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+raise_open_file_limit()
+found = [resource.getrlimit(resource.RLIMIT_NOFILE)[0]]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 300))
+raise_open_file_limit()
+found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(json.dumps([found, [OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard), 300]]))
+"""
+
+
+def test_a_process_may_open_as_many_files_as_it_is_let() -> None:
+    """1,070 connections of another user once ended a run whose ranks might have 1,024 files open."""
+    said = subprocess.run([sys.executable, "-c", CHILD], check=True, capture_output=True, text=True).stdout
+    found, wanted = json.loads(said)
+    assert found == wanted
