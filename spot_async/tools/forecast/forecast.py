@@ -1,6 +1,6 @@
 """Computes a forecast from what was measured: figures with errors, and the same with other keys. Pure, no server.
 
-docs/forecast.md derives each figure.
+`values` derives what is estimated at a position, and `estimates` the errors.
 """
 
 from __future__ import annotations
@@ -198,7 +198,16 @@ def branch_weight(keys: PolicyKeys, sums: Sums) -> Float64Array:
 
 
 def reach(keys: PolicyKeys, sums: Sums) -> Float64Array:
-    """Return w / (1 + w) of w = beta T / M: how much of the way from prior to target the two losses settle at."""
+    """Return w / (1 + w) of w = beta T / M: how much of the way from prior to target the two losses settle at.
+
+    OPD's loss is a mean over T tokens and pulls a decision to the prior p. The branch loss has the weight beta / M and
+    pulls to the target. Near the prior both have the same curvature, the Fisher matrix F of the student:
+
+        1/T 1/2 (pi - p)' F (pi - p)  +  beta/M 1/2 (pi - target)' F (pi - target)
+
+    This is smallest at `pi = (p + w target) / (1 + w)`. The values count as fixed, the tilt as small, and all M
+    positions as kept: where B+ keeps few, each of those weighs more, and the figure is too small.
+    """
     weight = branch_weight(keys, sums)
     return np.asarray(weight / (1.0 + weight))
 

@@ -129,7 +129,7 @@ def probe_prompt_tokens(prompt: MeasuredPrompt) -> float:
 
 
 def decision_sums(positions: Positions, keys: PolicyKeys) -> dict[str, Float64Array]:
-    """Return what each prompt adds to the sums about decisions that training with these keys would make."""
+    """Return each prompt's contribution to the decision statistics under these policy settings."""
     prior, correct, judged = positions.prior, positions.correct, positions.judged
     columns = {
         "positions": np.ones(len(prior)),
@@ -141,7 +141,7 @@ def decision_sums(positions: Positions, keys: PolicyKeys) -> dict[str, Float64Ar
 
 
 def value_sums(positions: Positions) -> dict[str, Float64Array]:
-    """Return what each prompt adds to the sums about values, which are the same whatever training does."""
+    """Return each prompt's contribution to the value statistics, which no policy setting changes."""
     prior, correct, judged = positions.prior, positions.correct, positions.judged
     shares, known = values.shares(correct, judged), positions.student_is_known
     of_student = np.where(known[:, None], positions.student_shares, 0.0)

@@ -2,8 +2,8 @@
 
 The values V(v) are not known, only how many of the n probes of a candidate were correct. A figure that takes these
 shares for the values is biased: the noise of the probes looks like a difference between candidates. So each figure here
-is one whose expectation, over the probes, is that of the true values. docs/forecast.md derives them. The best value
-has no such estimate, so `most_gain` is one that is never too small on average.
+is one whose expectation, over the probes, is that of the true values. Tests compare them with sums over all possible
+outcomes. The best value has no such estimate, so `most_gain` is one that is never too small on average.
 
 Axes: P positions, k candidates. `prior` (P, k) sums to 1 over candidates; `correct` and `judged` (P, k) are counts.
 """
@@ -34,7 +34,11 @@ def probe_variance(correct: Int64Array, judged: Int64Array) -> Float64Array:
 
 
 def value_variance(prior: Float64Array, correct: Int64Array, judged: Int64Array) -> Float64Array:
-    """Return estimates (P,) of the variance of the values under the prior. Single ones may be negative."""
+    """Return estimates (P,) of the variance of the values under the prior. Single ones may be negative.
+
+    With s = correct / judged of n judged probes, `sum p s^2 - (sum p s)^2` is too large, since each s has a noise of
+    V (1 - V) / n. That adds `sum p (1 - p) V (1 - V) / n` to the expectation, and is taken off.
+    """
     share = shares(correct, judged)
     observed = _variance(prior, share)
     noise = (prior * (1.0 - prior) * probe_variance(correct, judged) / judged).sum(axis=-1)
