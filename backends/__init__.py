@@ -5,5 +5,5 @@ finds backends by name and imports none of them, and no backend imports another.
 
 To write one, copy `examples/custom_backend`; `vllm/backend.py` is one for a server that speaks JSON. In a configuration
 `backend.kind: module:Class` finds a class as it is. One that ships here also needs its entry point, its package and its
-package-dir in `pyproject.toml`, and a page in `docs/backends/`.
+package-dir in `pyproject.toml`, and a row in `docs/servers.md`.
 """

@@ -343,7 +343,7 @@ async def test_keys_reach_the_server_and_nothing_that_people_read(
 async def test_a_user_and_a_password_go_in_a_secret_header_in_place_of_the_key_and_into_no_error(
     monkeypatch: pytest.MonkeyPatch, random_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """As `WWW-Authenticate: Basic` asks for them, and docs/backends/openai.md shows."""
+    """As `WWW-Authenticate: Basic` asks for them, and docs/remote-teachers.md shows."""
     arrived: list[str] = []
 
     def ask(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:

@@ -266,7 +266,7 @@ async def test_only_a_few_long_replies_are_held_at_once_until_they_are_read() ->
 
 
 def test_a_long_score_may_have_three_times_what_vllm_writes_of_it() -> None:
-    tokens, top_k, bytes_a_token = 4608, 16, 1380  # docs/backends/openai.md
+    tokens, top_k, bytes_a_token = 4608, 16, 1380  # benchmarks/README.md
     assert largest_reply_bytes(tokens, tokens * (top_k + 1)) > 3 * tokens * bytes_a_token
 
 
