@@ -25,7 +25,7 @@
 
 Every message is one line. It names the thing at fault and what to do. A failure of infrastructure never becomes a
 reward: it is raised as one of these. Anything that is not a `SpotError` is a bug and stops the run with its trace.
-docs/architecture.md says in detail how a run responds to each.
+docs/failures.md says in detail how a run responds to each.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def leave_at_once(message: str, code: int, directory: RunDirectory | None = None
 
 
 def exit_code(error: SpotError) -> int:
-    """Return the exit code after a failure; docs/watchdog.md lists them all."""
+    """Return the exit code after a failure; docs/failures.md lists them all."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
