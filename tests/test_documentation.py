@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from pathlib import Path
@@ -86,6 +87,27 @@ def test_the_page_on_conformance_shows_every_check():
     page = (ROOT / "docs" / "backends" / "conformance.md").read_text(encoding="utf-8")
     shown = re.findall(r"^ (\w+) +(?:passed|not offered)", page, flags=re.M)
     assert shown == [check.name for check in contract.CHECKS]
+
+
+def defined_in(path: Path) -> set[str]:
+    """Return the names of a file's functions and classes, methods also as `Class.method`."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+            found |= methods | {f"{node.name}.{method}" for method in methods}
+    return found
+
+
+def test_the_names_on_the_tour_are_in_their_files():
+    page = ROOT / "docs" / "tour.md"
+    names = re.findall(r"\[`([\w.]+)`\]\(([^)]+\.py)\)", page.read_text(encoding="utf-8"))
+    assert len(names) > 40
+    missing = [(name, file) for name, file in names if Path(file).name != name]
+    missing = [(name, file) for name, file in missing if name not in defined_in((page.parent / file).resolve())]
+    assert not missing, "docs/tour.md names these, and the files do not have them (any more)"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
