@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spot_async.base.tasks import both as both
     from spot_async.base.tasks import gather as gather
+    from spot_async.config import BackendSettings as BackendSettings
     from spot_async.config import Config as Config
     from spot_async.config import PluginSettings as PluginSettings
     from spot_async.config import PromptConfig as PromptConfig
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 _NAMES_OF_MODULE = {
     "base.tasks": ("both", "gather"),
-    "config": ("Config", "PluginSettings", "PromptConfig", "SamplingConfig", "StagesConfig"),
+    "config": ("BackendSettings", "Config", "PluginSettings", "PromptConfig", "SamplingConfig", "StagesConfig"),
     "config.loading": ("load_config",),
     "errors": (
         "ConfigError",

@@ -5,7 +5,7 @@ sees it, with what is in `shared/`:
 
 * `http.py` sends requests with deadlines and turns every failure into one of `spot_async.errors`.
 * `replies.py` checks that the numbers in a reply can be true.
-* `adapters.py` serves a student's versions as adapters beside its base model.
+* `lora.py` serves a student's versions as LoRA adapters beside its base model.
 * `held_weights.py` notices a server that was restarted, or updated by somebody else.
 * `remote.py` adds what JSON servers have in common: settings, a server started in its own environment, billing.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -42,17 +42,16 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from ..shared.adapters import Adapters
 from ..shared.bodies import largest_reply_bytes
 from ..shared.held_weights import INITIAL, HeldWeights
 from ..shared.http import HttpEndpoint
+from ..shared.launch import Assignment
+from ..shared.lora import Adapters
 from ..shared.other_kind import may_be_other, other_kind
 from ..shared.replies import check_candidates, check_generation, check_scores
 from ..shared.witnesses import file_digests
-from .adapters import LocalAdapters
-from .bodies import largest_generation, take_frames, time_left
-from .client import LocalClient, error_of
-from .coalescing import Coalescer, Outcome
+from .client import LocalClient, error_of, largest_generation, take_frames, time_left
+from .coalescing import Batch, Coalescer, Outcome
 from .server import LocalServer, LocalSettings
 
 T = TypeVar("T")
@@ -71,17 +70,19 @@ class LocalBackend:
         self._is_student = role == "student"
         log_path = run_directory / "logs" / f"{self._name}.log"
         reads = run_directory if self._is_student else None
-        self._server = LocalServer(settings, role=role, name=self._name, model=model, log_path=log_path, reads=reads)
+        self._server = LocalServer(
+            settings, Assignment(role, self._name, Path(model), log_path, reads=reads, cores=settings.cores)
+        )
         self._held: HeldWeights
         self._capabilities: Capabilities
         self._exit_stack: contextlib.AsyncExitStack
         self._coalescer = Coalescer()
-        self._client = LocalClient(self._name)
+        self._client = LocalClient(self._name, self._section)
         self._adapters: Adapters | None = None
         if (lora := settings.adapters(role)) is not None:
-            loads, directory = LocalAdapters(self._client, self._section), run_directory / "weights"
+            directory, lives_on = run_directory / "weights", settings.url is not None
             self._adapters = Adapters(
-                loads, lora, name=self._name, base=Path(model), directory=directory, unloads=settings.url is not None
+                self._client, lora, name=self._name, base=Path(model), directory=directory, unloads=lives_on
             )
 
     async def __aenter__(self) -> Self:
@@ -167,20 +168,23 @@ class LocalBackend:
             request = api.GenerateRequest(
                 prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, adapter=adapter, timeout_s=time_left(deadline)
             )
-            if session is not None:
-                return await self._coalescer.ask(self._generate_many, session, request, deadline)
-            return await self._generate(request, deadline)
+            if session is None:
+                return await self._generate(request, deadline)
+            if (reply := await self._coalescer.reply_with_others(session, request, deadline)) is not None:
+                return reply
+            async with self._coalescer.carry(session, request) as batch:
+                await self._generate_many(batch, deadline)
+            return batch.own_reply()
 
     async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
         check = functools.partial(self._check_generation, request, self._held.now())
         return await self._client.post(api.GENERATE, request, Generation, check, deadline, largest_generation(request))
 
-    async def _generate_many(
-        self, requests: Sequence[api.GenerateRequest], on_reply: Callable[[int, Outcome], None], deadline: float
-    ) -> None:
-        """Send several requests as one and hand out their replies as they come. This is a `coalescing.Send`."""
+    async def _generate_many(self, batch: Batch, deadline: float) -> None:
+        """Send several requests as one, and hand out their replies as they come."""
+        requests = batch.requests
         if len(requests) == 1:
-            on_reply(0, await self._generate(requests[0], deadline))
+            batch.settle(0, await self._generate(requests[0], deadline))
             return
         received, since = bytearray(), self._held.now()
         answered: set[int] = set()
@@ -201,7 +205,7 @@ class LocalBackend:
                         raise PoisonedReplyError(f"replied to request {reply.index} of {len(requests)}")
                     answered.add(reply.index)
                     outcome = self._outcome(requests[reply.index], reply, since)
-                    on_reply(reply.index, failed(outcome, frame) if isinstance(outcome, RequestError) else outcome)
+                    batch.settle(reply.index, failed(outcome, frame) if isinstance(outcome, RequestError) else outcome)
             except PoisonedReplyError as error:
                 raise failed(error.reworded(f"{self._name}{api.GENERATE_MANY}: {error}"), bytes(received)) from None
 

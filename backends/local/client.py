@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -11,27 +13,31 @@ import msgspec
 
 from spot_async import errors
 from spot_async.base import wire
-from spot_async.errors import PoisonedReplyError, RequestError
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.serving import api
+from spot_async.types import WeightSnapshot
 
-from ..shared.bodies import ANSWER_BYTES
+from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes
 from ..shared.connection import proxy_for
 from ..shared.failures import UNREADABLE, FailedReply, classify
 from ..shared.http import HttpEndpoint
 from ..shared.stepwise import read_aside
 from .server import Address
 
+NOT_FOUND = 404
+
 T = TypeVar("T")
 
 
 class LocalClient:
-    """The client of one server. It asks over `endpoint`, which is there once the server is.
+    """The client of one server. It asks over `endpoint`, which is there once the server is. An `AdapterServer`.
 
     It knows no backend: what refers to each other stays in memory long after its server was lost.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, section: str) -> None:
         self.name = name
+        self._section = section  # the settings' place in the configuration, for errors
         self.endpoint: HttpEndpoint
 
     def connection(self, address: Address, headers: Mapping[str, str], *, by_proxy: bool) -> HttpEndpoint:
@@ -83,6 +89,25 @@ class LocalClient:
                 error.exchange = self.endpoint.exchange("POST", path, sent, received=reply)
                 raise
 
+    async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
+        request = api.LoadRequest(name=name, snapshot=adapter, timeout_s=time_left(deadline))
+        try:
+            await self.post(api.LOAD_ADAPTER, request, api.VersionReply, _as_it_is, deadline, resend=False)
+        except PermanentError as error:
+            if error.exchange is None or error.exchange.status != NOT_FOUND:
+                raise
+            raise ConfigError(
+                f"{self._section}: the server takes no adapters: start it with this version of spot-async"
+            ) from None
+
+    async def unload(self, name: str, *, deadline: float) -> None:
+        request = api.UnloadRequest(name=name, timeout_s=time_left(deadline))
+        await self.post(api.UNLOAD_ADAPTER, request, api.VersionReply, _as_it_is, deadline, resend=False)
+
+    def has_lost(self, refusal: PermanentError) -> bool:
+        """Return no: our own server says `ServerRestartedError`."""
+        return False
+
     def decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return wire.decode(body, kind)
@@ -96,6 +121,10 @@ class LocalClient:
             yield
         except PoisonedReplyError as error:
             raise PoisonedReplyError(f"{self.name}{path}: {error}") from None
+
+
+def _as_it_is(reply: T) -> T:
+    return reply
 
 
 def read_error(name: str, status: int, body: bytes) -> RequestError | None:
@@ -117,3 +146,29 @@ def error_of(name: str, reply: api.ErrorReply | None) -> RequestError | None:
     if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
         return None
     return kind(f"{name}: {reply.message}")
+
+
+def largest_generation(request: api.GenerateRequest) -> int:
+    """Return how many bytes the reply can have."""
+    tokens = request.sampling.max_tokens
+    return largest_reply_bytes(tokens, tokens * (1 + request.top_k))
+
+
+def take_frames(received: bytearray) -> Iterator[bytes]:
+    """Cut whole frames off the front of `received` and yield them."""
+    header = api.FRAME_HEADER
+    while len(received) >= header.size:
+        length, checksum = header.unpack_from(received)
+        end = header.size + length
+        if len(received) < end:
+            return
+        frame = bytes(memoryview(received)[header.size : end])
+        if zlib.crc32(frame) != checksum:
+            raise PoisonedReplyError("a reply changed on its way")
+        yield frame
+        del received[:end]
+
+
+def time_left(deadline: float) -> float:
+    """Return the seconds until a deadline on the running loop's clock."""
+    return max(0.0, deadline - asyncio.get_running_loop().time())

@@ -3,34 +3,33 @@
 A policy asks for all probes of a prompt at once. As one HTTP request they cost little more than a single probe. If
 there are more than a server accepts, they leave as several.
 
-Nothing here knows how the requests are sent, and there is no task. Whoever asked first is the carrier: it sends the
-requests of all, and hands out replies as they come. If the carrier is cancelled, or its time is over, those without a
-reply ask again. Equal seeds give them the same responses.
+Nothing here sends anything, and there is no task. Whoever asks first carries the requests of all: it sends them, and
+hands out replies as they come (`Batch.settle`). If the carrier is cancelled, or its time is over, those without a reply
+ask again. Equal seeds give them the same responses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 
 from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
 from spot_async.types import Generation
 
 Outcome = Generation | RequestError
-Send = Callable[[Sequence[GenerateRequest], Callable[[int, Outcome], None], float], Awaitable[None]]
 
 
 class _CarrierGone(Exception):
     pass
 
 
-@dataclass(eq=False)
 class _Member:
-    request: GenerateRequest
-    reply: asyncio.Future[Generation]
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.reply: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
     def settle(self, outcome: Generation | Exception) -> None:
         if self.reply.done():  # answered already, or cancelled
@@ -41,60 +40,88 @@ class _Member:
             self.reply.set_result(outcome)
 
 
+class Batch:
+    """Requests that leave together. The first is the carrier's own."""
+
+    def __init__(self, first: GenerateRequest) -> None:
+        self._members = [_Member(first)]
+
+    @property
+    def requests(self) -> Sequence[GenerateRequest]:
+        return [member.request for member in self._members]
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._members) == MAX_TOGETHER
+
+    def join(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        self._members.append(_Member(request))
+        return self._members[-1].reply
+
+    def settle(self, index: int, outcome: Outcome) -> None:
+        """Hand out what the request at `index` got."""
+        self._members[index].settle(outcome)
+
+    def settle_all(self, error: Exception, first: int = 0) -> None:
+        """Give an error to all requests from the first on that have no reply yet, to each one of its own."""
+        for member in self._members[first:]:
+            member.settle(copy.copy(error))
+
+    def leave(self) -> None:
+        """Let those leave that still wait."""
+        self._members = [member for member in self._members if not member.reply.done()]
+
+    def own_reply(self) -> Generation:
+        """Return the carrier's reply, at the end. Raises the `RequestError` that it got."""
+        own = self._members.pop(0).reply
+        self._members.clear()
+        try:
+            return own.result()
+        finally:
+            del own  # an error refers by its trace to here; with the way back it would stay in memory
+
+
 class Coalescer:
     """Joins requests. It keeps nothing but those that have not left yet."""
 
     def __init__(self) -> None:
-        self._forming: dict[str, list[_Member]] = {}
+        self._forming: dict[str, Batch] = {}
 
-    async def ask(self, send: Send, session: str, request: GenerateRequest, deadline: float) -> Generation:
-        """Return the reply to one request. Raises the `RequestError` that it got.
+    async def reply_with_others(self, session: str, request: GenerateRequest, deadline: float) -> Generation | None:
+        """Return the reply to one request that another one carries; None if the caller has to `carry` it itself.
 
-        `send(requests, on_reply, deadline)` sends all of a session's requests, whoever asked first. It must call
-        `on_reply(index, outcome)` for every request, or raise.
+        Raises the `RequestError` that it got.
         """
-        while True:
-            forming = self._forming.get(session)
-            if forming is None or len(forming) == MAX_TOGETHER:
-                return await self._carry(send, session, request, deadline)
-            member = _Member(request, asyncio.get_running_loop().create_future())
-            forming.append(member)
+        while (forming := self._forming.get(session)) is not None and not forming.is_full:
+            reply = forming.join(request)
             try:
-                return await member.reply
+                return await reply
             except _CarrierGone:
                 continue
             except DeadlineExceededError:  # the deadline may be the carrier's, which is sooner than ours
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
-            finally:  # an error refers by its trace to here; with the way back it would stay in memory
-                del member, forming
+            finally:
+                del reply, forming  # as in `own_reply`
+        return None
 
-    async def _carry(self, send: Send, session: str, request: GenerateRequest, deadline: float) -> Generation:
-        carrier = _Member(request, asyncio.get_running_loop().create_future())
-        members = self._forming[session] = [carrier]
+    @contextlib.asynccontextmanager
+    async def carry(self, session: str, request: GenerateRequest) -> AsyncIterator[Batch]:
+        """Give the batch that the caller has to send, once all others that ask in this turn of the loop have joined.
+
+        Every request of it must be settled, or a `RequestError` raised, which then is that of all without a reply.
+        """
+        batch = self._forming[session] = Batch(request)
         try:
             try:
-                await asyncio.sleep(0)  # all others that ask in this turn of the loop do so now
+                await asyncio.sleep(0)
             finally:
-                if self._forming.get(session) is members:
+                if self._forming.get(session) is batch:
                     del self._forming[session]
-            members[:] = [member for member in members if not member.reply.done()]
+            batch.leave()
             try:
-                await send(
-                    [member.request for member in members],
-                    lambda index, outcome: members[index].settle(outcome),
-                    deadline,
-                )
+                yield batch
             except RequestError as error:
-                _settle(members, error)
-            return carrier.reply.result()
+                batch.settle_all(error)
         finally:
-            _settle(members[1:], _CarrierGone())
-            members.clear()
-            del carrier  # as in `ask`
-
-
-def _settle(members: Sequence[_Member], error: Exception) -> None:
-    """Give an error to all members that have no reply yet, to each one of its own."""
-    for member in members:
-        member.settle(copy.copy(error))
+            batch.settle_all(_CarrierGone(), first=1)

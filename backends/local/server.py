@@ -20,14 +20,13 @@ from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.gpus import torch_has_gpus
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import while_alive
-from spot_async.config import OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
+from spot_async.config import BackendSettings, OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.settings import EngineSettings
 
-from ..shared.adapter_settings import AdapterSettings
 from ..shared.connection import Url, address_of, check_different
-from ..shared.launch import Ask, Command, Doorway, LaunchedServer, check_installed
+from ..shared.launch import Ask, Assignment, Command, Doorway, LaunchedServer, check_installed
 from ..shared.process_settings import ProcessSettings
 
 READY_MESSAGE_BYTES = 256
@@ -62,7 +61,7 @@ class LocalWeights(Section):
     )
 
 
-class LocalSettings(EngineSettings, AdapterSettings):
+class LocalSettings(EngineSettings, BackendSettings):
     """The settings of one or several of our own servers."""
 
     kind: str = "local"
@@ -172,15 +171,10 @@ class Address(NamedTuple):
 class LocalServer:
     """One server. Entering starts it, if we start it, and returns once it answers. Leaving ends it."""
 
-    def __init__(
-        self, settings: LocalSettings, *, role: str, name: str, model: str, log_path: Path, reads: Path | None
-    ) -> None:
+    def __init__(self, settings: LocalSettings, assignment: Assignment) -> None:
         self._settings = settings
-        self._role = role
-        self._name = name
-        self._reads = reads  # directory of ours that a server to launch must see
-        self._model = model
-        self._log_path = log_path
+        self._name = assignment.name
+        self._assignment = assignment
         self._child: ChildProcess | LaunchedServer | None = None
         self._exit_stack: contextlib.AsyncExitStack
         self.address: Address
@@ -227,16 +221,7 @@ class LocalServer:
             )
 
         self._child = launched = await stack.enter_async_context(
-            LaunchedServer(
-                launch,
-                role=self._role,
-                name=self._name,
-                model=Path(self._model),
-                log_path=self._log_path,
-                make_command=make_command,
-                key=credentials.api_key,
-                reads=self._reads,
-            )
+            LaunchedServer(launch, self._assignment, make_command, key=credentials.api_key)
         )
         return Address(launched.url, credentials)
 
@@ -248,14 +233,14 @@ class LocalServer:
         notifications = stack.enter_context(_notification_socket(directory / "ready"))
         self._child = child = await ChildProcess.start(
             self._name,
-            [sys.executable, "-m", "spot_async.serving", self._model, *listen, *self._arguments()],
-            log_path=self._log_path,
+            [sys.executable, "-m", "spot_async.serving", str(self._assignment.model), *listen, *self._arguments()],
+            log_path=self._assignment.log_path,
             environment={
                 "NOTIFY_SOCKET": str(directory / "ready"),
                 "OMP_NUM_THREADS": str(self._settings.threads),
                 **credentials.environment,
             },
-            cores=self._settings.cores,
+            cores=self._assignment.cores,
         )
         stack.push_async_callback(child.stop)
         await self._ready(child, notifications)
@@ -280,7 +265,7 @@ class LocalServer:
         except TimeoutError:
             raise ProcessDiedError(
                 f"{self._name} (pid {child.pid}) was not ready after {self._settings.start_timeout_s:g} s: raise "
-                f"start_timeout_s or see the log: {self._log_path}"
+                f"start_timeout_s or see the log: {self._assignment.log_path}"
             ) from None
 
 

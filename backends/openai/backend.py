@@ -26,8 +26,9 @@ from spot_async.types import Capabilities, Generation, IntArray, SamplingSetting
 from ..shared.connection import Url
 from ..shared.discovery import noise_nats
 from ..shared.masking import OPENAI_BAN, logit_bias
-from ..shared.remote import AttachedSettings, RemoteBackend, RemoteServer
+from ..shared.remote import RemoteBackend, RemoteServer, ServerKind
 from ..shared.replies import check_generation, check_scores
+from ..shared.settings import AttachedSettings
 from ..shared.stepwise import Steps
 from ..shared.token_texts import UNKNOWN, TokenTexts
 from .billing import request_size
@@ -98,7 +99,7 @@ class OpenAIBackend(RemoteBackend):
             role=role,
             model=model,
             run_directory=run_directory,
-            read_error=functools.partial(read_error, role),
+            kind=ServerKind(read_error=functools.partial(read_error, role)),
         )
         self._files = self._server.files
         self._tokenizer = self._files.vocabulary.tokenizer
@@ -117,9 +118,6 @@ class OpenAIBackend(RemoteBackend):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._server.__aexit__(kind, error, trace)
-
-    async def watch(self) -> None:
-        await self._server.watch()
 
     async def ping(self, *, deadline: float) -> None:
         """Ask for the list of models, which costs nothing.

@@ -18,20 +18,16 @@ What callers should know about the server:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
 
-from spot_async.errors import ConfigError, PermanentError
+from spot_async.errors import PermanentError
 from spot_async.models.alignment import branch_prefix_length
 from spot_async.types import (
-    BehindUrl,
     Capabilities,
     FloatArray,
     Generation,
@@ -43,22 +39,17 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from ..shared.adapters import Adapters
-from ..shared.behind import ask_behind
 from ..shared.discovery import differences, noise_nats, temperature_convention
-from ..shared.health import Standstill
-from ..shared.held_weights import INITIAL, ReplyNames, WeightNames
+from ..shared.held_weights import ReplyNames
 from ..shared.other_kind import may_be_other
-from ..shared.remote import RemoteBackend, RemoteServer
+from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import check_candidates, check_rows
 from ..shared.request_limits import RequestLimits
 from ..shared.served_topk import bounded_scores, scored_positions
-from ..shared.sleeping import PARTS, SleepingParts
+from ..shared.settings import StudentServerSettings
 from ..shared.stepwise import Steps
-from ..shared.student_settings import StudentServerSettings
-from . import health as sglang_health
-from . import sleeping as sglang_sleeping
-from .adapters import SglangAdapters
+from ..shared.student_backend import Part, StudentBackend
+from . import process
 from .discovery import (
     SAYINGS,
     check_cache,
@@ -70,104 +61,54 @@ from .discovery import (
     server_info,
 )
 from .generation import generate_below
-from .launch import PACKAGE, sglang_command
+from .process import PACKAGE, sglang_command
 from .replies import Scores, TopK, read_scores
 from .requests import SglangRequests
 from .sampling import neutral
-from .weights import ModelInfo, ServerInfo, SglangWeights
+from .weights import ModelInfo, ServerInfo, SglangLora, SglangWeights
 
-ABORT = "/abort_request"
 READY = "/model_info"  # not /health, which generates a token, takes a second, and fails while the server is paused
-DISCOVERY_TIMEOUT_S = 120.0
 DISCOVERY_TOKENS = 32
 DISCOVERY_TOP_K = 16
-ABORT_TIMEOUT_S = 2.0
-POSITIONS_IN_FLIGHT = 32  # requests at a time for one call about single positions
-
-T = TypeVar("T")
 
 
-class SglangBackend(RemoteBackend):
+class SglangBackend(StudentBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper` around one server."""
+
+    SAYINGS = SAYINGS
 
     class Settings(StudentServerSettings):
         PACKAGE = PACKAGE
         kind: str = "sglang"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
-        self._settings = settings
-        self._role = role
-        self._name = settings.server_name(role)
-        self._server = RemoteServer(
-            settings,
-            role=role,
-            model=model,
-            run_directory=run_directory,
-            make_command=functools.partial(
-                sglang_command, sleeps=settings.sleep_while_training, adapters=settings.adapters(role)
-            ),
+        kind = ServerKind(
+            functools.partial(sglang_command, sleeps=settings.sleep_while_training, adapters=settings.adapters(role)),
             ready_path=READY,
-            reads=settings.reads(role, run_directory),
         )
-        self._run_directory = run_directory
-        self._adapters: Adapters | None = None
-        if (lora := settings.adapters(role)) is not None:
-            loads = SglangAdapters(self._server)
-            self._adapters = Adapters(
-                loads,
-                lora,
-                name=self._name,
-                base=self._server.files.directory,
-                directory=run_directory / "weights",
-                unloads=settings.is_attached,
-            )
-        self._vocab_size = self._server.files.vocab_size
-        self._standstill = Standstill()
-        self._sleeping = SleepingParts()
-        self._names = WeightNames(self._name, is_student=role == "student")
-        limits = self._limits_of(self._server.files.max_context_tokens)
-        self._requests = SglangRequests(self._server, self._names, self._adapters, limits)
-        self._weights: SglangWeights
+        server = RemoteServer(settings, role=role, model=model, run_directory=run_directory, kind=kind)
+        super().__init__(settings, server, SglangLora(server), run_directory)
+        self._log_directory = run_directory / "logs"
+        self._vocab_size = server.files.vocab_size
+        limits = self._limits_of(server.files.max_context_tokens)
+        self._requests = SglangRequests(server, self._served, limits)
+        self._updater: SglangWeights
         self._capabilities: Capabilities
-        self._exit_stack: contextlib.AsyncExitStack
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._server)
-            deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
-            try:
-                info = await server_info(self._server, deadline=deadline)
-                self._weights = SglangWeights(
-                    self._server, self._settings.weights, info, log_directory=self._run_directory / "logs"
-                )
-                stack.push_async_callback(self._weights.close)
-                if not self._settings.is_attached:
-                    check_cache(self._server, info)
-                if self.sleeps_while_training:
-                    saver, backup = info.enable_memory_saver, info.enable_weights_cpu_backup
-                    sglang_sleeping.check_can_sleep(self._server, memory_saver=saver, weights_backup=backup)
-                self._capabilities = await self._server.alongside(self._discover(info, deadline))
-                if self._adapters is not None:
-                    stack.push_async_callback(self._adapters.close)
-                    await self._adapters.start(deadline=deadline)
-            except PermanentError as error:  # the first requests show wrong flags or a wrong key
-                if may_be_other(error):  # vLLM may have a /server_info too, but not the rest
-                    raise await not_sglang(self._server, error, deadline=deadline) from None
-                raise ConfigError(str(error)) from None
-            self._exit_stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit_stack.__aexit__(kind, error, trace)
-
-    async def behind_url(self, *, deadline: float) -> BehindUrl | None:
-        """Return how many servers answer at its address."""
-        return await ask_behind(self._server, SAYINGS, deadline=deadline)
-
-    async def watch(self) -> None:
-        await self._server.watch()
+    async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
+        try:
+            info = await server_info(self._server, deadline=deadline)
+            self._updater = SglangWeights(self._server, self._settings.weights, info, log_directory=self._log_directory)
+            stack.push_async_callback(self._updater.close)
+            if not self._settings.is_attached:
+                check_cache(self._server, info)
+            if self.sleeps_while_training:
+                process.check_can_sleep(self._server, info)
+            self._capabilities = await self._server.alongside(self._found(info, deadline))
+        except PermanentError as error:
+            if may_be_other(error):  # vLLM may have a /server_info too, but not the rest
+                raise await not_sglang(self._server, error, deadline=deadline) from None
+            raise
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return self._capabilities
@@ -184,13 +125,6 @@ class SglangBackend(RemoteBackend):
         self._requests.limits.check_generation(prompt_ids, new_tokens=sampling.max_tokens, top_k=top_k)
         return await generate_below(
             self._requests, prompt_ids, sampling, self._vocab_size, top_k=top_k, deadline=deadline
-        )
-
-    async def score_base(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        return await self.score(
-            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
         )
 
     async def score(
@@ -261,40 +195,24 @@ class SglangBackend(RemoteBackend):
         return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        if self._adapters is not None:
-            await self._adapters.update(snapshot, deadline=deadline)
-        else:
-            await self._replace_weights(snapshot, deadline)
+        await super().update_weights(snapshot, deadline=deadline)
         self._capabilities = msgspec.structs.replace(self._capabilities, version=snapshot.version)
 
     async def _replace_weights(self, snapshot: WeightSnapshot, deadline: float) -> None:
-        with self._standstill.loading(), self._names.updating(snapshot.version):
-            await self._weights.update(snapshot, deadline=deadline)
+        await self._updater.update(snapshot, deadline=deadline)
 
-    @property
-    def sleeps_while_training(self) -> bool:
-        return self._settings.sleep_while_training
+    async def _sleep(self, deadline: float) -> None:
+        await self._updater.flush(deadline)  # until no request is left: a server that is sent to sleep before crashes
+        await process.sleep(self._server, deadline=deadline)
 
-    async def sleep(self, *, deadline: float) -> None:
-        self._standstill.sleeping(True)
-        self._sleeping.sleep()
-        await sglang_sleeping.sleep(self._server, self._weights.flush, deadline=deadline)
+    async def _wake(self, part: Part, deadline: float) -> None:
+        await process.wake(self._server, part, deadline=deadline)
 
-    async def wake_weights(self, *, deadline: float) -> None:
-        await self._sleeping.wake(["weights"], functools.partial(sglang_sleeping.wake, self._server, deadline=deadline))
-
-    async def wake(self, *, deadline: float) -> None:
-        await self._sleeping.wake(PARTS, functools.partial(sglang_sleeping.wake, self._server, deadline=deadline))
-        self._standstill.sleeping(False)
-
-    async def ping(self, *, deadline: float) -> None:
+    async def _ask_engine(self, deadline: float) -> None:
         names = self._names.now()  # of the base, whatever adapters there are
-        await self._standstill.ping(
-            lambda: sglang_health.ask_engine(self._server, names, deadline=deadline),
-            lambda: self._server.endpoint.get(READY, deadline=deadline),
-        )
+        await process.ask_engine(self._server, names, deadline=deadline)
 
-    async def _discover(self, info: ServerInfo, deadline: float) -> Capabilities:
+    async def _found(self, info: ServerInfo, deadline: float) -> Capabilities:
         """Find out by asking what the server offers."""
         files = self._server.files
         served = info.max_req_input_len  # one more than the server accepts
@@ -318,10 +236,10 @@ class SglangBackend(RemoteBackend):
         noise = self._settings.logprob_noise_nats
         if noise is None:
             noise = noise_nats(differences(generated, scored.logprobs, *scored.top))
-        attached_student = self._role == "student" and self._settings.is_attached
+        attached_student = self._is_student and self._settings.is_attached
         takes_adapters = self._settings.weights.transport == "adapter"
-        if self._role == "student" and not attached_student and not takes_adapters:
-            await self._weights.learn(deadline=deadline)
+        if self._is_student and not attached_student and not takes_adapters:
+            await self._updater.learn(deadline=deadline)
         return Capabilities(
             model=str(files.directory),
             vocab_size=self._vocab_size,
@@ -333,7 +251,7 @@ class SglangBackend(RemoteBackend):
             exact_entropy=False,
             candidate_logprobs="single",
             weight_update=not takes_adapters or self._adapters is not None,
-            in_flight_updates=takes_adapters or self._weights.holds_requests,
+            in_flight_updates=takes_adapters or self._updater.holds_requests,
             logprob_noise_nats=noise,
             score_temperature="one",
             generation_temperature=temperature_convention(scored.top.logprobs[0], halved.top.logprobs[0]),
@@ -341,7 +259,7 @@ class SglangBackend(RemoteBackend):
             seeds=info.enable_deterministic_inference,
             prefix_caching=not info.disable_radix_cache,
             weight_transport=self._settings.weights.transport,
-            weights_checked=self._weights.witnesses.are_there if not takes_adapters else False,
+            weights_checked=self._updater.witnesses.are_there if not takes_adapters else False,
             version=None if attached_student and self._adapters is None else WeightVersion(0, 0),
             server=f"sglang {info.version}",
         )

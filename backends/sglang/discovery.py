@@ -19,9 +19,8 @@ from spot_async.types import Generation, IntArray, SamplingSettings
 from ..shared.behind import PROCESS, Saying
 from ..shared.other_kind import may_be_other, other_kind
 from ..shared.remote import RemoteServer
-from .weights import ServerInfo
+from .weights import GENERATE, ServerInfo
 
-GENERATE = "/generate"
 SERVER_INFO = "/server_info"
 # What only one server says. Its seed is drawn when it starts, unless --random-seed names one.
 SAYINGS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from spot_async.base.tasks import gather
@@ -17,17 +17,17 @@ from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.spending.prices import Size
 from spot_async.types import Generation, IntArray, SamplingSettings, WeightVersion
 
-from ..shared.adapters import Adapters
-from ..shared.held_weights import ReplyNames, WeightNames
+from ..shared.held_weights import ReplyNames
 from ..shared.masking import logit_bias
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_generation, check_logprobs, check_topk
 from ..shared.request_limits import RequestLimits
 from ..shared.stepwise import Steps
-from .adapters import unknown_as_restarted
-from .discovery import GENERATE, check_end
+from ..shared.student_backend import ServedWeights
+from .discovery import check_end
 from .replies import NextToken, read_generation, read_next_token
 from .sampling import NEUTRAL
+from .weights import GENERATE
 
 ABORT = "/abort_request"
 ABORT_TIMEOUT_S = 2.0
@@ -39,12 +39,9 @@ T = TypeVar("T")
 class SglangRequests:
     """The requests to one server. `limits` and `neutral` fit it better once it has said its own limits and defaults."""
 
-    def __init__(
-        self, server: RemoteServer, names: WeightNames, adapters: Adapters | None, limits: RequestLimits
-    ) -> None:
+    def __init__(self, server: RemoteServer, served: ServedWeights, limits: RequestLimits) -> None:
         self._server = server
-        self._names = names
-        self._adapters = adapters
+        self._served = served
         self.limits = limits
         self.neutral: Mapping[str, Any] = NEUTRAL
 
@@ -74,15 +71,6 @@ class SglangRequests:
 
         return await self.ask(body, read, deadline)
 
-    @contextlib.contextmanager
-    def _asking(self, expected: WeightVersion | None) -> Iterator[tuple[dict[str, str], ReplyNames]]:
-        """Give what one request says of its weights, and what reads their names in its reply."""
-        if self._adapters is None or not self._adapters.has_any:
-            yield {}, self._names.now()
-            return
-        with self._adapters.request(expected) as adapter, unknown_as_restarted(self._server.name):
-            yield {"lora_path": adapter.name}, adapter
-
     async def ask(
         self,
         body: dict[str, Any],
@@ -105,7 +93,8 @@ class SglangRequests:
             logprobs=rows * (1 + body.get("top_logprobs_num", 0)) + len(body.get("token_ids_logprob", ())),
         )
         try:
-            with self._asking(expected) as (weights, names):
+            with self._served.asking(expected) as (adapter, names):
+                weights = {} if adapter is None else {"lora_path": adapter}
                 return await self._server.ask_in_steps(
                     GENERATE,
                     {"rid": request_id, **weights, **body},

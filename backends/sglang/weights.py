@@ -1,4 +1,5 @@
 """Sends new weights to an SGLang server: pause, update, flush, verify, resume, in the order that its version needs.
+Or it loads them as LoRA adapters beside the server's own (`SglangLora`), for which nothing is paused.
 
 From 0.5.21 on, requests in flight are set back (`retract`). After the update the server reads them in again and
 continues with the new weights, and it states each token's version. Older servers cannot flush the cache while they hold
@@ -28,12 +29,14 @@ from ..shared.snapshots import Layout, check_snapshot
 from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
 from ..shared.witnesses import Witnesses
 
+GENERATE = "/generate"
 FLUSH_WHILE_PAUSED = (0, 5, 21)  # from this version on; weight-update sessions too
 UPDATED_BUT_NOT_FLUSHED = "Weights were updated, but"
 BUSY = "HTTP 400:"  # how a refused flush begins; the rest differs between versions
 PARTLY_UPDATED = "partially updated"
 FLUSH_RETRY_S = 0.2
 CLEAN_UP_TIMEOUT_S = 10.0
+UNKNOWN_ADAPTER = ("never been loaded", "Failed to implicitly load")
 
 
 class ServerInfo(msgspec.Struct):
@@ -205,6 +208,34 @@ class Control:
         """Name the weights that the server holds. Without the request's last key it would abort all requests."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.post("/update_weight_version", body, deadline)
+
+
+class SglangLora:
+    """The `AdapterServer` of an SGLang server."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self._server = server
+        self._control = Control(server)
+
+    async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
+        try:
+            await self._control.post(
+                "/load_lora_adapter", {"lora_name": name, "lora_path": adapter.directory}, deadline, resend=False
+            )
+        except PermanentError as error:
+            raise ConfigError(
+                f"{self._server.section}: the server does not take this run's adapters: start it with --enable-lora, "
+                f"and with --max-lora-rank and --lora-target-modules that fit: {error}"
+            ) from None
+        one_token = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "lora_path": name}
+        await self._server.ask(GENERATE, one_token, bytes, deadline=deadline)
+
+    async def unload(self, name: str, *, deadline: float) -> None:
+        with contextlib.suppress(PermanentError):  # it has none of that name
+            await self._control.post("/unload_lora_adapter", {"lora_name": name}, deadline, resend=False)
+
+    def has_lost(self, refusal: PermanentError) -> bool:
+        return any(each in str(refusal) for each in UNKNOWN_ADAPTER)
 
 
 class SglangTransport(WeightTransport, Protocol):

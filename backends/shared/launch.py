@@ -169,7 +169,7 @@ class LaunchSettings(ProcessSettings):
 
 
 def check_installed(settings: ProcessSettings, section: str, package: str) -> None:
-    """Check that the server is installed, as `PluginSettings.check_installed`.
+    """Check that the server is installed, as `BackendSettings.check_installed`.
 
     Nothing is known yet of a node that Ray is to choose.
     """
@@ -244,6 +244,18 @@ class Doorway:
         return str(self.directory / "http")
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """What a server is started for."""
+
+    role: str  # for configuration keys
+    name: str  # for messages, which tell a role's servers apart
+    model: Path
+    log_path: Path
+    reads: Path | None = None  # directory of ours that the server must see
+    cores: frozenset[int] | None = None  # that it has to itself; None: it shares them
+
+
 MakeCommand = Callable[[Any, Path, Doorway], Command]  # given the kind's own settings, and the model's directory
 Ask = Callable[[float], Awaitable[object]]  # given a deadline; raises a `RequestError` while the server is not ready
 
@@ -252,25 +264,12 @@ class LaunchedServer:
     """A server as our child process. Entering starts it; `until_ready` waits until it answers; leaving ends it."""
 
     def __init__(
-        self,
-        settings: ProcessSettings,
-        *,
-        role: str,
-        model: Path,
-        log_path: Path,
-        make_command: MakeCommand,
-        key: str | None = None,
-        name: str | None = None,
-        cores: frozenset[int] | None = None,
-        reads: Path | None = None,
+        self, settings: ProcessSettings, assignment: Assignment, make_command: MakeCommand, *, key: str | None = None
     ) -> None:
         self._settings = settings
-        self._reads = reads.absolute() if reads is not None else None  # directory of ours that the server must see
-        self._cores = cores
-        self._role = role  # for configuration keys
-        self._name = name or role  # for messages, which tell a role's servers apart
-        self._model = model.absolute()
-        self._log_path = log_path
+        self._role = assignment.role
+        self._name = assignment.name
+        self._assignment = assignment
         self._make_command = make_command
         self._child: ChildProcess
         self._exit_stack: contextlib.AsyncExitStack
@@ -306,14 +305,14 @@ class LaunchedServer:
         self._child = await ChildProcess.start_foreign(
             self._name,
             command.argv,
-            log_path=self._log_path,
+            log_path=self._assignment.log_path,
             # Servers put sockets of their own there, whose paths may not be long either.
             environment={
                 "TMPDIR": short_temporary_directory(),
                 **self._settings.passed_environment("launch"),
                 **command.environment,
             },
-            cores=self._cores,
+            cores=self._assignment.cores,
             secrets=[self.key, *self._settings.passed_secrets],
         )
         return command, port
@@ -332,7 +331,9 @@ class LaunchedServer:
             files=command.files,
         )
         secrets = [self.key, *settings.passed_secrets]
-        self._child = await ChildProcess.start_far(self._name, program, log_path=self._log_path, secrets=secrets)
+        self._child = await ChildProcess.start_far(
+            self._name, program, log_path=self._assignment.log_path, secrets=secrets
+        )
         return command, port
 
     def _far_port(self) -> int:
@@ -340,14 +341,14 @@ class LaunchedServer:
         settings, far_side = self._settings, self._settings.far_side
         assert far_side is not None
         ports = random.SystemRandom().sample(FREE_PORTS, 16) if settings.port is None else [settings.port]
-        return far_side.place(
-            settings.host, ports, is_given=settings.port is not None, model=self._model, written=self._reads
-        )
+        model, reads = self._assignment.model.absolute(), self._assignment.reads
+        written = reads.absolute() if reads is not None else None
+        return far_side.place(settings.host, ports, is_given=settings.port is not None, model=model, written=written)
 
     def _command(self, doorway: Doorway) -> Command:
         """Return the command with its whole environment. Runs the interpreter, so call it in a thread."""
         settings = self._settings.model_copy(update={"python": self._settings.interpreter})
-        command = self._make_command(settings, self._model, doorway)
+        command = self._make_command(settings, self._assignment.model.absolute(), doorway)
         if command.package is not None:
             version = installed_version(settings, command.package)
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
@@ -396,7 +397,8 @@ class LaunchedServer:
         except TimeoutError:
             late = ProcessDiedError(
                 f"{self._name} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
-                f"({last}): raise {self._role}.backend.launch.start_timeout_s or see the log: {self._log_path}"
+                f"({last}): raise {self._role}.backend.launch.start_timeout_s or see the log: "
+                f"{self._assignment.log_path}"
             )
             self._explain(late)
             raise late from None

@@ -133,7 +133,7 @@ class ProcessSettings(Section):
             )
 
     def check_machine(self, section: str) -> None:
-        """Check the interpreter or the prefix, as `PluginSettings.check_machine`."""
+        """Check the interpreter or the prefix, as `BackendSettings.check_machine`."""
         if self.interpreter is None:
             raise ConfigError(
                 f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"

@@ -2,169 +2,110 @@
 
 It knows no server's API. A backend has a `RemoteServer` and gives it paths, bodies, and functions that read replies.
 Large replies do not hold up the event loop (`stepwise.py`). Every failure is one of `spot_async.errors`.
+
+Requests that the model works for have a size, and are charged to the role's account. The account decides when such a
+request may leave, and what it cost (`spot_async.spending`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
+import aiohttp
 import msgspec
-import pydantic
-from pydantic import Field
 
-from spot_async.config import NonNegativeFloat, OneOrMore, Place, PositiveInt, as_list, backend_section
+from spot_async.config import backend_section
 from spot_async.errors import ConfigError, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.models.files import ModelFiles, read_model
-from spot_async.spending.account import Account
+from spot_async.spending.account import Account, Charge
 from spot_async.spending.prices import Size
+from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Traffic
 
-from .connection import (
-    Url,
-    access,
-    address_of,
-    check_different,
-    check_headers,
-    check_proxy,
-    proxy_for,
-    read_secret,
-    tls_context,
-)
+from .bodies import ANSWER_BYTES, Turn, largest_reply_bytes
+from .connection import access, proxy_for, read_secret, tls_context
 from .failures import UNREADABLE, classify
 from .http import HttpEndpoint, ReadError, with_exchange
-from .launch import LaunchedServer, LaunchSettings, MakeCommand, check_installed, check_together
-from .metering import Meter, MeteredSettings
+from .launch import Assignment, LaunchedServer, LaunchSettings, MakeCommand
+from .settings import AttachedSettings
 from .stepwise import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
+
+JSON = "application/json"
 
 T = TypeVar("T")
 
 
-class AttachedSettings(MeteredSettings):
-    """The settings of remote servers that are already running, for any API."""
+class Meter:
+    """Sends one server's requests, and charges them to the account."""
 
-    url: OneOrMore[Url] | None = Field(
-        None, description="address of a running server, such as http://10.0.0.5:8000; a list for several"
-    )
-    served_model: str | None = Field(None, description="model name in requests; default: the only model that it serves")
-    api_key_env: str | None = Field(
-        None, description="environment variable with the server's key; default under launch: a random one"
-    )
-    headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
-    secret_headers: dict[str, str] = Field(
-        {}, description="request headers, each with the environment variable that holds its value"
-    )
-    proxy: str | None = Field(None, description="proxy's URL; default: that of HTTPS_PROXY or HTTP_PROXY")
-    ca_certificates: str | None = Field(
-        None, description="file of the certificates to trust; default: SSL_CERT_FILE, else the usual ones"
-    )
-    top_k: PositiveInt | None = Field(
-        None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
-    )
-    logprob_noise_nats: NonNegativeFloat | None = Field(
-        None,
-        description=("99.9 % of log-probabilities differ by less between two computations of a row; default: measured"),
-    )
+    def __init__(self, role: str, name: str, account: Account) -> None:
+        """`name` is the server's. The account keeps its sums apart by this name."""
+        self.role = role
+        self.name = name
+        self.account = account
+        self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
 
-    @property
-    def where(self) -> str | LaunchSettings:
-        """Where the only server is: its address, or how to start it. Raises `ConfigError` if there are several."""
-        return _only(as_list(self.url))
+    async def post(
+        self,
+        endpoint: HttpEndpoint,
+        path: str,
+        body: bytes,
+        *,
+        deadline: float,
+        resend: bool,
+        size: Size | None,
+        turn: Turn,
+    ) -> bytes:
+        """Send a request and return the reply's body.
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether the servers were already running, so that they may hold any weights."""
-        return self.url is not None
+        A request with a `size` is one that the model works for. It waits for its turn and is charged. If it costs
+        money, it is not sent again here: whoever asked for it may send it again, and is charged again.
+        """
+        ask = functools.partial(endpoint.post, path, body, content_type=JSON, deadline=deadline, turn=turn)
+        if size is None:
+            return await ask(resend=resend, largest=ANSWER_BYTES)
+        async with self._charged(size, deadline) as charge:
+            charge.sent(body)
+            largest = largest_reply_bytes(size.counted.tokens, size.logprobs)
+            reply = await ask(resend=resend and not self.account.is_metered, largest=largest)
+            used = charge.answered(reply)
+        endpoint.traffic.prompt_tokens += used.prompt_tokens
+        endpoint.traffic.cached_tokens += used.cached_tokens
+        endpoint.traffic.completion_tokens += used.completion_tokens
+        return reply
 
-    def servers(self) -> Sequence[Self]:
-        return self.numbered([{"url": url} for url in as_list(self.url)])
-
-    @property
-    def place(self) -> Place | None:
-        where = self.where
-        return Place(f"url={where}", address_of(where), is_attached=True) if isinstance(where, str) else None
-
-    def check_machine(self, section: str) -> None:
-        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
-            read_secret(section, variable)
-
-    @pydantic.field_validator("url")
-    @classmethod
-    def _check_urls(cls, url: str | list[str] | None) -> str | list[str] | None:
-        check_different(as_list(url))
-        return url
-
-    _check_proxy = pydantic.field_validator("proxy")(check_proxy)
-    _check_headers = pydantic.field_validator("headers")(check_headers)
+    @contextlib.asynccontextmanager
+    async def _charged(self, size: Size, deadline: float) -> AsyncIterator[Charge]:
+        limit = self.account.rate_limit if self.account.is_limited else self._own_rate_limit
+        async with self.account.request(self.name, size, limit, deadline) as charge:
+            try:
+                yield charge
+            except RequestError as error:
+                charge.was_sent = not _never_left(error)
+                raise
 
 
-class RemoteSettings(AttachedSettings):
-    """The settings of remote servers that are running, or that we start."""
-
-    PACKAGE: ClassVar[str | None] = None  # module that a started server's interpreter must be able to import
-
-    launch: OneOrMore[LaunchSettings] | None = Field(
-        None, description="a server to start; a list for several; exclusive with url"
-    )
-
-    @property
-    def where(self) -> str | LaunchSettings:
-        places: list[str | LaunchSettings] = [*as_list(self.url), *as_list(self.launch)]
-        return _only(places)
-
-    def servers(self) -> Sequence[Self]:
-        return self.numbered([{"launch": each} for each in as_list(self.launch)]) if self.launch else super().servers()
-
-    @property
-    def place(self) -> Place | None:
-        where = self.where
-        if isinstance(where, str):
-            return super().place
-        return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port is not None else None
-
-    @property
-    def runs_here(self) -> bool:
-        return super().runs_here and not (isinstance(self.where, LaunchSettings) and self.where.is_elsewhere)
-
-    def check_machine(self, section: str) -> None:
-        super().check_machine(section)
-        for key, each in self._launches():
-            each.check_machine(f"{section}.{key}")
-
-    def check_installed(self, section: str) -> None:
-        for key, each in self._launches():
-            if self.PACKAGE is not None:
-                check_installed(each, f"{section}.{key}", self.PACKAGE)
-
-    def _launches(self) -> Iterator[tuple[str, LaunchSettings]]:
-        """Yield each server to start, with its key."""
-        for number, each in enumerate(as_list(self.launch)):
-            yield f"launch.{number}" if isinstance(self.launch, list) else "launch", each
-
-    @pydantic.field_validator("launch")
-    @classmethod
-    def _check_launches(
-        cls, launch: LaunchSettings | list[LaunchSettings] | None
-    ) -> LaunchSettings | list[LaunchSettings] | None:
-        servers = [server for each in as_list(launch) for server in each.servers()]
-        check_together(servers)
-        return servers if len(servers) > 1 else launch
-
-    @pydantic.model_validator(mode="after")
-    def _check_place(self) -> Self:
-        if (self.url is None) == (self.launch is None):
-            raise ValueError("give exactly one of url (a running server) and launch (one to start)")
-        return self
+def _never_left(error: BaseException | None) -> bool:
+    """Return whether there was no connection to send the request over, so that no model can have worked for it."""
+    while error is not None and not isinstance(error, aiohttp.ClientConnectorError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
-def _only(places: Sequence[T]) -> T:
-    if len(places) != 1:
-        raise ConfigError(f"url, launch: {len(places)} servers in place of one: give one, or each its own settings")
-    return places[0]
+@dataclass(frozen=True)
+class ServerKind:
+    """What one kind of server has of its own."""
+
+    make_command: MakeCommand | None = None  # None: we start none
+    ready_path: str = "/health"
+    read_error: ReadError | None = None
 
 
 class RemoteServer:
@@ -177,10 +118,7 @@ class RemoteServer:
         role: str,
         model: str,
         run_directory: Path,
-        make_command: MakeCommand | None = None,
-        ready_path: str = "/health",
-        read_error: ReadError | None = None,
-        reads: Path | None = None,
+        kind: ServerKind = ServerKind(),
     ) -> None:
         self.settings = settings
         self.role = role  # for configuration keys
@@ -190,10 +128,7 @@ class RemoteServer:
         self.endpoint: HttpEndpoint
         self.meter = Meter(role, self.name, settings.open_account(role))
         self._run_directory = run_directory
-        self._make_command = make_command
-        self._ready_path = ready_path
-        self._read_error = read_error
-        self._reads = reads  # directory of ours that a server to start must see
+        self._kind = kind
         self._launched: LaunchedServer | None = None
         self._steps = StepRunner()
         self._exit_stack: contextlib.AsyncExitStack
@@ -204,9 +139,7 @@ class RemoteServer:
                 self._launched = await stack.enter_async_context(self._launch(self._where))
             self.endpoint = await stack.enter_async_context(self.connection({}))
             if self._launched is not None:
-                await self._launched.until_ready(
-                    lambda deadline: self.endpoint.get(self._ready_path, deadline=deadline)
-                )
+                await self._launched.until_ready(self.ask_whether_ready)
             self._exit_stack = stack.pop_all()
         return self
 
@@ -236,6 +169,10 @@ class RemoteServer:
             await self._launched.watch()
         else:
             await asyncio.get_running_loop().create_future()
+
+    async def ask_whether_ready(self, deadline: float) -> None:
+        """Raise a `RequestError` unless the process that answers HTTP does so."""
+        await self.endpoint.get(self._kind.ready_path, deadline=deadline)
 
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, which asks a server that nobody watches yet. If our server ends, raise that."""
@@ -322,19 +259,17 @@ class RemoteServer:
             ) from failure
 
     def _launch(self, launch: LaunchSettings) -> LaunchedServer:
-        if self._make_command is None:
+        if self._kind.make_command is None:
             raise ConfigError(f"{self.role}.backend.launch: {self.settings.kind} starts no server; give its url")
-        return LaunchedServer(
-            launch,
-            role=self.role,
-            name=self.name,
-            model=self.files.directory,
-            log_path=self._run_directory / "logs" / f"{self.name}.log",
-            make_command=self._make_command,
-            key=self._configured_key,
+        assignment = Assignment(
+            self.role,
+            self.name,
+            self.files.directory,
+            self._run_directory / "logs" / f"{self.name}.log",
+            reads=self.settings.reads(self.role, self._run_directory),
             cores=self.settings.cores,
-            reads=self._reads,
         )
+        return LaunchedServer(launch, assignment, self._kind.make_command, key=self._configured_key)
 
     @property
     def _configured_key(self) -> str | None:
@@ -352,7 +287,7 @@ class RemoteServer:
             api_key=launched.key if launched is not None else self._configured_key,
             headers={**settings.headers, **headers},
             secret_headers={name: read_secret(section, each) for name, each in settings.secret_headers.items()},
-            read_error=self._read_error,
+            read_error=self._kind.read_error,
             verify=tls_context(self.role, settings.ca_certificates),
             proxy=proxy_for(self.role, url, settings.proxy) if launched is None else None,
             access=access(section, url, settings.api_key_env, settings.secret_headers),
@@ -363,6 +298,9 @@ class RemoteBackend:
     """A base class with what backends pass on from their server unchanged."""
 
     _server: RemoteServer
+
+    async def watch(self) -> None:
+        await self._server.watch()
 
     @property
     def traffic(self) -> Traffic:

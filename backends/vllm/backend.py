@@ -6,20 +6,17 @@ weights. Here replies become generations, scores and candidates, with versions a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import structlog
 
 from spot_async.errors import ConfigError, PermanentError, VersionMismatchError
 from spot_async.types import (
-    BehindUrl,
     CandidateSupport,
     Capabilities,
     FinishReason,
@@ -33,129 +30,77 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from ..shared.adapters import Adapters
-from ..shared.behind import ask_behind
-from ..shared.health import Standstill
-from ..shared.held_weights import INITIAL, ReplyNames, WeightNames
+from ..shared.held_weights import INITIAL, ReplyNames
 from ..shared.launch import LaunchSettings
 from ..shared.masking import logit_bias
-from ..shared.remote import RemoteBackend, RemoteServer
+from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import check_candidates, check_generation
 from ..shared.request_limits import RequestLimits
 from ..shared.served_topk import bounded_scores, scored_positions
-from ..shared.sleeping import PARTS, SleepingParts
-from ..shared.student_settings import StudentServerSettings
-from . import health as vllm_health
-from . import sleeping as vllm_sleeping
-from .adapters import VllmAdapters, check_flags, unknown_as_restarted
+from ..shared.settings import StudentServerSettings
+from ..shared.student_backend import Part, StudentBackend
+from . import process
 from .candidates import Singles, chosen_at_once, chosen_singly, prefixes
 from .client import Sampled, VllmClient, check_temperature, read_error
 from .discovery import SAYINGS, ServerFacts, discover
-from .launch import PACKAGE, vllm_command
+from .lora import VllmLora, check_flags
+from .process import PACKAGE, Uses, vllm_command
 from .replies import NamedSpan, version_spans
 from .transfer import make_updater, transfer_config
 
-DISCOVERY_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
 LAUNCHED_MAX_LOGPROBS = 64
 
 
-class VllmBackend(RemoteBackend):
+class VllmBackend(StudentBackend):
     """A `Generator`, `Scorer`, `PositionScorer`, `CandidateScorer`, `WeightSink` and `Sleeper`, if its server can."""
+
+    SAYINGS = SAYINGS
 
     class Settings(StudentServerSettings):
         PACKAGE = PACKAGE
         kind: str = "vllm"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
-        self._settings = settings
-        self._name = settings.server_name(role)
-        self._is_student = role == "student"
+        is_student = role == "student"
         launch = settings.where if isinstance(settings.where, LaunchSettings) else None
-        if self._is_student and launch is not None and launch.port is not None and not launch.is_elsewhere:
+        if is_student and launch is not None and launch.port is not None and not launch.is_elsewhere:
             raise ConfigError(
                 f"student.backend.launch.port={launch.port}: vLLM asks for no key before it takes weights, so "
                 "every user of the machine could replace the student there: remove it, for a private socket"
             )
-        # One more than is asked for, because the sampled token may take one of a position's places.
-        make_command = functools.partial(
-            vllm_command,
+        uses = Uses(
+            # One more than is asked for, because the sampled token may take one of a position's places.
             max_logprobs=max(LAUNCHED_MAX_LOGPROBS, settings.top_k or 0) + 1,
-            takes_weights=self._is_student,
+            takes_weights=is_student,
             sleeps=settings.sleep_while_training,
             weight_transfer=transfer_config(settings.weights),
             adapters=settings.adapters(role),
         )
-        self._server = RemoteServer(
-            settings,
-            role=role,
-            model=model,
-            run_directory=run_directory,
-            make_command=make_command,
-            read_error=functools.partial(read_error, role),
-            reads=settings.reads(role, run_directory),
-        )
-        self._client = VllmClient(self._server)
-        self._updater = make_updater(self._server, settings.weights, run_directory=run_directory)
-        self._adapters: Adapters | None = None
-        if (lora := settings.adapters(role)) is not None:
-            self._adapters = Adapters(
-                VllmAdapters(self._client),
-                lora,
-                name=self._name,
-                base=self._server.files.directory,
-                directory=run_directory / "weights",
-                unloads=settings.is_attached,
-            )
+        kind = ServerKind(functools.partial(vllm_command, uses=uses), read_error=functools.partial(read_error, role))
+        server = RemoteServer(settings, role=role, model=model, run_directory=run_directory, kind=kind)
+        self._client = VllmClient(server)
+        super().__init__(settings, server, VllmLora(self._client), run_directory)
+        self._updater = make_updater(server, settings.weights, run_directory=run_directory)
         self._singles = Singles()
         self._found: ServerFacts
-        self._names = WeightNames(self._name, is_student=self._is_student)
-        self._standstill = Standstill()
-        self._sleeping = SleepingParts()
-        self._updates = 0
 
-    async def __aenter__(self) -> Self:
-        await self._server.__aenter__()
+    async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
         if self._is_student and self._server.is_elsewhere:
             structlog.get_logger().warning("vLLM asks for no key before it takes weights", server=self._server.url)
-        try:
-            deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
-            self._found = await self._server.alongside(discover(self._client, deadline=deadline))
-            self._names.start(self._found.weights)
-            if self.sleeps_while_training:
-                await vllm_sleeping.check_can_sleep(self._server, deadline=deadline)
-            if self._adapters is not None:
-                if self._settings.is_attached:
-                    await check_flags(self._client, self._adapters.lora, deadline=deadline)
-                await self._adapters.start(deadline=deadline)
-            elif self._is_student and not self._found.takes_weights:
-                structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)
-            elif self._is_student and not self._settings.is_attached:
-                await self._updater.name(str(INITIAL), deadline=deadline)
-                self._names.start(str(INITIAL))
-                await self._updater.learn(deadline=deadline)
-        except BaseException as error:
-            await self.__aexit__(None, None, None)
-            if isinstance(error, PermanentError):  # the first requests show wrong flags, a wrong key or another model
-                raise ConfigError(str(error)) from None
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._updater.close()
-            if self._adapters is not None:
-                await self._adapters.close()
-        finally:
-            await self._server.__aexit__(kind, error, trace)
-
-    async def behind_url(self, *, deadline: float) -> BehindUrl | None:
-        """Return how many servers answer at its address."""
-        return await ask_behind(self._server, SAYINGS, deadline=deadline)
-
-    async def watch(self) -> None:
-        await self._server.watch()
+        stack.push_async_callback(self._updater.close)
+        self._found = await self._server.alongside(discover(self._client, deadline=deadline))
+        self._names.start(self._found.weights)
+        if self.sleeps_while_training:
+            await process.check_can_sleep(self._server, deadline=deadline)
+        if self._adapters is not None:
+            if self._settings.is_attached:
+                await check_flags(self._client, self._adapters.lora, deadline=deadline)
+        elif self._is_student and not self._found.takes_weights:
+            structlog.get_logger().warning("takes no weights", role=self._name, needs=self._found.weights_need)
+        elif self._is_student and not self._settings.is_attached:
+            await self._updater.name(str(INITIAL), deadline=deadline)
+            self._names.start(str(INITIAL))
+            await self._updater.learn(deadline=deadline)
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """Return what discovery found when the backend was entered."""
@@ -195,11 +140,8 @@ class VllmBackend(RemoteBackend):
     @contextlib.contextmanager
     def _asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[VllmClient, ReplyNames]]:
         """Give the client for one request, and what reads the names of weights in its reply."""
-        if self._adapters is None or not self._adapters.has_any:
-            yield self._client, self._names.now()
-            return
-        with self._adapters.request(expected) as adapter, unknown_as_restarted(self._name):
-            yield self._client.naming(adapter.name), adapter
+        with self._served.asking(expected) as (adapter, names):
+            yield self._client if adapter is None else self._client.naming(adapter), names
 
     @property
     def _max_context_tokens(self) -> int:
@@ -261,13 +203,6 @@ class VllmBackend(RemoteBackend):
                 logprobs=min(top_k + 1, vocab_size) if top_k else 0,
                 deadline=deadline,
             )
-
-    async def score_base(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        return await self.score(
-            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
-        )
 
     async def score(
         self,
@@ -353,7 +288,7 @@ class VllmBackend(RemoteBackend):
                 f"{self._server.section}: no log-probabilities of chosen tokens with --logprobs-mode "
                 "processed_logprobs: start the server without it"
             )
-        updates = self._updates
+        changes = self._standstill.changes
         with self._asking(expected_version) as (client, names):
 
             def check(replies: Iterable[Sequence[NamedSpan]]) -> None:
@@ -370,50 +305,27 @@ class VllmBackend(RemoteBackend):
                 logprobs = await chosen_singly(
                     client, self._singles, contexts, candidate_ids, top_k=top_k, check=check, deadline=deadline
                 )
-        if is_batched and updates != self._updates:  # the reply names only the weights of the token after these rows
+        # The reply names only the weights of the token after these rows. What is asked during an update may still be
+        # answered in part by the weights before.
+        if is_batched and changes != self._standstill.changes:
             raise VersionMismatchError(
                 f"{self._name}: the weights changed while candidates were scored", may_pass=expected_version is None
             )
         check_candidates(logprobs, candidate_ids)
         return logprobs
 
-    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Load new weights, all or nothing. No response is lost: those under way continue with the new weights.
-
-        Those of an adapter end with the adapter that they began with.
-        """
-        if self._adapters is not None:
-            await self._adapters.update(snapshot, deadline=deadline)
-            return
+    async def _replace_weights(self, snapshot: WeightSnapshot, deadline: float) -> None:
         if not self._found.takes_weights:
             needs = self._found.weights_need
             raise ConfigError(f"{self._server.section}: the server takes no weights: it needs {needs}")
-        self._updates += 1
-        try:
-            with self._standstill.loading(), self._names.updating(snapshot.version):
-                await self._updater.update(snapshot, deadline=deadline)
-        finally:
-            self._updates += 1  # what is asked during an update may still be answered in part by the weights before
+        await self._updater.update(snapshot, deadline=deadline)
 
-    @property
-    def sleeps_while_training(self) -> bool:
-        return self._settings.sleep_while_training
+    async def _sleep(self, deadline: float) -> None:
+        await process.sleep(self._server, deadline=deadline)
 
-    async def sleep(self, *, deadline: float) -> None:
-        self._standstill.sleeping(True)
-        self._sleeping.sleep()
-        await vllm_sleeping.sleep(self._server, deadline=deadline)
+    async def _wake(self, part: Part, deadline: float) -> None:
+        await process.wake(self._server, part, deadline=deadline)
 
-    async def wake_weights(self, *, deadline: float) -> None:
-        await self._sleeping.wake(["weights"], functools.partial(vllm_sleeping.wake, self._server, deadline=deadline))
-
-    async def wake(self, *, deadline: float) -> None:
-        await self._sleeping.wake(PARTS, functools.partial(vllm_sleeping.wake, self._server, deadline=deadline))
-        self._standstill.sleeping(False)
-
-    async def ping(self, *, deadline: float) -> None:
+    async def _ask_engine(self, deadline: float) -> None:
         with self._asking() as (client, names):
-            await self._standstill.ping(
-                lambda: vllm_health.ask_engine(client, names, deadline=deadline),
-                lambda: self._server.endpoint.get("/health", deadline=deadline),
-            )
+            await process.ask_engine(client, names, deadline=deadline)

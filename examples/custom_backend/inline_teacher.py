@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from transformers import AutoModelForCausalLM
 
-from spot_async import Capabilities, PluginSettings, TokenScores, Vocabulary, WeightVersion
+from spot_async import BackendSettings, Capabilities, TokenScores, Vocabulary, WeightVersion
 from spot_async.errors import PermanentError
 from spot_async.models.alignment import decision_rows
 from spot_async.types import IntArray
@@ -31,7 +31,7 @@ class InlineTeacher:
     it at the end. A request has a `deadline` in the event loop's time, and may be cancelled at every await.
     """
 
-    class Settings(PluginSettings):
+    class Settings(BackendSettings):
         """The keys of `teacher.backend` in a configuration, besides `kind`. Unknown keys are refused."""
 
         threads: int = Field(1, ge=1, description="threads that compute")

@@ -1,7 +1,7 @@
 """Finds backends, policies and verifiers by name, so that the core imports none of them.
 
 A name is looked up in the entry-point group `spot_async.<group>`; `module:Class` names a class
-directly. Every plug-in class has a nested `Settings`, a `config.PluginSettings` subclass.
+directly. Every plug-in class has a nested `Settings`, a subclass of `config.PluginSettings`, or `BackendSettings`.
 """
 
 from __future__ import annotations

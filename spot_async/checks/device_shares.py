@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_async.base.processes.gpus import VISIBLE, gpu_memory, has_instances, named_gpus
-from spot_async.config import ClusterConfig, Config, ModelConfig, PluginSettings, as_list
+from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfig, as_list
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import local_path
 from spot_async.models.model_size import ModelSize, read_size
@@ -220,7 +220,7 @@ def servers_on_devices(served: Mapping[str, ModelConfig], total_gib: float) -> l
 
 def _numbered(role: str, model: ModelConfig) -> Iterator[tuple[str, Any]]:
     """Yield the name and launch settings of each server that names its devices by number."""
-    servers: Sequence[PluginSettings] = model.backend.servers()
+    servers: Sequence[BackendSettings] = model.backend.servers()
     for each in servers:
         if _is_numbered(launch := getattr(each, "launch", None)):
             yield each.server_name(role), launch

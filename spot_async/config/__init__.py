@@ -17,7 +17,7 @@ from spot_async.config.base import (
 from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
 from spot_async.config.lora import LoraConfig
-from spot_async.config.plugins import Place, PluginSettings, backend_section
+from spot_async.config.plugins import BackendSettings, Place, PluginSettings, backend_section
 from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.config.schema import (
     CONFIG_VERSION,
@@ -39,6 +39,7 @@ from spot_async.config.training import KeptCheckpoints, LossAggregation, Trainin
 
 __all__ = [
     "CONFIG_VERSION",
+    "BackendSettings",
     "BenchmarkConfig",
     "ClusterConfig",
     "Config",

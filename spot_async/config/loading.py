@@ -23,7 +23,7 @@ from spot_async.base.files import read_bounded
 from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json
-from spot_async.config.plugins import PluginSettings, PluginSettingsError
+from spot_async.config.plugins import BackendSettings, PluginSettings, PluginSettingsError
 from spot_async.config.saved_secrets import saved_secrets
 from spot_async.config.suggestions import classes, unknown_key
 from spot_async.errors import ConfigError
@@ -328,4 +328,4 @@ def _schema_at(schema: type[BaseModel], location: Sequence[int | str]) -> type[B
             return None
         is_name = typing.get_origin(field.annotation) is dict  # then the next key is a name that the user gave
         current = next((c for c in classes(field.annotation) if issubclass(c, BaseModel)), None)
-    return current if current is not PluginSettings else None
+    return current if current not in (BackendSettings, PluginSettings) else None

@@ -15,10 +15,10 @@ from pydantic_core import ErrorDetails
 
 from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
+from spot_async.config.lora import LoraConfig
 from spot_async.config.suggestions import OTHER_KINDS
 
 if TYPE_CHECKING:
-    from spot_async.config.lora import LoraConfig
     from spot_async.spending.account import Account
 
 
@@ -31,17 +31,23 @@ class Place(NamedTuple):
 
 
 class PluginSettings(Section):
-    """Base of the settings of a backend, policy or verifier; `kind` names the plug-in."""
+    """Base of the settings of a policy or verifier; `kind` names the plug-in."""
 
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()  # names of settings that change the pace, but no result
 
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
-    _number: int | None = PrivateAttr(None)  # the server's among its role's, from 1 on; None for an only one
-    _cores: frozenset[int] | None = PrivateAttr(None)  # those that the server has to itself; None: it shares them
 
     def that_decide(self) -> dict[str, Any]:
         """Return the settings that may change results as plain values, `kind` included."""
         return self.model_dump(mode="json", exclude=set(self.WITHOUT_EFFECT))
+
+
+class BackendSettings(PluginSettings):
+    """Base of the settings of a backend: of its servers, of which a role may have several."""
+
+    _number: int | None = PrivateAttr(None)  # the server's among its role's, from 1 on; None for an only one
+    _cores: frozenset[int] | None = PrivateAttr(None)  # those that the server has to itself; None: it shares them
+    _lora: LoraConfig | None = PrivateAttr(None)  # of the adapters that its servers take, where they take some
 
     def servers(self) -> Sequence[Self]:
         """Return one settings object for each server. Backends of several servers make theirs with `numbered`."""
@@ -87,7 +93,17 @@ class PluginSettings(Section):
 
         Raise ValueError if its servers cannot serve what that run trains.
         """
-        return self
+        if not self.takes_adapters:
+            return self
+        if lora is None:
+            raise ValueError("student.backend.weights.transport=adapter needs training.lora: otherwise, set it to disk")
+        copy = self.model_copy()
+        copy._lora = lora
+        return copy
+
+    def adapters(self, role: str) -> LoraConfig | None:
+        """What the adapters are like that the role's servers take as their weights; None if they take none."""
+        return self._lora if role == "student" else None
 
     @property
     def place(self) -> Place | None:
@@ -149,6 +165,8 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
     A section without a `kind` is of kind `default`, where there is one.
     """
 
+    base = BackendSettings if group == "backends" else PluginSettings
+
     def resolve(value: Any) -> Any:
         if isinstance(value, PluginSettings) or (optional and value is None):
             return value
@@ -162,6 +180,8 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
         if kind.lower() in known and kind not in registry.names(group):
             raise ValueError(f"{registry.unknown(group, kind)}; {known[kind.lower()]}")
         schema = registry.load(group, kind).Settings
+        if not issubclass(schema, base):
+            raise ValueError(f"kind={kind}: its Settings are no spot_async.{base.__name__}: derive them from that")
         try:
             return schema.model_validate_json(plain_json(value))
         except ValidationError as errors:
@@ -170,7 +190,7 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
     return pydantic.BeforeValidator(resolve)
 
 
-BackendSettings = Annotated[SerializeAsAny[PluginSettings], _resolver("backends", "local")]
+BackendSection = Annotated[SerializeAsAny[BackendSettings], _resolver("backends", "local")]
 PolicySettings = Annotated[SerializeAsAny[PluginSettings], _resolver("policies")]
 TrainingVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "boxed_match")]
 EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math_verify")]

@@ -24,7 +24,7 @@ from spot_async.config.base import (
 )
 from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import EvaluationConfig, check_paper
-from spot_async.config.plugins import BackendSettings, PolicySettings, TrainingVerifier
+from spot_async.config.plugins import BackendSection, PolicySettings, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
 from spot_async.config.training import TrainingConfig
 
@@ -87,7 +87,7 @@ class ModelConfig(Section):
         description="Hugging Face model directory with tokenizer and chat template, or a model of the hub "
         "(`org/name`, `org/name@revision`), which is downloaded"
     )
-    backend: BackendSettings = Field(
+    backend: BackendSection = Field(
         default_factory=dict, validate_default=True, description="how the model is served; a backend's own settings"
     )
     serving: ServingConfig = Field(

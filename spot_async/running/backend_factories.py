@@ -1,6 +1,6 @@
 """Names the servers of a role, and makes a backend object for each of them. It starts none.
 
-A role has several where its backend's settings say so (`PluginSettings.servers`); each gets a backend object of its
+A role has several where its backend's settings say so (`BackendSettings.servers`); each gets a backend object of its
 own, which knows nothing of the others. Entering a fresh object starts or attaches the server again.
 """
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from spot_async.base import registry
 from spot_async.base.processes.resources import CoreShares, available_cores, share_cores
-from spot_async.config import ModelConfig, PluginSettings
+from spot_async.config import BackendSettings, ModelConfig
 from spot_async.models.hub import local_path
 from spot_async.protocols import Backend, Billed
 from spot_async.spending.account import Account
@@ -34,7 +34,7 @@ def backend_factories(
     """
     backend = registry.load("backends", model.backend.kind)
 
-    def factory(settings: PluginSettings) -> MakeBackend:
+    def factory(settings: BackendSettings) -> MakeBackend:
         def make() -> Backend:
             made: Backend = backend(settings, role=role, model=local_path(model.model), run_directory=run_directory)
             if account is not None and isinstance(made, Billed):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from spot_async.backends.shared.adapters import LOADED_AT_ONCE, Adapters
+from spot_async.backends.shared.lora import LOADED_AT_ONCE, Adapters
 from spot_async.base import registry
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, DeadlineExceededError, TransientError, VersionMismatchError

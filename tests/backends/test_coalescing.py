@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
 
-from spot_async.backends.local.coalescing import Coalescer, Outcome, Send
+from spot_async.backends.local.coalescing import Batch, Coalescer
 from spot_async.errors import DeadlineExceededError, PermanentError, RequestError, TransientError
 from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, SamplingSettings
 
-OnReply = Callable[[int, Outcome], None]
+Send = Callable[[Batch, float], Awaitable[None]]
+
+
+async def ask(coalescer: Coalescer, send: Send, session: str, request: GenerateRequest, deadline: float) -> Generation:
+    """Ask as the backend does."""
+    if (found := await coalescer.reply_with_others(session, request, deadline)) is not None:
+        return found
+    async with coalescer.carry(session, request) as batch:
+        await send(batch, deadline)
+    return batch.own_reply()
 
 
 def request(seed: int) -> GenerateRequest:
@@ -36,16 +45,16 @@ class Server:
         self.batches: list[list[int]] = []
         self.open = asyncio.Event()
 
-    async def send(self, requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
-        seeds = [each.sampling.seed for each in requests]
+    async def send(self, batch: Batch, deadline: float) -> None:
+        seeds = [each.sampling.seed for each in batch.requests]
         self.batches.append(seeds)
         await self.open.wait()
         for index, seed in enumerate(seeds):
-            on_reply(index, PermanentError(f"seed {seed}") if seed < 0 else reply(seed))
+            batch.settle(index, PermanentError(f"seed {seed}") if seed < 0 else reply(seed))
 
 
 async def asked(coalescer: Coalescer, send: Send, *seeds: int, session: str = "s") -> list[asyncio.Task[Generation]]:
-    tasks = [asyncio.create_task(coalescer.ask(send, session, request(seed), 1e9)) for seed in seeds]
+    tasks = [asyncio.create_task(ask(coalescer, send, session, request(seed), 1e9)) for seed in seeds]
     for _ in range(3):
         await asyncio.sleep(0)
     return tasks
@@ -82,8 +91,8 @@ async def test_an_error_is_its_own_request_s() -> None:
 
 
 async def test_when_sending_fails_every_request_fails_with_an_error_of_its_own() -> None:
-    async def send(requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
-        on_reply(0, reply(1))
+    async def send(batch: Batch, deadline: float) -> None:
+        batch.settle(0, reply(1))
         raise TransientError("connection reset")
 
     results = await asyncio.gather(*(await asked(Coalescer(), send, 1, 2, 3)), return_exceptions=True)
@@ -96,7 +105,7 @@ async def test_when_sending_fails_every_request_fails_with_an_error_of_its_own()
 async def test_when_the_carrier_is_cancelled_the_others_ask_again(turns: int) -> None:
     server = Server()
     coalescer = Coalescer()
-    tasks = [asyncio.create_task(coalescer.ask(server.send, "s", request(seed), 1e9)) for seed in (1, 2, 3)]
+    tasks = [asyncio.create_task(ask(coalescer, server.send, "s", request(seed), 1e9)) for seed in (1, 2, 3)]
     await asyncio.sleep(0)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -108,19 +117,19 @@ async def test_when_the_carrier_is_cancelled_the_others_ask_again(turns: int) ->
 
 
 def test_a_request_is_not_given_up_for_the_carrier_s_deadline() -> None:
-    async def send(requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
+    async def send(batch: Batch, deadline: float) -> None:
         try:
             async with asyncio.timeout_at(deadline):
                 await asyncio.sleep(10.0)
         except TimeoutError:
             raise DeadlineExceededError("late") from None
-        for index, each in enumerate(requests):
-            on_reply(index, reply(each.sampling.seed))
+        for index, each in enumerate(batch.requests):
+            batch.settle(index, reply(each.sampling.seed))
 
     async def scenario() -> None:
         coalescer = Coalescer()
         carrier, patient, short = (
-            asyncio.create_task(coalescer.ask(send, "s", request(seed), deadline))
+            asyncio.create_task(ask(coalescer, send, "s", request(seed), deadline))
             for seed, deadline in ((1, 5.0), (2, 100.0), (3, 5.0))
         )
         for late in (carrier, short):
@@ -142,8 +151,8 @@ async def test_a_cancelled_request_leaves_the_batch_alone() -> None:
 
 
 async def test_requests_that_fail_together_leave_nothing_behind_them() -> None:
-    async def send(requests: Sequence[GenerateRequest], on_reply: OnReply, deadline: float) -> None:
-        on_reply(1, PermanentError("seed 2"))
+    async def send(batch: Batch, deadline: float) -> None:
+        batch.settle(1, PermanentError("seed 2"))
         raise TransientError("connection reset")
 
     gc.collect()

@@ -19,7 +19,8 @@ from deadlines import soon
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.shared.connection import access, proxy_for, tls_context
 from spot_async.backends.shared.http import HttpEndpoint
-from spot_async.backends.shared.remote import AttachedSettings, RemoteServer
+from spot_async.backends.shared.remote import RemoteServer
+from spot_async.backends.shared.settings import AttachedSettings
 from spot_async.config.loading import dump_yaml, validate
 from spot_async.errors import (
     ConfigError,

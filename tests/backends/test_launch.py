@@ -16,8 +16,9 @@ from deadlines import soon
 from launched_server import serve
 from process_trees import is_alive
 
-from spot_async.backends.shared.launch import Command, LaunchedServer, LaunchSettings, free_port
-from spot_async.backends.shared.remote import RemoteServer, RemoteSettings
+from spot_async.backends.shared.launch import Assignment, Command, LaunchedServer, LaunchSettings, free_port
+from spot_async.backends.shared.remote import RemoteServer, ServerKind
+from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.errors import ConfigError, ProcessDiedError
 
 ROOT = Path(__file__).parents[2]
@@ -42,8 +43,8 @@ def hang(settings, model, doorway):
 
 
 def server(tmp_path, make_command=serve, **launch):
-    settings = RemoteSettings(kind="fake", launch=LaunchSettings(**{"python": sys.executable, **launch}))
-    return RemoteServer(settings, role="student", model=STUDENT, run_directory=tmp_path, make_command=make_command)
+    settings = StudentServerSettings(kind="fake", launch=LaunchSettings(**{"python": sys.executable, **launch}))
+    return RemoteServer(settings, role="student", model=STUDENT, run_directory=tmp_path, kind=ServerKind(make_command))
 
 
 @pytest.fixture(autouse=True)
@@ -106,8 +107,10 @@ async def test_a_server_is_asked_with_the_key_that_its_user_chose_or_one_of_its_
     keys = []
     monkeypatch.setenv("CHOSEN", "a key")
     for variable in ("CHOSEN", None):
-        settings = RemoteSettings(kind="fake", launch=LaunchSettings(python=sys.executable), api_key_env=variable)
-        running = RemoteServer(settings, role="student", model=STUDENT, run_directory=tmp_path, make_command=keyed)
+        settings = StudentServerSettings(
+            kind="fake", launch=LaunchSettings(python=sys.executable), api_key_env=variable
+        )
+        running = RemoteServer(settings, role="student", model=STUDENT, run_directory=tmp_path, kind=ServerKind(keyed))
         async with running:
             told = await running.get("/told", dict, deadline=soon())
             assert told["key"] == f"Bearer {keys[-1]}"
@@ -197,10 +200,8 @@ async def test_a_directory_called_like_the_package_is_not_the_package(tmp_path, 
     monkeypatch.chdir(tmp_path)
     launched = LaunchedServer(
         LaunchSettings(python=sys.executable),
-        role="teacher",
-        model=tmp_path,
-        log_path=tmp_path / "log",
-        make_command=lambda *_: Command([], package="some_server"),
+        Assignment("teacher", "teacher", tmp_path, tmp_path / "log"),
+        lambda *_: Command([], package="some_server"),
     )
     with pytest.raises(ConfigError, match="no some_server in"):
         await launched.__aenter__()
@@ -236,7 +237,7 @@ def test_a_single_device_may_be_written_as_a_number():
 @pytest.mark.parametrize("both", [{}, {"url": "http://h:1", "launch": LaunchSettings(python="python")}])
 def test_a_server_is_either_attached_to_or_started(both):
     with pytest.raises(pydantic.ValidationError, match="give exactly one of url"):
-        RemoteSettings(kind="fake", **both)
+        StudentServerSettings(kind="fake", **both)
 
 
 async def test_a_backend_that_starts_no_server_says_so(tmp_path):

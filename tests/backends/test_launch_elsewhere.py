@@ -19,7 +19,8 @@ from ssh_server import ssh_server
 
 from spot_async.backends.local import LocalBackend
 from spot_async.backends.shared.launch import LaunchSettings, check_together, free_port
-from spot_async.backends.shared.remote import RemoteServer, RemoteSettings
+from spot_async.backends.shared.remote import RemoteServer, ServerKind
+from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config import ModelConfig, ServingConfig
 from spot_async.errors import ConfigError, FarSideError, ProcessDiedError
@@ -36,15 +37,14 @@ def ssh(tmp_path_factory):
         yield ["ssh", "-F", str(client), "there"]
 
 
-def server(tmp_path, *, reads=None, model=STUDENT, make_command=serve, **launch):
-    settings = RemoteSettings(kind="fake", launch=LaunchSettings(**{"python": sys.executable, **launch}))
+def server(tmp_path, *, model=STUDENT, make_command=serve, **launch):
+    settings = StudentServerSettings(kind="fake", launch=LaunchSettings(**{"python": sys.executable, **launch}))
     return RemoteServer(
         settings,
         role="student",
         model=str(model),
         run_directory=tmp_path,
-        make_command=make_command,
-        reads=reads,
+        kind=ServerKind(make_command),
     )
 
 
@@ -52,7 +52,7 @@ async def test_a_server_behind_ssh_is_started_waited_for_spoken_to_and_stopped_w
     tmp_path, ssh, monkeypatch
 ):
     monkeypatch.setenv("OWN", "of the run's process")
-    elsewhere = server(tmp_path, prefix=ssh, host="127.0.0.2", devices="1,0", reads=tmp_path)
+    elsewhere = server(tmp_path, prefix=ssh, host="127.0.0.2", devices="1,0")
     async with elsewhere as running:
         assert running.url.startswith("http://127.0.0.2:")
         told = await running.get("/told", dict, deadline=soon())
@@ -136,7 +136,7 @@ async def test_a_far_side_that_cannot_see_the_weights_or_the_model_is_refused_wi
     hidden.mkdir(parents=True)
     prefix = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {tmp_path / 'runs'} && exec sh"]
     with pytest.raises(ConfigError) as raised:
-        await server(tmp_path, prefix=prefix, reads=hidden).__aenter__()
+        await server(hidden, prefix=prefix).__aenter__()
     assert str(raised.value) == (
         f"student.backend.launch.prefix: the far side does not see {hidden}, where new weights are written: share it "
         "under the same path, or set weights.transport=distributed (vLLM and SGLang)"

@@ -14,8 +14,8 @@ from deadlines import soon
 from engine_requests import dense_logprobs
 from random_adapters import merged_model, random_adapter
 
-from spot_async.backends.local.adapters import LocalAdapters
 from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.local.client import LocalClient
 from spot_async.backends.shared.launch import free_port
 from spot_async.config import LoraConfig
 from spot_async.errors import ConfigError, ServerRestartedError, VersionMismatchError
@@ -116,13 +116,13 @@ async def test_a_server_that_a_run_leaves_has_none_of_its_adapters_and_one_with_
     base: Path, updates: list[WeightSnapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, names = free_port(), []
-    load = LocalAdapters.load
+    load = LocalClient.load
 
-    async def noted(self: LocalAdapters, name: str, *rest: Any, **more: Any) -> None:
+    async def noted(self: LocalClient, name: str, *rest: Any, **more: Any) -> None:
         names.append(name)
         await load(self, name, *rest, **more)
 
-    monkeypatch.setattr(LocalAdapters, "load", noted)
+    monkeypatch.setattr(LocalClient, "load", noted)
     monkeypatch.setenv("SPOT_ASYNC_API_KEY", "key")
     owner = LocalBackend(
         LocalBackend.Settings(port=port), role="student", model=str(base), run_directory=tmp_path / "owner"

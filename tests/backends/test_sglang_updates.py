@@ -200,7 +200,7 @@ async def test_a_student_that_was_restarted_after_an_update_is_no_student_of_thi
     sampling = SamplingSettings(max_tokens=6, stop_token_ids=(), seed=0)
     async with connected(model, tmp_path, **CONTROL, generate=body) as (backend, _):
         info = ServerInfo(version="0.5.23")
-        backend._weights = SglangWeights(backend._server, WeightSettings(), info, log_directory=tmp_path)
+        backend._updater = SglangWeights(backend._server, WeightSettings(), info, log_directory=tmp_path)
         backend._names.start("default")
         before = await backend.generate(PROMPT, sampling, deadline=soon())
         assert before.version_spans == (VersionSpan(0, 6, V0),)

@@ -26,8 +26,7 @@ from vllm_stand_in import (
 )
 
 from spot_async.backends.shared.launch import Doorway, LaunchSettings
-from spot_async.backends.vllm import health as vllm_health
-from spot_async.backends.vllm import launch as vllm_launch
+from spot_async.backends.vllm import process as vllm_process
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.client import NEUTRAL
 from spot_async.errors import (
@@ -249,7 +248,9 @@ async def test_without_developer_mode_a_ping_is_a_token_or_signs_of_work(
         await backend.ping(deadline=soon())
         assert stand_in.calls == ["/is_paused", "/metrics", "/inference/v1/generate"]
         stand_in.hold = "/inference/v1/generate"  # all places are taken
-        monkeypatch.setattr(vllm_health, "ONE_TOKEN_SHARE", 0.005)  # a short wait, and time to spare for the other look
+        monkeypatch.setattr(
+            vllm_process, "ONE_TOKEN_SHARE", 0.005
+        )  # a short wait, and time to spare for the other look
         stand_in.metrics = [counted(7.0, 1.0), counted(7.0, 2.0)]
         await backend.ping(deadline=soon())
         stand_in.metrics = [counted(7.0, 2.0), counted(7.0, 2.0)]
@@ -303,7 +304,8 @@ def test_the_command_is_one_that_the_installed_version_knows(
         environment={"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(tmp_path)},
     )
     doorway = Doorway(8123, Path("/tmp/spot-server-x"), "secret")
-    command = vllm_launch.vllm_command(settings, Path("/models/student"), doorway, max_logprobs=65, takes_weights=True)
+    student = vllm_process.Uses(max_logprobs=65, takes_weights=True)
+    command = vllm_process.vllm_command(settings, Path("/models/student"), doorway, uses=student)
     given = " ".join(command.argv)
     assert ("--enable-scale-out" in command.argv) == flag
     assert ("--api-server-count" in command.argv) == program.endswith("serve")
@@ -317,18 +319,14 @@ def test_the_command_is_one_that_the_installed_version_knows(
     head = ["--hf-overrides", '{"head_dtype": "float32"}']
     assert head[1] in command.argv  # of a model in 16 bits
     whole = settings.model_copy(update={"dtype": "float32"})
-    assert (
-        head[0]
-        not in vllm_launch.vllm_command(
-            whole, Path("/models/student"), doorway, max_logprobs=65, takes_weights=True
-        ).argv
-    )
+    assert head[0] not in vllm_process.vllm_command(whole, Path("/models/student"), doorway, uses=student).argv
     assert list(command.argv[-2:]) == ["--max-model-len", "5121"]
     assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert command.environment["VLLM_LOGGING_LEVEL"] == "ERROR"
     assert command.uds == "/tmp/spot-server-x/http"
     settings = settings.model_copy(update={"port": 8123})
-    teacher = vllm_launch.vllm_command(settings, Path("/models/teacher"), doorway, max_logprobs=65, takes_weights=False)
+    scores = vllm_process.Uses(max_logprobs=65, takes_weights=False)
+    teacher = vllm_process.vllm_command(settings, Path("/models/teacher"), doorway, uses=scores)
     assert "VLLM_SERVER_DEV_MODE" not in teacher.environment
     assert "--host 127.0.0.1 --port 8123" in " ".join(teacher.argv)
     assert teacher.uds is None

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from deadlines import soon
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.backends.shared import student_settings
+from spot_async.backends.shared import settings as server_settings
 from spot_async.backends.shared.launch import Doorway, LaunchSettings
-from spot_async.backends.shared.remote import RemoteServer
+from spot_async.backends.shared.remote import RemoteServer, ServerKind
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
-from spot_async.backends.vllm import launch as vllm_launch
+from spot_async.backends.vllm import process as vllm_process
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.client import read_error
 from spot_async.backends.vllm.transfer import TransferTransport, transfer_config
@@ -133,7 +133,7 @@ def connect(random_model: Any, tmp_path: Path) -> Connect:
             settings = VllmBackend.Settings(url=f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
             read = partial(read_error, "student")
             async with RemoteServer(
-                settings, role="student", model=str(model), run_directory=tmp_path, read_error=read
+                settings, role="student", model=str(model), run_directory=tmp_path, kind=ServerKind(read_error=read)
             ) as server:
                 updater = WeightUpdater(server, TransferTransport(server, weights, sender))
                 yield (
@@ -224,13 +224,14 @@ async def test_a_server_whose_weights_may_be_mixed_stays_paused(connect: Connect
 
 
 def test_a_students_server_of_ours_is_started_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_launch, "installed_version", lambda *_: "0.32.0")
+    monkeypatch.setattr(vllm_process, "installed_version", lambda *_: "0.32.0")
     config = transfer_config(WeightSettings(transport="distributed"))
     launch, doorway = LaunchSettings(python="python"), Doorway(1, Path("/tmp/x"), "secret")
-    command = partial(vllm_launch.vllm_command, launch, Path("m"), doorway, max_logprobs=1, weight_transfer=config)
-    student = list(command(takes_weights=True).argv)
+    uses = partial(vllm_process.Uses, max_logprobs=1, weight_transfer=config)
+    command = partial(vllm_process.vllm_command, launch, Path("m"), doorway)
+    student = list(command(uses=uses(takes_weights=True)).argv)
     assert json.loads(student[student.index("--weight-transfer-config") + 1]) == {"backend": "nccl"}
-    assert "--weight-transfer-config" not in command(takes_weights=False).argv
+    assert "--weight-transfer-config" not in command(uses=uses(takes_weights=False)).argv
     assert transfer_config(WeightSettings()) is None
 
 
@@ -291,10 +292,10 @@ def test_other_versions_of_nccl_are_refused_with_both(monkeypatch: pytest.Monkey
     given = {"launch": launch, "weights": {"transport": "distributed"}}
     monkeypatch.setattr(VllmBackend.Settings, "PACKAGE", "json")
     settings = validate_as(VllmBackend.Settings, given)
-    monkeypatch.setattr(student_settings, "nccl_version", lambda: "2.29.7")
+    monkeypatch.setattr(server_settings, "nccl_version", lambda: "2.29.7")
     said = r"student.backend.weights.backend=nccl: the sender has NCCL 2.29.7, and the server of .*launch has 2.30.7"
     with pytest.raises(ConfigError, match=said):
         settings.check_installed("student.backend")
     for ours in ("2.30.7", None):
-        monkeypatch.setattr(student_settings, "nccl_version", lambda ours=ours: ours)
+        monkeypatch.setattr(server_settings, "nccl_version", lambda ours=ours: ours)
         settings.check_installed("student.backend")

@@ -19,7 +19,7 @@ from vllm_stand_in import (
     connecting,
 )
 
-from spot_async.backends.vllm.adapters import check_flags
+from spot_async.backends.vllm.lora import check_flags
 from spot_async.config import LoraConfig
 from spot_async.errors import (
     ConfigError,

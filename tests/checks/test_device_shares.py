@@ -9,7 +9,7 @@ import pytest
 
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang.discovery import check_cache
-from spot_async.backends.sglang.launch import sglang_command
+from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.sglang.weights import ServerInfo
 from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.backends.vllm import VllmBackend

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.backends.shared.remote import RemoteSettings
+from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.checks.plan import check_places
 from spot_async.config import Config, ModelConfig
@@ -126,14 +126,14 @@ def test_each_server_has_a_backend_of_its_own_under_a_name_of_its_own(tmp_path: 
     one = factories["teacher-2"]()
     assert isinstance(one, LocalBackend)
     assert one is not factories["teacher-2"]()
-    assert one._server._log_path == tmp_path / "logs" / "teacher-2.log"
+    assert one._server._assignment.log_path == tmp_path / "logs" / "teacher-2.log"
     alone = model.model_copy(update={"backend": LocalBackend.Settings()})
     assert list(backend_factories(alone, "teacher", tmp_path)) == ["teacher"]
 
 
 async def test_a_backend_takes_one_server(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 servers in place of one"):
-        assert RemoteSettings(kind="fake", url=["http://a", "http://b"]).where
+        assert StudentServerSettings(kind="fake", url=["http://a", "http://b"]).where
     local = LocalBackend(LocalBackend.Settings(replicas=2), role="student", model="m", run_directory=tmp_path)
     with pytest.raises(ConfigError, match="several servers in place of one"):
         await local.__aenter__()

@@ -12,10 +12,10 @@ import pytest
 from shared_device import GIB, Device, Sglang, Trainer, Vllm
 
 from spot_async.backends.sglang import SglangBackend
-from spot_async.backends.sglang.launch import sglang_command
+from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.backends.vllm import VllmBackend
-from spot_async.backends.vllm.launch import vllm_command
+from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.base.tasks import leaves, running, watching
 from spot_async.checks.device_shares import TRAINER, servers_on_devices, shared_out, starting_order
 from spot_async.config import ClusterConfig, ModelConfig, ServingConfig
@@ -34,7 +34,7 @@ SHAPES = {"student": (28, 2048, 6144, 16, True), "teacher": (36, 4096, 12288, 32
 FRACTIONS = {"student": 0.3, "teacher": 0.35}  # as configs/paper/lora.yaml
 CARD_GIB = 79.2  # of 80 that are sold
 KINDS = {
-    "vllm": (VllmBackend, lambda *known: vllm_command(*known, max_logprobs=65, takes_weights=True), Vllm),
+    "vllm": (VllmBackend, partial(vllm_command, uses=Uses(max_logprobs=65, takes_weights=True)), Vllm),
     "sglang": (SglangBackend, sglang_command, Sglang),
 }
 
@@ -50,7 +50,7 @@ def models(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr("spot_async.backends.vllm.launch.installed_version", lambda settings, package: "0.32.0")
+    monkeypatch.setattr("spot_async.backends.vllm.process.installed_version", lambda settings, package: "0.32.0")
 
 
 class OneGpu:

@@ -78,9 +78,9 @@ def test_what_a_method_cannot_go_without_is_one_line(kind, overrides, line):
 
 def test_a_teacher_that_cannot_write_is_refused_by_the_policy_that_wants_it_to(tmp_path, monkeypatch):
     (tmp_path / "scoring_only.py").write_text(
-        "from spot_async.config import PluginSettings\n"
+        "from spot_async.config import BackendSettings\n"
         "class ScoringOnly:\n"
-        "    class Settings(PluginSettings):\n"
+        "    class Settings(BackendSettings):\n"
         "        kind: str = 'scoring_only:ScoringOnly'\n"
         "    async def score(self, prompt_ids, response_ids, *, top_k, deadline): ...\n"
     )

@@ -16,7 +16,7 @@ from kill_drill import ROOT
 import spot_async.running.placed_nodes as placed_nodes_module
 from spot_async.backends.local.server import LocalSettings
 from spot_async.backends.shared.launch import LaunchSettings
-from spot_async.backends.shared.remote import RemoteSettings
+from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.ray_helper import Request, not_placed, refused
 from spot_async.config import ClusterConfig, Config, ModelConfig, resources_of
@@ -32,7 +32,7 @@ def models():
         "student": ModelConfig(
             model="m", backend=LocalSettings(replicas=2, launch={"python": "p", "resources": {"CPU": 1}})
         ),
-        "teacher": ModelConfig(model="m", backend=RemoteSettings(kind="vllm", launch=both)),
+        "teacher": ModelConfig(model="m", backend=StudentServerSettings(kind="vllm", launch=both)),
         "reference": ModelConfig(model="m", backend=LocalSettings()),
     }
 

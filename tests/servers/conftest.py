@@ -23,9 +23,9 @@ import pytest
 from server_process import RunningServer, run_server
 from tiny_models import make_model
 
-from spot_async.backends.sglang.launch import sglang_command
+from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.shared.launch import Doorway, LaunchSettings, free_port
-from spot_async.backends.vllm.launch import vllm_command
+from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.config import LoraConfig
 
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
@@ -147,7 +147,7 @@ def sglang_launch(tmp_path_factory: pytest.TempPathFactory) -> LaunchSettings:
 
 @pytest.fixture(scope="session")
 def start_vllm(vllm_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
-    """`start_vllm(model, *arguments, ...)`: a vLLM server until the context ends, by the adapter's own command."""
+    """`start_vllm(model, *arguments, ...)`: a vLLM server until the context ends, by the backend's own command."""
     return vllm_starter(vllm_launch, tmp_path_factory)
 
 
@@ -171,9 +171,8 @@ def vllm_starter(launch: LaunchSettings, tmp_path_factory: pytest.TempPathFactor
         settings = launch.model_copy(update={"arguments": [*launch.arguments, *arguments], "port": port})
         directory = tmp_path_factory.mktemp("vllm")
         doorway = Doorway(port, directory, NO_KEY)
-        command = vllm_command(
-            settings, model, doorway, max_logprobs=max_logprobs, takes_weights=takes_weights, adapters=adapters
-        )
+        uses = Uses(max_logprobs=max_logprobs, takes_weights=takes_weights, adapters=adapters)
+        command = vllm_command(settings, model, doorway, uses=uses)
         argv = [each for each in command.argv if scale_out or each != "--enable-scale-out"]
         environment, log_path = command.environment, directory / "log"
         with run_server(argv, environment=environment, port=port, model=model, log_path=log_path) as server:
@@ -197,7 +196,7 @@ def vllm_v2_student(start_vllm_v2: StartServer, models: TinyModels) -> Iterator[
 
 @pytest.fixture(scope="session")
 def start_sglang(sglang_launch: LaunchSettings, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
-    """`start_sglang(model, *arguments)`: an SGLang server until the context ends, by the adapter's own command."""
+    """`start_sglang(model, *arguments)`: an SGLang server until the context ends, by the backend's own command."""
 
     @contextmanager
     def start(

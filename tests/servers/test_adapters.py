@@ -20,7 +20,7 @@ from server_process import RunningServer
 from under_load import expect_rounding, nats_off_spans, under_load
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.backends.shared.adapters import LOADED_AT_ONCE
+from spot_async.backends.shared.lora import LOADED_AT_ONCE
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config import LoraConfig
 from spot_async.errors import ConfigError, DataError

@@ -23,7 +23,7 @@ from parity import (
 from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 
-from spot_async.backends.shared.remote import RemoteServer
+from spot_async.backends.shared.remote import RemoteServer, ServerKind
 from spot_async.backends.vllm import weights as vllm_weights
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.client import VllmClient, read_error
@@ -108,7 +108,7 @@ async def test_a_server_that_can_load_nothing_stays_paused_and_one_that_is_kille
         role="student",
         model=str(models.student),
         run_directory=tmp_path,
-        read_error=partial(read_error, "student"),
+        kind=ServerKind(read_error=partial(read_error, "student")),
     )
     async with server:
         updater, client = WeightUpdater(server, DiskTransport(server)), VllmClient(server)

@@ -15,10 +15,10 @@ from paper_directory import SHAPES, make_data, make_interpreter, make_model_of_s
 from tiny_models import make_model
 from typer.testing import CliRunner
 
-from spot_async.backends.sglang.launch import sglang_command
+from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.shared.launch import Command, Doorway, LaunchSettings
 from spot_async.backends.shared.weight_transport import WeightSettings
-from spot_async.backends.vllm.launch import vllm_command
+from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.backends.vllm.transfer import transfer_config
 from spot_async.checks.plan import TrainPlan, plan_training
 from spot_async.cli import app
@@ -116,16 +116,14 @@ def would_start(plan: TrainPlan, directory: Path) -> Iterator[Started]:
             launch, sleeps = server.launch, server.sleep_while_training  # type: ignore[attr-defined]
             for lora in {None, LORA if role == "student" else None}:
                 if model.backend.kind == "vllm":
-                    command = vllm_command(
-                        launch,
-                        Path(model.model),
-                        doorway,
+                    uses = Uses(
                         max_logprobs=65,
                         takes_weights=role == "student",
                         sleeps=sleeps,
                         weight_transfer=transfer_config(WeightSettings(transport="distributed")),
                         adapters=lora,
                     )
+                    command = vllm_command(launch, Path(model.model), doorway, uses=uses)
                 else:
                     command = sglang_command(launch, Path(model.model), doorway, sleeps=sleeps, adapters=lora)
                 yield Started(command, launch, model.model)

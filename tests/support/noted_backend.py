@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from spot_async.config import PluginSettings
+from spot_async.config import BackendSettings
 from spot_async.errors import ProcessDiedError
 from spot_async.types import Capabilities, WeightSnapshot
 
@@ -15,7 +15,7 @@ NOTED: list[str] = []
 class Noted:
     """One server. It serves no requests."""
 
-    class Settings(PluginSettings):
+    class Settings(BackendSettings):
         fails: str = ""  # what goes wrong: "entering", "asking", or "living", once weights have come
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:

@@ -27,9 +27,9 @@ async def start(server: LocalServer, stack: contextlib.AsyncExitStack) -> Addres
     directory = stack.enter_context(private_directory("spot-async-"))
     uds = None if own.port else str(directory / "http")
     engine = {name: getattr(own, name) for name in EngineSettings.model_fields}
-    settings = ServeSettings(model=server._model, uds=uds, port=own.port, **engine)
-    server._log_path.parent.mkdir(parents=True, exist_ok=True)
-    server._log_path.write_text("served by threads of the test\n")
+    settings = ServeSettings(model=str(server._assignment.model), uds=uds, port=own.port, **engine)
+    server._assignment.log_path.parent.mkdir(parents=True, exist_ok=True)
+    server._assignment.log_path.write_text("served by threads of the test\n")
     credentials = Credentials.of_new_server()
     await stack.enter_async_context(_serving(settings, credentials))
     return Address("http://localhost" if uds else f"http://127.0.0.1:{own.port}", credentials, uds)

@@ -1,25 +1,21 @@
-"""Loads adapters into a vLLM server, and unloads them."""
+"""Loads LoRA adapters into a vLLM server, and unloads them."""
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
 
 import msgspec
 import structlog
 
 from spot_async.config import LoraConfig
 from spot_async.config.lora import TARGETS
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, ServerRestartedError
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.types import WeightSnapshot
 
-from ..shared.adapters import LOADED_AT_ONCE
+from ..shared.lora import LOADED_AT_ONCE
 from .client import NoSuchRouteError, VllmClient
-from .launch import ALLOW_ADAPTERS, KEPT_AT_ONCE
+from .process import ALLOW_ADAPTERS, KEPT_AT_ONCE, ONE_TOKEN
 from .weights import DEVELOPER_MODE
 
 SMALLER_RANK = "greater than max_lora_rank"
-ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 
 
 class _Model(msgspec.Struct):
@@ -86,8 +82,8 @@ async def check_flags(client: VllmClient, lora: LoraConfig, *, deadline: float) 
         )
 
 
-class VllmAdapters:
-    """An `AdapterServer`."""
+class VllmLora:
+    """The `AdapterServer` of a vLLM server."""
 
     def __init__(self, client: VllmClient) -> None:
         self._client = client
@@ -117,16 +113,8 @@ class VllmAdapters:
         try:
             await self._client.server.ask("/v1/unload_lora_adapter", {"lora_name": name}, bytes, deadline=deadline)
         except PermanentError as error:
-            if error.exchange is None or error.exchange.status != 404:  # 404: it has none of that name
+            if not self.has_lost(error):
                 raise
 
-
-@contextlib.contextmanager
-def unknown_as_restarted(server: str) -> Iterator[None]:
-    """Raise `ServerRestartedError` where the server does not know an adapter that it was given."""
-    try:
-        yield
-    except PermanentError as error:
-        if error.exchange is None or error.exchange.status != 404:
-            raise
-        raise ServerRestartedError(f"{server}: the server has lost the adapter that it was given: {error}") from None
+    def has_lost(self, refusal: PermanentError) -> bool:
+        return refusal.exchange is not None and refusal.exchange.status == 404

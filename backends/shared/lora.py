@@ -20,7 +20,13 @@ from typing import Protocol
 import structlog
 
 from spot_async.config import LoraConfig
-from spot_async.errors import DeadlineExceededError, RequestError, VersionMismatchError
+from spot_async.errors import (
+    DeadlineExceededError,
+    PermanentError,
+    RequestError,
+    ServerRestartedError,
+    VersionMismatchError,
+)
 from spot_async.models.adapter_files import ADAPTER, check_adapter, layers_of, write_zero_adapter
 from spot_async.models.weight_files import in_use
 from spot_async.types import WeightSnapshot, WeightVersion
@@ -40,6 +46,10 @@ class AdapterServer(Protocol):
 
     async def unload(self, name: str, *, deadline: float) -> None:
         """Unload an adapter that no request names."""
+        ...
+
+    def has_lost(self, refusal: PermanentError) -> bool:
+        """Return whether a request was refused because the server does not know the adapter that it names."""
         ...
 
 
@@ -112,7 +122,8 @@ class Adapters:
     def request(self, expected: WeightVersion | None = None) -> Iterator[Adapter]:
         """Give the adapter that a request is to name, the newest or that of an expected version; one `with` a request.
 
-        Raises `VersionMismatchError` if the server has no adapter of that version.
+        Raises `VersionMismatchError` if the server has no adapter of that version, and `ServerRestartedError` if it has
+        lost the one that it was given.
         """
         newest = self._loaded[-1]
         adapter = next((each for each in self._loaded if each.version() == expected), None) if expected else newest
@@ -123,6 +134,12 @@ class Adapters:
         adapter.requests += 1
         try:
             yield adapter
+        except PermanentError as error:
+            if not self._server.has_lost(error):
+                raise
+            raise ServerRestartedError(
+                f"{self._name}: the server has lost the adapter that it was given: {error}"
+            ) from None
         finally:
             adapter.requests -= 1
             self._one_ended.set()

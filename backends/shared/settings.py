@@ -1,0 +1,240 @@
+"""The settings of inference servers that talk JSON: where they run, what they cost, and how a student's get weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar
+
+import httpx
+import pydantic
+from pydantic import Field
+
+from spot_async.base.processes.gpus import nccl_version
+from spot_async.config import (
+    BackendSettings,
+    NonNegativeFloat,
+    OneOrMore,
+    Place,
+    PositiveFloat,
+    PositiveInt,
+    as_list,
+)
+from spot_async.errors import ConfigError
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Prices
+
+from .connection import Url, address_of, check_different, check_headers, check_proxy, read_secret
+from .launch import LaunchSettings, check_installed, check_together, installed_nccl
+from .weight_transport import WeightSettings, check_reachable
+
+T = TypeVar("T")
+
+
+class AttachedSettings(BackendSettings):
+    """The settings of servers that are already running, for any API. All of a role share one account."""
+
+    requests_per_minute: PositiveFloat | None = Field(
+        None, description="most requests that all stages and servers of the role may send together"
+    )
+    tokens_per_minute: PositiveFloat | None = Field(
+        None,
+        description="the same in tokens, of prompts and responses; until it is there, a response counts as its limit",
+    )
+    prices: Prices | None = Field(
+        None, description="what requests cost, for spending.jsonl, the estimate and the budget"
+    )
+    budget: PositiveFloat | None = Field(
+        None, description="money that the run may spend here; it ends cleanly before a request that might cost more"
+    )
+    token_budget: PositiveInt | None = Field(None, description="the same in tokens, of prompts and responses")
+    url: OneOrMore[Url] | None = Field(
+        None, description="address of a running server, such as http://10.0.0.5:8000; a list for several"
+    )
+    served_model: str | None = Field(None, description="model name in requests; default: the only model that it serves")
+    api_key_env: str | None = Field(
+        None, description="environment variable with the server's key; default under launch: a random one"
+    )
+    headers: dict[str, str] = Field({}, description="further request headers; no secrets here")
+    secret_headers: dict[str, str] = Field(
+        {}, description="request headers, each with the environment variable that holds its value"
+    )
+    proxy: str | None = Field(None, description="proxy's URL; default: that of HTTPS_PROXY or HTTP_PROXY")
+    ca_certificates: str | None = Field(
+        None, description="file of the certificates to trust; default: SSL_CERT_FILE, else the usual ones"
+    )
+    top_k: PositiveInt | None = Field(
+        None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
+    )
+    logprob_noise_nats: NonNegativeFloat | None = Field(
+        None,
+        description=("99.9 % of log-probabilities differ by less between two computations of a row; default: measured"),
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.budget is not None and self.prices is None:
+            raise ValueError(f"budget={self.budget:g} needs prices: without them nothing is known to cost anything")
+        return self
+
+    def open_account(self, role: str) -> Account:
+        return Account(
+            role,
+            prices=self.prices,
+            budget=self.budget,
+            token_budget=self.token_budget,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+        )
+
+    @property
+    def where(self) -> str | LaunchSettings:
+        """Where the only server is: its address, or how to start it. Raises `ConfigError` if there are several."""
+        return _only(as_list(self.url))
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the servers were already running, so that they may hold any weights."""
+        return self.url is not None
+
+    def servers(self) -> Sequence[Self]:
+        return self.numbered([{"url": url} for url in as_list(self.url)])
+
+    @property
+    def place(self) -> Place | None:
+        where = self.where
+        return Place(f"url={where}", address_of(where), is_attached=True) if isinstance(where, str) else None
+
+    def check_machine(self, section: str) -> None:
+        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
+            read_secret(section, variable)
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _check_urls(cls, url: str | list[str] | None) -> str | list[str] | None:
+        check_different(as_list(url))
+        return url
+
+    _check_proxy = pydantic.field_validator("proxy")(check_proxy)
+    _check_headers = pydantic.field_validator("headers")(check_headers)
+
+    def reads(self, role: str, run_directory: Path) -> Path | None:
+        """Return the directory that a server must see because its new weights are written there, if there is one."""
+        return None
+
+
+class StudentServerSettings(AttachedSettings):
+    """The settings of servers that are running or that we start, and that may serve a student."""
+
+    PACKAGE: ClassVar[str | None] = None  # module that a started server's interpreter must be able to import
+
+    launch: OneOrMore[LaunchSettings] | None = Field(
+        None, description="a server to start; a list for several; exclusive with url"
+    )
+    sleep_while_training: bool = Field(
+        False,
+        description="the student's server frees its device memory while the trainer, on the same devices, trains",
+    )
+    weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
+
+    @property
+    def where(self) -> str | LaunchSettings:
+        places: list[str | LaunchSettings] = [*as_list(self.url), *as_list(self.launch)]
+        return _only(places)
+
+    def servers(self) -> Sequence[Self]:
+        return self.numbered([{"launch": each} for each in as_list(self.launch)]) if self.launch else super().servers()
+
+    @property
+    def place(self) -> Place | None:
+        where = self.where
+        if isinstance(where, str):
+            return super().place
+        return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port is not None else None
+
+    @property
+    def runs_here(self) -> bool:
+        return super().runs_here and not (isinstance(self.where, LaunchSettings) and self.where.is_elsewhere)
+
+    def check_machine(self, section: str) -> None:
+        super().check_machine(section)
+        for key, each in self._launches():
+            each.check_machine(f"{section}.{key}")
+
+    def _launches(self) -> Iterator[tuple[str, LaunchSettings]]:
+        """Yield each server to start, with its key."""
+        for number, each in enumerate(as_list(self.launch)):
+            yield f"launch.{number}" if isinstance(self.launch, list) else "launch", each
+
+    @pydantic.field_validator("launch")
+    @classmethod
+    def _check_launches(
+        cls, launch: LaunchSettings | list[LaunchSettings] | None
+    ) -> LaunchSettings | list[LaunchSettings] | None:
+        servers = [server for each in as_list(launch) for server in each.servers()]
+        check_together(servers)
+        return servers if len(servers) > 1 else launch
+
+    @pydantic.model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if (self.url is None) == (self.launch is None):
+            raise ValueError("give exactly one of url (a running server) and launch (one to start)")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        hosts = [httpx.URL(url).host for url in as_list(self.url)] + [each.host for each in as_list(self.launch)]
+        check_reachable(self.weights, hosts, servers=len(self.servers()))
+        if self.weights.by_nccl:
+            self._check_sender()
+        return self
+
+    def _check_sender(self) -> None:
+        """Raise ValueError if the sender would be on a device of a server's: NCCL takes each device once."""
+        device = self.weights.sender_device
+        _, _, number = device.partition(":")
+        remedy = "set weights.device to a GPU that no server uses, or weights.transport=disk"
+        if self.sleep_while_training and self.weights.device is None:
+            raise ValueError(
+                f"weights.transport=distributed with sleep_while_training: the servers share the trainer's GPUs, and "
+                f"NCCL refuses a sender on one of theirs, as {device} would be: {remedy}"
+            )
+        for launch in as_list(self.launch):
+            if launch.is_elsewhere:
+                continue
+            devices = launch.devices or ",".join(map(str, range(launch.tensor_parallel_size)))
+            if (number or "0") in map(str.strip, devices.split(",")):
+                raise ValueError(
+                    f"weights.device={device}: the server on launch.devices={devices} uses this GPU, and NCCL takes "
+                    f"each once: {remedy}"
+                )
+
+    def check_installed(self, section: str) -> None:
+        """Also compare NCCL of the sender, which is this environment's, with NCCL of the servers."""
+        for key, each in self._launches():
+            if self.PACKAGE is not None:
+                check_installed(each, f"{section}.{key}", self.PACKAGE)
+        ours = nccl_version()
+        if not self.weights.by_nccl or ours is None:
+            return
+        for key, each in self._launches():
+            theirs = None if each.resources and not each.prefix else installed_nccl(each)
+            if theirs is not None and theirs != ours:
+                raise ConfigError(
+                    f"{section}.weights.backend=nccl: the sender has NCCL {ours}, and the server of {section}.{key} "
+                    f"has {theirs} ({each.python}), which refuse each other: install the same version in both "
+                    "environments, or set weights.transport=disk"
+                )
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.weights.transport == "adapter"
+
+    def reads(self, role: str, run_directory: Path) -> Path | None:
+        return run_directory if role == "student" and self.weights.transport != "distributed" else None
+
+
+def _only(places: Sequence[T]) -> T:
+    if len(places) != 1:
+        raise ConfigError(f"url, launch: {len(places)} servers in place of one: give one, or each its own settings")
+    return places[0]

@@ -1,0 +1,228 @@
+"""What the backends have in common whose servers may serve a student: its weights, sleep, and health.
+
+A student's new weights replace the server's own, or come as LoRA adapters beside them (`lora.py`). A backend inherits
+from `StudentBackend` and adds the requests that its own server understands.
+
+A server that sleeps frees its devices' memory while the trainer trains. It keeps the weights in the host's memory and
+has them again when it wakes, so it is whole even if training fails. Weights wake before the cache of keys and values,
+so that new ones can be sent in between. A sleeping server must not be asked anything.
+
+Health checks are cheap, bypass the request queue, and fail on a hung server. A process in front of the engine answers
+HTTP, so most routes answer even if the engine is frozen. Backends know the routes that ask the engine itself, which
+answers between two of its steps however many requests wait. While an engine loads weights or sleeps it answers nothing.
+Then only the process in front is asked (`Standstill`).
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Literal, Self, get_args
+
+from spot_async.errors import ConfigError, PermanentError, RequestError
+from spot_async.types import BehindUrl, IntArray, TokenScores, WeightSnapshot, WeightVersion
+
+from .behind import Saying, ask_behind
+from .held_weights import INITIAL, ReplyNames, WeightNames
+from .lora import Adapters, AdapterServer
+from .remote import RemoteBackend, RemoteServer
+from .settings import StudentServerSettings
+
+DISCOVERY_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
+
+Part = Literal["weights", "kv_cache"]
+PARTS: tuple[Part, ...] = get_args(Part)  # in the order in which they wake
+
+
+class Standstill:
+    """Knows when not to ask an engine, because its server is loading weights or sleeping for us."""
+
+    def __init__(self) -> None:
+        self.changes = 0  # how often either has begun or ended
+        self._loads = 0
+        self._is_asleep = False
+
+    @property
+    def is_now(self) -> bool:
+        return self._loads > 0 or self._is_asleep
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Note that an update of weights is under way during the `with` block."""
+        self._loads += 1
+        self.changes += 1
+        try:
+            yield
+        finally:
+            self._loads -= 1
+            self.changes += 1
+
+    def sleeping(self, is_asleep: bool) -> None:
+        """Note that the server sleeps. Call this before sending it to sleep, and again once it is awake."""
+        self._is_asleep = is_asleep
+        self.changes += 1
+
+
+class ServedWeights:
+    """Which weights the requests to one server are for: its own, or an adapter beside them."""
+
+    def __init__(self, names: WeightNames, adapters: Adapters | None) -> None:
+        self.names = names
+        self.adapters = adapters
+
+    @contextlib.contextmanager
+    def asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[str | None, ReplyNames]]:
+        """Give the adapter that one request is to name, if any, and what reads the names of weights in its reply."""
+        if self.adapters is None or not self.adapters.has_any:
+            yield None, self.names.now()
+            return
+        with self.adapters.request(expected) as adapter:
+            yield adapter.name, adapter
+
+
+class StudentBackend(RemoteBackend, abc.ABC):
+    """Base of a `Generator`, `Scorer`, `WeightSink`, `Sleeper` and `HealthCheck` around one server."""
+
+    SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `behind.py`
+
+    def __init__(
+        self, settings: StudentServerSettings, server: RemoteServer, loads: AdapterServer, run_directory: Path
+    ) -> None:
+        """`loads` is asked to load adapters, where the student's new weights are such."""
+        self._settings = settings
+        self._server = server
+        self._name = server.name
+        self._is_student = server.role == "student"
+        self._adapters: Adapters | None = None
+        if (lora := settings.adapters(server.role)) is not None:
+            self._adapters = Adapters(
+                loads,
+                lora,
+                name=self._name,
+                base=server.files.directory,
+                directory=run_directory / "weights",
+                unloads=settings.is_attached,
+            )
+        self._names = WeightNames(self._name, is_student=self._is_student)
+        self._served = ServedWeights(self._names, self._adapters)
+        self._standstill = Standstill()
+        self._asleep: set[Part] = set()
+        self._exit_stack: contextlib.AsyncExitStack
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
+            try:
+                await self._discover(stack, deadline)
+                if self._adapters is not None:
+                    stack.push_async_callback(self._adapters.close)
+                    await self._adapters.start(deadline=deadline)
+            except PermanentError as error:  # the first requests show wrong flags, a wrong key or another model
+                raise ConfigError(str(error)) from None
+            self._exit_stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._exit_stack.__aexit__(kind, error, trace)
+
+    @abc.abstractmethod
+    async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
+        """Find out what the server offers. What has to be closed at the end goes onto the stack."""
+
+    @abc.abstractmethod
+    async def _replace_weights(self, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Load new weights in place of the server's own."""
+
+    @abc.abstractmethod
+    async def _sleep(self, deadline: float) -> None:
+        """Send the server to sleep."""
+
+    @abc.abstractmethod
+    async def _wake(self, part: Part, deadline: float) -> None:
+        """Wake a part of the server."""
+
+    @abc.abstractmethod
+    async def _ask_engine(self, deadline: float) -> None:
+        """Raise a `RequestError` unless the engine answers, and has weights that we sent."""
+
+    async def behind_url(self, *, deadline: float) -> BehindUrl | None:
+        """Return how many servers answer at its address."""
+        return await ask_behind(self._server, self.SAYINGS, deadline=deadline)
+
+    @abc.abstractmethod
+    async def score(
+        self,
+        prompt_ids: IntArray,
+        response_ids: IntArray,
+        *,
+        top_k: int,
+        temperature: float,
+        deadline: float,
+        expected_version: WeightVersion | None = None,
+    ) -> TokenScores: ...
+
+    async def score_base(
+        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
+    ) -> TokenScores:
+        return await self.score(
+            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
+        )
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """Load new weights, all or nothing.
+
+        Responses under way continue with the new weights. Those of an adapter end with the adapter that they began
+        with.
+        """
+        if self._adapters is not None:
+            await self._adapters.update(snapshot, deadline=deadline)
+            return
+        with self._standstill.loading(), self._names.updating(snapshot.version):
+            await self._replace_weights(snapshot, deadline)
+
+    @property
+    def sleeps_while_training(self) -> bool:
+        return self._settings.sleep_while_training
+
+    async def sleep(self, *, deadline: float) -> None:
+        self._standstill.sleeping(True)
+        self._asleep.update(PARTS)
+        await self._sleep(deadline)
+
+    async def wake_weights(self, *, deadline: float) -> None:
+        await self._wake_those(["weights"], deadline)
+
+    async def wake(self, *, deadline: float) -> None:
+        await self._wake_those(PARTS, deadline)
+        self._standstill.sleeping(False)
+
+    async def _wake_those(self, parts: Sequence[Part], deadline: float) -> None:
+        """Wake those of the parts that sleep, in order."""
+        for part in parts:
+            if part in self._asleep:
+                await self._wake(part, deadline)
+                self._asleep.discard(part)
+
+    async def ping(self, *, deadline: float) -> None:
+        """Ask the engine, or the process in front of it while the engine stands still."""
+        if self._standstill.is_now:
+            await self._server.ask_whether_ready(deadline)
+            return
+        changes = self._standstill.changes
+        try:
+            await self._ask_engine(deadline)
+        except RequestError:
+            if changes == self._standstill.changes:  # otherwise the engine began to stand still while it was asked
+                raise
+
+
+def cannot_sleep(server: RemoteServer, flags: str) -> ConfigError:
+    """Return the error for a server that was started without the `flags` that sleeping needs."""
+    return ConfigError(f"{server.role}.backend.sleep_while_training: the server cannot sleep: start it with {flags}")
