@@ -22,10 +22,9 @@ from report import show, spread
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from spot_async.trainer.checkpoint import load_checkpoint
+from spot_async.trainer.checkpoint import CheckpointSaver, load_checkpoint
 from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.parallel import ReplicatedStrategy
-from spot_async.trainer.saving import CheckpointSaver
 
 STUDENT = Path(__file__).parents[1] / "examples" / "running_sum" / "student"
 

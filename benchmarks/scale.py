@@ -38,8 +38,7 @@ from spot_async.base.processes.resources import tune_gc
 from spot_async.base.tasks import gather, watched
 from spot_async.config import ServingConfig
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.testing.replies import capabilities, generation, token_scores
-from spot_async.testing.services import VOCAB_SIZE
+from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
 from spot_async.testing.simulation import make_run, same_limits, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, PolicyNeeds, Sample, Supervision, TokenScores, Verdict, WeightVersion

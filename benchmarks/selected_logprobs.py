@@ -19,8 +19,7 @@ from qwen3_models import VOCABULARY
 from report import show, spread
 from torch.profiler import ProfilerActivity, profile
 
-from spot_async.trainer.model import LOGITS_PER_BLOCK
-from spot_async.trainer.selected_logprobs import Block, selected_logprobs
+from spot_async.trainer.model import LOGITS_PER_BLOCK, Block, selected_logprobs
 
 HIDDEN = 64
 POSITIONS, CANDIDATES = 2, 4

@@ -36,10 +36,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from spot_async.backends.shared.launch import free_port
 from spot_async.trainer.batching import Layout, input_length, update_shares
+from spot_async.trainer.checkpoint import Done
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group, strategy_of
 from spot_async.trainer.rank import LINEAR_WORK, StudentTrainer
-from spot_async.trainer.saving import Done
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision, WeightSnapshot, WeightVersion
 

@@ -38,8 +38,8 @@ from .acquisition import (
     score_positions,
     select_positions,
 )
-from .branches import Branch, outcome_rewards
 from .samples import distillation_sample
+from .targets import Branch, outcome_rewards
 from .truncated.score_bounds import ScoreRule
 from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
 

@@ -15,7 +15,7 @@ import msgspec
 
 from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.models.end_tokens import swap_tokens
+from spot_async.models.common_vocabulary import swap_tokens
 from spot_async.models.vocabulary import tokenizer_fingerprint
 from spot_async.types import Generation, IntArray, PolicyContext, TokenScores, Verdict
 

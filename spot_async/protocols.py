@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
-from spot_async.models.end_tokens import EndTokens
+from spot_async.models.common_vocabulary import EndTokens
 from spot_async.spending.account import Account
 from spot_async.types import (
     BehindUrl,

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from spot_async.config import LoraConfig
-from spot_async.config.lora import TARGETS
+from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, PermanentError, ThrottledError, TransientError
 from spot_async.models.model_size import read_size
 from spot_async.types import WeightVersion

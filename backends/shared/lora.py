@@ -27,8 +27,8 @@ from spot_async.errors import (
     ServerRestartedError,
     VersionMismatchError,
 )
-from spot_async.models.adapter_files import ADAPTER, check_adapter, layers_of, write_zero_adapter
-from spot_async.models.weight_files import in_use
+from spot_async.models.adapter_files import check_adapter, layers_of, write_zero_adapter
+from spot_async.models.weight_files import ADAPTER, in_use
 from spot_async.types import WeightSnapshot, WeightVersion
 
 from .held_weights import INITIAL

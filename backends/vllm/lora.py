@@ -6,7 +6,7 @@ import msgspec
 import structlog
 
 from spot_async.config import LoraConfig
-from spot_async.config.lora import TARGETS
+from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.types import WeightSnapshot
 

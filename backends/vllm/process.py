@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from spot_async.config import LoraConfig
-from spot_async.config.lora import TARGETS
+from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, TransientError
 
 from ..shared.held_weights import ReplyNames

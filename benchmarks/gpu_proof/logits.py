@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu_proof.place import Place, Rows
 from spot_async.trainer.batching import collate
-from spot_async.trainer.selected_logprobs import Block, selected_logprobs
+from spot_async.trainer.model import Block, selected_logprobs
 
 EXACT_ROWS = 128  # whose logits exist in float64
 SIZES = (1 << 26, 1 << 27, 1 << 28)  # logits of a block

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from spot_async.config import Config
 from spot_async.errors import ConfigError
-from spot_async.models.end_tokens import EndTokens
+from spot_async.models.common_vocabulary import EndTokens
 from spot_async.models.files import ModelFiles
 from spot_async.types import Capabilities, PolicyNeeds
 

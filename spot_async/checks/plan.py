@@ -21,12 +21,12 @@ from spot_async.checks.device_shares import added_start_s, shared_out, sleeps_wh
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.golds import gold_doubts
-from spot_async.data.overlap import count_identical
+from spot_async.data.problem_set import count_identical
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
-from spot_async.models.adapted import check_lora
+from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path

@@ -77,8 +77,8 @@ def train(
     from spot_async.checks.room import check_room
     from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
     from spot_async.tools.estimate.machine import estimate_machine, show_machine
-    from spot_async.trainer.attention import expected_attention
     from spot_async.trainer.nodes.topology import left_alone
+    from spot_async.trainer.settings import expected_attention
 
     try:
         check_brief(brief, dry_run)
@@ -204,7 +204,7 @@ def _own_address(head: str) -> str:
 
 def _join(topology: Topology, config: Config) -> NoReturn:
     """Take part in the run of node 0, and exit when it is over."""
-    from spot_async.trainer.nodes.agent import run_agent
+    from spot_async.trainer.nodes.joining import run_agent
 
     try:
         config = downloaded(config, weights=("student",))  # what else is served is served by node 0
@@ -396,7 +396,7 @@ def show_evaluation_plan(
 def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> None:
     """Print what `train --dry-run` shows."""
     from spot_async.checks.prompt_warnings import plan_warnings
-    from spot_async.trainer.schedule import schedule_words
+    from spot_async.trainer.settings import schedule_words
 
     first = next(iter(plan.schedule))
     if not brief:

@@ -14,9 +14,7 @@ from spot_async.config.base import (
     as_list,
     leaves,
 )
-from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
-from spot_async.config.lora import LoraConfig
 from spot_async.config.plugins import BackendSettings, Place, PluginSettings, backend_section
 from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
 from spot_async.config.schema import (
@@ -35,7 +33,14 @@ from spot_async.config.schema import (
     WandbConfig,
     resources_of,
 )
-from spot_async.config.training import KeptCheckpoints, LossAggregation, TrainingConfig, nearest_divisor
+from spot_async.config.training import (
+    ClusterConfig,
+    KeptCheckpoints,
+    LoraConfig,
+    LossAggregation,
+    TrainingConfig,
+    nearest_divisor,
+)
 
 __all__ = [
     "CONFIG_VERSION",

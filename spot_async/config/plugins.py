@@ -15,8 +15,8 @@ from pydantic_core import ErrorDetails
 
 from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
-from spot_async.config.lora import LoraConfig
 from spot_async.config.suggestions import OTHER_KINDS
+from spot_async.config.training import LoraConfig
 
 if TYPE_CHECKING:
     from spot_async.spending.account import Account

@@ -22,11 +22,10 @@ from spot_async.config.base import (
     Section,
     check_attempt_timeout,
 )
-from spot_async.config.cluster import ClusterConfig
 from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSection, PolicySettings, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
-from spot_async.config.training import TrainingConfig
+from spot_async.config.training import ClusterConfig, TrainingConfig
 
 CONFIG_VERSION = 1  # raised when a file of the version before can no longer be read as it is
 

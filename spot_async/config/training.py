@@ -1,16 +1,43 @@
-"""The `training` section: batches, the loss, the optimiser, ranks and memory, checkpoints."""
+"""The `training` section (batches, the loss, the optimiser, LoRA, ranks and memory, checkpoints) and the `cluster`."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field
 
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
-from spot_async.config.lora import LoraConfig
 
 LossAggregation = Literal["sequence_mean", "token_mean"]
+# The layers of each choice, by the last part of their names. These are PEFT's and the servers' names for them.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+TARGETS: Mapping[str, tuple[str, ...]] = {"attention": ATTENTION, "mlp": MLP, "all": (*ATTENTION, *MLP)}
+_DORA = "DoRA is not there: vLLM and SGLang refuse it, and sharded ranks would merge it wrongly"
+_MODULES = "whole layers are not trained beside an adapter: SGLang ends on such a file, or answers with other numbers"
+_EMBEDDINGS = (
+    "no adapter for the embedding or the output layer: merging is wrong where they are tied, and vLLM fails when it "
+    "scores prompts"
+)
+# Names of PEFT's that ask for what is not there, with the reason.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("dora", "use_dora"), _DORA),
+    "modules_to_save": _MODULES,
+    **dict.fromkeys(("embeddings", "embed_tokens", "lm_head", "output_layer"), _EMBEDDINGS),
+    **dict.fromkeys(("dropout", "lora_dropout"), "no dropout: what is trained must be what has sampled"),
+    "bias": "biases stay as they are: servers take none with an adapter",
+}
+OTHER_NAMES: Mapping[str, str] = {
+    "r": "rank",
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "use_rslora": "rank_stabilised",
+}
 
 
 class KeptCheckpoints(Section):
@@ -18,6 +45,37 @@ class KeptCheckpoints(Section):
 
     last: int = Field(2, ge=1, description="the newest ones")
     every: PositiveInt | None = Field(None, description="those of multiples of this iteration stay for good")
+
+
+class LoraConfig(Section):
+    """Adapters of low rank. The student's own weights stay as they are."""
+
+    rank: PositiveInt = Field(16, description="inner size r of an adapter's two matrices, (out x r) and (r x in)")
+    alpha: PositiveFloat = Field(32.0, description="what an adapter adds is multiplied by alpha / rank")
+    targets: Literal["attention", "mlp", "all"] = Field(
+        "all", description="the layers that get one: q, k, v, o; gate, up, down; or all seven"
+    )
+    rank_stabilised: bool = Field(False, description="multiply by alpha / sqrt(rank) instead")
+
+    @property
+    def scale(self) -> float:
+        """The factor of what an adapter adds to its layer's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _explain(cls, tree: Any) -> Any:
+        """Give the reason for what is not there before anything else is said."""
+        if not isinstance(tree, dict):
+            return tree
+        targets = tree.get("targets")
+        names = targets if isinstance(targets, list) else [targets]
+        for name in [*tree, *(each for each in names if isinstance(each, str))]:
+            if name in REFUSED:
+                raise ValueError(f"{name}: {REFUSED[name]}")
+            if name in OTHER_NAMES and name in tree:
+                raise ValueError(f"{name}: here it is `{OTHER_NAMES[name]}`")
+        return tree
 
 
 class TrainingConfig(Section):
@@ -183,3 +241,83 @@ def nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor of `number` closest to `wanted`, the smaller one on a tie."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+class ClusterConfig(Section):
+    """The machines (nodes) that the trainer's ranks are spread over. Each runs the same command.
+
+    What is not given is taken from the scheduler's environment variables (docs/distributed.md). With `kind: ray` the
+    command is given once: node 0 is this machine, and Ray chooses the others.
+    """
+
+    DEVICE_GIB: ClassVar[float] = 80.0  # of the GPUs that the paper's recipes are for
+
+    device_gib: PositiveFloat | None = Field(
+        None,
+        description="memory of each GPU, which `launch.memory_fraction` is a share of; default: as nvidia-smi says, "
+        "else 80",
+    )
+    gpu: Literal["a800", "h100", "h200", "b200"] = Field(
+        "a800", description="the kind of GPU whose speed that estimate assumes; an A100 is as fast as an A800"
+    )
+    kind: Literal["ray"] | None = Field(
+        None,
+        description="`ray`: Ray chooses the machines of servers with `launch.resources`, and of the trainer's other "
+        "nodes; needs the package `ray`",
+    )
+    resources: dict[str, PositiveFloat] = Field(
+        {},
+        description="with kind=ray: what each of the trainer's nodes but this one takes of a machine, by Ray's names, "
+        "such as `{GPU: 8, CPU: 32}`",
+    )
+    nodes: PositiveInt | None = Field(
+        None, description="how many machines; default: as many as the scheduler says, else 1"
+    )
+    node_rank: int | None = Field(
+        None, ge=0, description="this machine's number, from 0: node 0 has the run, its files and its servers"
+    )
+    address: str | None = Field(
+        None,
+        min_length=1,
+        description="node 0's address or name, as the other nodes reach it; with kind=ray: HOST:PORT of Ray's head, "
+        "default: $RAY_ADDRESS, else the cluster that this machine is a node of",
+    )
+    port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="node 0 listens on this port; default: the scheduler's, else 29600",
+    )
+    secret_file: Path | None = Field(
+        None,
+        description="file with the run's secret, readable by its owner alone; default: $SPOT_ASYNC_CLUSTER_SECRET. Who "
+        "does not know it cannot join. With kind=ray the run makes one where none is given",
+    )
+    run_id: str | None = Field(
+        None, min_length=1, description="the same on all nodes of a run; tells runs apart that meet at one address"
+    )
+    join_timeout_s: PositiveFloat = Field(
+        600.0, description="longest wait for all nodes, at the start and after one was lost"
+    )
+    heartbeat_timeout_s: PositiveFloat = Field(
+        60.0, description="a node that is silent for so long is lost: its machine or the network is down"
+    )
+    start_timeout_s: PositiveFloat = Field(
+        30.0,
+        description="with kind=ray: longest wait for Ray to find room; raise it where nodes are still to come",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.kind == "ray" and self.node_rank is not None:
+            raise ValueError("node_rank: with kind=ray this machine is node 0: remove this key, or kind")
+        if self.resources and (self.kind != "ray" or not self.placed_nodes):
+            raise ValueError("resources: needs kind=ray, and nodes=2 or more")
+        if self.placed_nodes and not self.resources:
+            raise ValueError(f"nodes={self.nodes}: with kind=ray say in resources what each but this one takes")
+        return self
+
+    @property
+    def placed_nodes(self) -> Sequence[int]:
+        """Return the trainer's nodes that Ray places."""
+        return range(1, self.nodes or 1) if self.kind == "ray" else ()

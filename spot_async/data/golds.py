@@ -16,8 +16,7 @@ from spot_async.base.text import counted, shortened
 from spot_async.data.keys import about, setting
 from spot_async.data.rows import literal, only_value
 from spot_async.types import Problem
-from spot_async.verification.extraction import extract_boxed
-from spot_async.verification.normalization import same_answer
+from spot_async.verification.normalization import extract_boxed, same_answer
 
 SHOWN_ANSWERS = 3
 SHOWN_CHARS = 40

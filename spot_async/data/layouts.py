@@ -14,8 +14,8 @@ from typing import NamedTuple
 from spot_async.config import Duplicates
 from spot_async.data.parts import EXACT_FLOATS, Draft, Part
 from spot_async.data.rows import Columns, literal, only_value
-from spot_async.verification.extraction import extract_boxed, strip_answer
 from spot_async.verification.multiple_choice import chosen_option
+from spot_async.verification.normalization import extract_boxed, strip_answer
 
 Mend = Callable[[Draft], str | None]  # changes the draft; returns what it did, if anything
 Refusal = Callable[[Draft], str | None]  # returns why the row is dropped, if it is

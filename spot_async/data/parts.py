@@ -1,6 +1,7 @@
 """Finds the parts of a problem in a row: by column, inside nested columns, inside chat messages.
 
-The result is a draft. Layouts mend it and decide whether its parts are right (`layouts.py`).
+The result is a draft. Layouts mend it and decide whether its parts are right (`layouts.py`). Chat messages have
+OpenAI's form: the question is the last message of a user, those before it are the history, those after it the answer.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from spot_async.base.text import shortened
-from spot_async.data.chat import Messages, asked, is_chat, last_of_assistant
 from spot_async.data.keys import setting
 from spot_async.data.rows import Columns, Row, literal, only_value
 from spot_async.errors import DataError
 from spot_async.types import ChatTurn, Problem
-from spot_async.verification.extraction import extract_boxed
+from spot_async.verification.normalization import extract_boxed
 
 Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution"]
 EXACT_FLOATS = 1e15  # a float with a whole value below this has lost no digits
@@ -36,6 +36,8 @@ _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
     "choices": (list[str | int | float], "a list of texts or numbers"),
     "solution": (str, "text"),
 }
+Messages: TypeAlias = list[dict[str, Any]]
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
 
 
 class Draft(msgspec.Struct, kw_only=True):
@@ -192,3 +194,44 @@ def _look_up(columns: Columns, name: str) -> Any:
 def _has(row: Row) -> str:
     names = (name if name.isprintable() else repr(name) for name in row.columns)
     return f"the row has {', '.join(names) or 'no columns'}"
+
+
+def is_chat(value: object) -> bool:
+    """Return whether a column holds chat messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def asked(messages: Messages) -> tuple[str, tuple[ChatTurn, ...]]:
+    """Return the user's last message and all turns before it.
+
+    Raises ValueError if no template could render them. The message continues a sentence that begins with the column's
+    name.
+    """
+    last = max((index for index, each in enumerate(messages) if each["role"] == "user"), default=None)
+    if last is None:
+        raise ValueError("has no message of a user")
+    turns = [_turn(number, each) for number, each in enumerate(messages[: last + 1], start=1)]
+    return turns[-1].content, tuple(turns[:-1])
+
+
+def last_of_assistant(messages: Messages) -> str:
+    """Return the text of the assistant's last message; empty where there is none."""
+    said = [each.get("content") for each in messages if each["role"] == "assistant"]
+    return (_text(said[-1]) or "") if said else ""
+
+
+def _turn(number: int, message: dict[str, Any]) -> ChatTurn:
+    role, text = _ROLES.get(str(message["role"])), _text(message.get("content"))
+    if role is None:
+        raise ValueError(f"has message {number} of another role than system, user or assistant")
+    if text is None:
+        raise ValueError(f"has message {number} with a content that is not text")
+    return ChatTurn(role=role, content=text)
+
+
+def _text(content: object) -> str | None:
+    """Return the text of a message, which may be a list of parts; None if it holds anything but text."""
+    if isinstance(content, list):
+        texts = [each.get("text") for each in content if isinstance(each, dict) and each.get("type") == "text"]
+        content = "".join(map(str, texts)) if len(texts) == len(content) else None
+    return content if isinstance(content, str) else None

@@ -1,4 +1,4 @@
-"""Adapters' files, in PEFT's format: their names, one that changes nothing, and what is checked before a server hears.
+"""Adapters' files, in PEFT's format: which weights get one, one that changes nothing, what is checked before use.
 
 Servers take many broken ones with a 200. They then answer with wrong numbers, or end at the first request. It imports
 no torch.
@@ -17,16 +17,16 @@ from safetensors.numpy import save_file
 
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
-from spot_async.errors import DataError
-from spot_async.models.adapted import adapted_weights
+from spot_async.config.training import TARGETS
+from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import read_json
-from spot_async.models.weight_files import weight_shapes
+from spot_async.models.weight_files import ADAPTER_CONFIG, Shapes, weight_shapes
 
-ADAPTER = "adapter"  # the directory of published weights that holds their adapter
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 DOWN, UP = "lora_A", "lora_B"  # PEFT's names
 
+EXPERTS = "experts"
 Layers = Mapping[str, tuple[int, int]]  # by name: (out, in)
 
 
@@ -62,7 +62,7 @@ def write_config(directory: Path, layers: Layers, lora: LoraConfig, base: str) -
         "use_rslora": False,
         "inference_mode": True,
     }
-    (directory / CONFIG_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+    (directory / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
 
 
 def write_zero_adapter(directory: Path, base: Path, lora: LoraConfig) -> None:
@@ -79,9 +79,9 @@ def check_adapter(directory: Path, layers: Layers, lora: LoraConfig, *, numbers:
     Nobody else may be able to change it. With `numbers` all of them must be finite too; else only the file's header is
     read. `name` is the directory in the message, if it is not there for good.
     """
-    refuse_foreign_writers([directory, directory / CONFIG_FILE, directory / WEIGHTS_FILE])
+    refuse_foreign_writers([directory, directory / ADAPTER_CONFIG, directory / WEIGHTS_FILE])
     try:
-        config = read_json(directory / CONFIG_FILE)
+        config = read_json(directory / ADAPTER_CONFIG)
         with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
             shapes = {key: tuple(each.get_shape()) for key, each in slices.items()}
@@ -131,3 +131,62 @@ def _fault(
 def _modules(layers: Layers) -> list[str]:
     """Return the last parts of the layers' names, which servers and PEFT find them by."""
     return sorted({name.rpartition(".")[2] for name in layers})
+
+
+def gets_adapter(layer: str, lora: LoraConfig) -> bool:
+    """Say whether a linear layer of this name gets an adapter.
+
+    Experts of mixtures get none: their files hold one matrix each, but transformers makes one tensor of all of them.
+    """
+    *within, last = layer.split(".")
+    return last in TARGETS[lora.targets] and EXPERTS not in within
+
+
+def adapted_weights(shapes: Shapes, lora: LoraConfig) -> Shapes:
+    """Return those of the weights that get an adapter."""
+    return {name: each for name, each in _linear(shapes).items() if gets_adapter(name.removesuffix(".weight"), lora)}
+
+
+def check_lora(directory: Path, lora: LoraConfig) -> None:
+    """Raise ConfigError unless the model has layers of all names among the targets, as large as the rank or larger.
+
+    Files that are no safetensors are not looked into.
+    """
+    try:
+        shapes = weight_shapes(directory)
+    except DataError:
+        return
+    adapted = adapted_weights(shapes, lora)
+    check_names(str(directory), {_layer(name) for name in adapted}, {_layer(name) for name in _linear(shapes)}, lora)
+    name, shape = min(adapted.items(), key=lambda each: min(each[1]))
+    if lora.rank > min(shape):
+        raise ConfigError(
+            f"training.lora.rank={lora.rank}: {directory}: {name} has {shape[0]} x {shape[1]} numbers: lower it to "
+            f"{min(shape)} or less"
+        )
+
+
+def check_names(model: str, adapted: set[str], linear: set[str], lora: LoraConfig) -> None:
+    """Raise ConfigError if a name among the targets is none of the layers that get an adapter.
+
+    `linear` are the names of all linear layers, for the message.
+    """
+    missing = [name for name in TARGETS[lora.targets] if name not in adapted]
+    if missing:
+        raise ConfigError(
+            f"training.lora.targets={lora.targets}: {model} has no layer {', '.join(missing)} that takes an adapter "
+            f"(experts of mixtures take none); its linear layers: {', '.join(sorted(linear)) or 'none'}"
+        )
+
+
+def _linear(shapes: Shapes) -> Shapes:
+    """Return the matrices of numbered layers, and so neither the embedding nor the output layer."""
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and any(part.isdigit() for part in name.split("."))
+    }
+
+
+def _layer(name: str) -> str:
+    return name.split(".")[-2]

@@ -1,4 +1,7 @@
-"""The token ids that all models of a run have, where one tokenizer's models have softmaxes of different widths.
+"""What a token means to all models of a run, where softmaxes have different widths, or responses different ends.
+
+To end is one decision, whichever token says so: `EndTokens` translates scores and candidates between student and
+teacher, and stages ask the teacher.
 
 An id below the narrowest softmax's width means the same to all models. Some model has no row for an id beyond it, so
 such an id is never sampled and never a candidate. Its probability stays where the model put it: every log-probability
@@ -9,13 +12,16 @@ Axes: T response positions, N positions, K served top-k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from spot_async.types import BoolArray, FloatArray, IntArray, ScoredPositions, TokenScores
+
+EndScore: TypeAlias = Literal["replace", "sum"]
 
 
 @dataclass(frozen=True)
@@ -90,3 +96,55 @@ def _common_first(ids: IntArray, logprobs: FloatArray, limit: int) -> tuple[IntA
     """Return each row (.., K) with its common ids first; both parts stay likeliest first."""
     order = np.argsort(ids >= limit, axis=1, kind="stable")
     return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logprobs, order, axis=1)
+
+
+class EndTokens:
+    """The end tokens of both models. The first of each is the one that the model writes by itself."""
+
+    def __init__(self, student: Sequence[int], teacher: Sequence[int], score: EndScore) -> None:
+        self.ours, self.theirs = student[0], teacher[0]
+        # The student's own token is replaced even if it is among the teacher's stop ids. A teacher that only stops at
+        # it, and never writes it, would score it as nearly impossible.
+        self._foreign = ({*student} - {*teacher} | {self.ours}) - {self.theirs}
+        self._others = np.array(teacher[1:] if score == "sum" else (), np.int32)
+
+    @property
+    def may_sum(self) -> bool:
+        """Whether `summed_with_last` can return anything, for any response."""
+        return bool(self._foreign) and len(self._others) > 0
+
+    def as_teachers(self, response_ids: IntArray) -> IntArray:
+        """Return the response (T,) for the teacher to score: a student's end token at its end becomes the teacher's."""
+        if not self._ends_foreign(response_ids):
+            return response_ids
+        return np.concatenate([response_ids[:-1], np.array([self.theirs])], dtype=np.int32)
+
+    def summed_with_last(self, response_ids: IntArray) -> IntArray:
+        """Return the teacher's other end tokens (E,). `sum` adds their probabilities to that of the last token."""
+        return self._others if self._ends_foreign(response_ids) else self._others[:0]
+
+    def swapped(self, token_ids: IntArray) -> IntArray:
+        """Return the ids with the two models' end tokens swapped: the teacher's candidates, targets or responses."""
+        return swap_tokens(token_ids, self.ours, self.theirs)
+
+    def _ends_foreign(self, response_ids: IntArray) -> bool:
+        return len(response_ids) > 0 and int(response_ids[-1]) in self._foreign
+
+
+def swap_tokens(token_ids: IntArray, one: int, other: int) -> IntArray:
+    """Swap two token ids in an array of any shape.
+
+    Swapping, unlike replacing, keeps candidates distinct. Applied twice it is the identity.
+    """
+    if one == other:
+        return token_ids
+    others = np.where(token_ids == one, other, token_ids)
+    return np.where(token_ids == other, one, others).astype(np.int32)
+
+
+def with_summed_last(scores: TokenScores, logprobs: FloatArray) -> TokenScores:
+    """Add to the last token's probability those of other tokens in its place, with log-probabilities (E,)."""
+    summed = scores.logprobs.copy()
+    # Rounding may take the sum past 1.
+    summed[-1] = min(np.logaddexp.reduce([summed[-1], *logprobs], dtype=np.float64), 0.0)
+    return msgspec.structs.replace(scores, logprobs=summed)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import local_path
 from spot_async.models.small_files import CONFIG_FILE, read_json, refuse_foreign_files
 from spot_async.models.vocabulary import Vocabulary
+from spot_async.models.weight_files import ADAPTER_CONFIG
 from spot_async.types import PolicyContext
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -19,9 +19,8 @@ from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
 from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.small_files import CONFIG_FILE, is_small
-from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, weight_files
+from spot_async.models.weight_files import ADAPTER_CONFIG, INDEX_FILE, SINGLE_FILE, weight_files
 
 if TYPE_CHECKING:  # slow to import, and most runs have no model of the hub
     from huggingface_hub.hf_api import ModelInfo

@@ -1,6 +1,8 @@
-"""Finds the weight files of a Hugging Face directory, and makes, holds and deletes such directories.
+"""Finds the weight files of a Hugging Face directory, makes, holds and deletes such directories, and notices changes.
 
-It reads no tensor and imports no torch.
+A server reads weights later than the trainer wrote them, and a server that is started again much later. Between these,
+another process of the same user could change them; other users cannot (`base/writers.py`). This reads no tensor and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -21,19 +23,18 @@ import structlog
 from spot_async.base.files import decode_json, open_regular, read_json, refuse_pointer
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
+from spot_async.types import WeightFile, WeightSnapshot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-
+ADAPTER = "adapter"  # the directory of published weights that holds their adapter
+ADAPTER_CONFIG = "adapter_config.json"  # in it
 # Older checkpoints have these buffers, which models compute: of rotary positions, causal masks and counted positions.
 COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|(cos|sin)_cached)|(attn|attention)\.(masked_)?bias|causal_mask|position_ids)$"
 )
 
 Shapes = dict[str, tuple[int, ...]]
-
-
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
         "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}  # fmt: skip
 MAX_HEADER_BYTES = 16 << 20  # of 100,000 tensors
@@ -228,3 +229,53 @@ def flush_to_disk(path: Path) -> None:
     """Return once the file, or the directory's list of files, would outlive a power cut."""
     with contextlib.ExitStack() as stack:
         os.fsync(_opened(stack, path))
+
+
+def weight_file_marks(directory: Path) -> tuple[WeightFile, ...]:
+    """Return what is published in a directory that is complete. A directory that is not there has nothing."""
+    return tuple(_mark(directory, path) for path in sorted(_files(directory)))
+
+
+def marked(snapshot: WeightSnapshot) -> WeightSnapshot:
+    """Return a snapshot with its files as they are now, unless it says already how they were published."""
+    if snapshot.files:
+        return snapshot
+    return msgspec.structs.replace(snapshot, files=weight_file_marks(Path(snapshot.directory)))
+
+
+def check_unchanged(snapshot: WeightSnapshot) -> None:
+    """Raise DataError if a file of a snapshot is not the one that was published.
+
+    New links to it are nothing, since the run and backups make them. Another owner or mode is only logged, and so is a
+    file whose time was set back after it was written.
+    """
+    directory = Path(snapshot.directory)
+    for published in snapshot.files:
+        path = directory / published.name
+        try:
+            found = _mark(directory, path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read, though it was published: {error.strerror}") from None
+        if found == published:
+            continue
+        if msgspec.structs.replace(found, changed_ns=published.changed_ns) == published:
+            if path.stat().st_nlink == 1:
+                structlog.get_logger().warning("a published file's owner, mode or times were changed", file=str(path))
+            continue
+        how = "replaced" if found.inode != published.inode else "written to"
+        raise DataError(
+            f"{path}: was {how} by another process after it was published as weights {snapshot.version}: what the "
+            f"servers loaded is unknown; find that process, remove {directory} and resume the run"
+        )
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for place in (directory, directory / ADAPTER):
+        yield from place.glob("*.safetensors")
+        yield from filter(Path.is_file, (place / INDEX_FILE, place / ADAPTER_CONFIG))
+
+
+def _mark(directory: Path, path: Path) -> WeightFile:
+    found = path.stat()
+    name = path.relative_to(directory).as_posix()
+    return WeightFile(name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)

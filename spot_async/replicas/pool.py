@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, Self
 
 from spot_async.base.tasks import gather, settle
+from spot_async.base.waiting_room import Turns
 from spot_async.config import ServingConfig
 from spot_async.errors import (
     ConfigError,
@@ -26,7 +27,6 @@ from spot_async.replicas.leasing import Errand, Lease
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
 from spot_async.replicas.recovery import Recovery
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
-from spot_async.replicas.turns import Turns
 from spot_async.replicas.weights import Weights, got_no_reply
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot

@@ -16,13 +16,12 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
+from spot_async.base.waiting_room import Turns
 from spot_async.errors import SpotError, TransientError
 from spot_async.protocols import Backend, TrafficSource
-from spot_async.replicas.concurrency_limit import ConcurrencyLimit
+from spot_async.replicas.concurrency_limit import ConcurrencyLimit, Occupancy
 from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import IN_ROTATION, LifeCycle, State
-from spot_async.replicas.occupancy import Occupancy
-from spot_async.replicas.turns import Turns
 from spot_async.spending.rate_limit import LEASED, Grant
 from spot_async.types import Capabilities, Traffic, WeightVersion
 

@@ -20,8 +20,7 @@ from spot_async.errors import (
     ServerRestartedError,
     TransientError,
 )
-from spot_async.models.published_files import check_unchanged, marked
-from spot_async.models.weight_files import in_use
+from spot_async.models.weight_files import check_unchanged, in_use, marked
 from spot_async.protocols import WeightSink
 from spot_async.replicas.dispatcher import Dispatcher
 from spot_async.replicas.leasing import Errand

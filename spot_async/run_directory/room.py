@@ -10,7 +10,7 @@ import msgspec
 
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError
-from spot_async.models.adapted import adapted_weights
+from spot_async.models.adapter_files import adapted_weights
 from spot_async.models.weight_files import weight_shapes
 from spot_async.run_directory.manifest import CheckpointFile
 

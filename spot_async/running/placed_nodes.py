@@ -20,9 +20,9 @@ from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.tasks import alongside
 from spot_async.config import ClusterConfig
 from spot_async.errors import ProcessDiedError
-from spot_async.trainer.nodes.agent import agent_command
 from spot_async.trainer.nodes.authentication import SECRET_VARIABLE
 from spot_async.trainer.nodes.joined import JoinedNodes
+from spot_async.trainer.nodes.joining import agent_command
 
 PAUSE_S = 2.0  # before an agent that has ended is started again
 

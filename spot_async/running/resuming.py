@@ -15,8 +15,7 @@ from spot_async.models.hub import ROLES, Say, with_downloads
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.manifest import Checkpoint, Manifest
-from spot_async.trainer.schedule import seam_words
-from spot_async.trainer.settings import TrainerSettings
+from spot_async.trainer.settings import TrainerSettings, seam_words
 
 
 @dataclass(frozen=True)

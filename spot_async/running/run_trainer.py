@@ -11,9 +11,9 @@ from typing import Self
 
 from spot_async.base.tasks import leaves
 from spot_async.base.text import counted
+from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import TRAINER
 from spot_async.errors import ProcessDiedError, TrainerLostError
-from spot_async.replicas.turns import InTurn, Turns
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.types import Supervision, TrainReport, WeightFile
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from spot_async.base.processes.resources import CoreShares, confined
 from spot_async.base.tasks import running, watched, watching
+from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import check_room, device_gib, servers_on_devices, starting_order
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import ClusterConfig, Config, ModelConfig
 from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.replicas.turns import InTurn, Turns
 from spot_async.running.backend_factories import backend_factories, core_shares
 from spot_async.running.initial_weights import send_initial_weights
 from spot_async.running.ray_places import placed

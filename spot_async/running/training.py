@@ -24,6 +24,7 @@ from spot_async.base.files import numbered
 from spot_async.base.processes.private_directory import private_directory, remove_abandoned
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import alongside, in_thread, watching
+from spot_async.base.waiting_room import Turns
 from spot_async.checks.device_shares import ranks_on_gpus, starting_order, taking_turns
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
@@ -37,7 +38,6 @@ from spot_async.loop.stopping import StopRequest
 from spot_async.models.precision import precision
 from spot_async.protocols import Backend, Verifier
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.replicas.turns import Turns
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.ledger import Ledger

@@ -22,8 +22,7 @@ from spot_async.base.waiting_room import Priority
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import PermanentError
 from spot_async.models.alignment import branch_root
-from spot_async.models.common_vocabulary import CommonVocabulary, known_positions
-from spot_async.models.end_tokens import EndTokens, with_summed_last
+from spot_async.models.common_vocabulary import CommonVocabulary, EndTokens, known_positions, with_summed_last
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
 from spot_async.replicas.leasing import ServicePool, pool_of

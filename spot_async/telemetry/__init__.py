@@ -5,7 +5,7 @@ A metric is a number of an iteration, under a name `area/name`. `run_log.py` col
 
 * a sample: in `Sample.metrics`, which the policy fills; its mean over the samples is written
 * a training step: in `trainer/metrics.py`, as `train/...`
-* how the trainer uses its devices: in `trainer/meters.py`, as `perf/...`
+* how the trainer uses its devices: in `trainer/metrics.py`, as `perf/...`
 * an iteration's time or its evaluation: in `iteration_metrics` or `evaluation_metrics` of `run_log.py`
 * staleness, and what publishing does beside the trainer: in `RunLog`, for asynchronous runs only
 * a stage: in the stage's counters (`stages/stage.py`), read in `run_log.py`, as `stage/<stage>/...`

@@ -1,4 +1,4 @@
-"""Says how well the trainer used its devices, in an iteration or in a run. `trainer/meters.py` measures it."""
+"""Says how well the trainer used its devices, in an iteration or in a run. `trainer/metrics.py` measures it."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ A test of a policy begins with one of three names: `ScriptedStages` for one prom
 """
 
 from spot_async.testing.faulty_run import faulty_run
-from spot_async.testing.replies import capabilities, generation, token_scores
 from spot_async.testing.scripted_stages import ScriptedStages
+from spot_async.testing.services import capabilities, generation, token_scores
 from spot_async.testing.simulation import (
     SimulatedRun,
     make_policy,

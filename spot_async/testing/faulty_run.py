@@ -43,9 +43,8 @@ from spot_async.testing.fault_plan import (
     planned_faults,
 )
 from spot_async.testing.invariants import Invariants, OneUpdateAtATime, TrueSpans, require
-from spot_async.testing.replies import capabilities
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica, Update
-from spot_async.testing.services import END_TOKEN, VOCAB_SIZE
+from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run, same_limits, simulated_prompts
 from spot_async.testing.stateful_trainer import Line, StatefulTrainer, read_weights, scratch_directory
 from spot_async.testing.virtual_time import run_on_virtual_time

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from spot_async.models.end_tokens import EndTokens
-from spot_async.testing.replies import generation, token_scores
-from spot_async.testing.services import END_TOKEN
+from spot_async.models.common_vocabulary import EndTokens
+from spot_async.testing.services import END_TOKEN, generation, token_scores
 from spot_async.types import (
     Capabilities,
     FloatArray,

@@ -31,13 +31,15 @@ from spot_async.errors import (
     ThrottledError,
     TransientError,
 )
-from spot_async.testing.replies import INITIAL_VERSION, capabilities, generation
 from spot_async.testing.services import (
+    INITIAL_VERSION,
     VOCAB_SIZE,
     SimulatedStudent,
     SimulatedTeacher,
     any_lineage,
+    capabilities,
     finish_reason,
+    generation,
     rng_of,
     sampled_tokens,
 )

@@ -18,8 +18,16 @@ from transformers import PreTrainedModel
 
 from spot_async.base.seeds import derive_seed
 from spot_async.config import LoraConfig
-from spot_async.models.adapted import check_names, gets_adapter
-from spot_async.models.adapter_files import DOWN, PEFT_PREFIX, UP, WEIGHTS_FILE, Layers, write_config
+from spot_async.models.adapter_files import (
+    DOWN,
+    PEFT_PREFIX,
+    UP,
+    WEIGHTS_FILE,
+    Layers,
+    check_names,
+    gets_adapter,
+    write_config,
+)
 from spot_async.trainer.parallel import whole
 
 

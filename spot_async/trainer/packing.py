@@ -21,8 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
-from spot_async.trainer.attention import PER_DOCUMENT
 from spot_async.trainer.loading import read_in_passing
+from spot_async.trainer.settings import PER_DOCUMENT
 
 LAYERS_OF_A_KIND = 2
 TRIAL_LENGTHS = (4, 1, 3)

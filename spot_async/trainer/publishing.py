@@ -25,10 +25,16 @@ from spot_async.base.files import all_numbered, numbered
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, TrainerError
-from spot_async.models.adapter_files import ADAPTER, check_adapter
-from spot_async.models.published_files import weight_file_marks
+from spot_async.models.adapter_files import check_adapter
 from spot_async.models.small_files import CONFIG_FILE, publish_small_files, read_json
-from spot_async.models.weight_files import INDEX_FILE, complete_directory, delete_weights, has_weights
+from spot_async.models.weight_files import (
+    ADAPTER,
+    INDEX_FILE,
+    complete_directory,
+    delete_weights,
+    has_weights,
+    weight_file_marks,
+)
 from spot_async.trainer.loading import has_just
 from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.parallel import idle_group, wait_for_all

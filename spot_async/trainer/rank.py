@@ -18,7 +18,6 @@ from torch import Tensor
 
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import TrainerError
-from spot_async.trainer.attention import attention_words
 from spot_async.trainer.batching import (
     Layout,
     MicroBatch,
@@ -27,7 +26,7 @@ from spot_async.trainer.batching import (
     mini_batches,
     update_shares,
 )
-from spot_async.trainer.checkpoint import load_checkpoint
+from spot_async.trainer.checkpoint import CheckpointSaver, Done, load_checkpoint
 from spot_async.trainer.compiling import compile_layers, try_compiled
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.loading import new_student, read_parameters
@@ -46,16 +45,13 @@ from spot_async.trainer.loss import (
     weight_statistics,
 )
 from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
-from spot_async.trainer.meters import Meters
-from spot_async.trainer.metrics import Tally
+from spot_async.trainer.metrics import Meters, Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
 from spot_async.trainer.packing import packs
 from spot_async.trainer.parallel import Strategy, local
 from spot_async.trainer.publishing import Published, WeightPublisher
-from spot_async.trainer.saving import CheckpointSaver, Done
-from spot_async.trainer.schedule import learning_rate
-from spot_async.trainer.settings import TrainerSettings
+from spot_async.trainer.settings import TrainerSettings, attention_words, learning_rate
 from spot_async.trainer.varlen import attend_documents_at_once
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 

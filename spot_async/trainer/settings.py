@@ -1,13 +1,26 @@
-"""The settings of the trainer ranks. The handle writes them once, as a JSON file, and every rank reads it."""
+"""The settings of the trainer ranks, and what follows from them before there is a rank. It imports no torch.
+
+The handle writes the settings once, as a JSON file, and every rank reads it. From them follow the learning rate of an
+iteration, so that a resumed run needs no state for it, and the way in which ranks will attend.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from pydantic import Field
 
 from spot_async.config import PositiveFloat, PositiveInt, Section, TrainingConfig
 from spot_async.errors import StorageError
+
+# Attention functions, by their names in transformers.
+PER_DOCUMENT = "spot_per_document"
+ONE_CALL = "spot_one_call"
+WORDS = {
+    PER_DOCUMENT: "sdpa, one call for each document",
+    ONE_CALL: "torch's varlen_attn (flash kernels), one call for a row of documents",
+}
 
 
 class ResumePoint(Section):
@@ -70,3 +83,61 @@ class TrainerSettings(Section):
     @classmethod
     def load(cls, path: str) -> TrainerSettings:
         return cls.model_validate_json(Path(path).read_bytes())
+
+
+def attention_words(implementation: str) -> str:
+    """Return in words how a model with this attention function attends."""
+    return WORDS.get(implementation, f"{implementation}, rows padded to one length")
+
+
+def expected_attention(training: TrainingConfig, *, on_gpus: bool, has_varlen: bool) -> str:
+    """Return in words how ranks will attend. What only they can try is said too."""
+    if training.packing is False:
+        return attention_words("sdpa")
+    each = attention_words(PER_DOCUMENT)
+    if on_gpus and has_varlen and training.dtype == "bfloat16":
+        return f"{attention_words(ONE_CALL)}; {each}, if a trial of it fails"
+    return each
+
+
+def learning_rate(training: TrainingConfig, iteration: int, iterations: int) -> float:
+    """Return the rate of all updates of `iteration` (0-based) in a run of `iterations`.
+
+    Linear warm-up reaches the full rate at iteration `warmup_iterations`. The cosine then starts from it, and is 0
+    after the last iteration, or after `schedule_iterations`.
+    """
+    warmup = training.warmup_iterations
+    if iteration < warmup:
+        return training.learning_rate * (iteration + 1) / (warmup + 1)
+    if training.schedule == "constant":
+        return training.learning_rate
+    progress = (iteration - warmup) / ((training.schedule_iterations or iterations) - warmup)
+    return training.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def schedule_words(training: TrainingConfig, iterations: int) -> str:
+    """Return the course of the learning rate in a run of `iterations`, for people."""
+    warmup = f"after a warm-up of {training.warmup_iterations}, " if training.warmup_iterations else ""
+    if training.schedule == "constant":
+        return f"{warmup}{training.learning_rate:.2g} throughout"
+    ends = training.schedule_iterations or iterations
+    last = learning_rate(training, iterations - 1, iterations)
+    cut = f", of which {iterations} are trained" if ends > iterations else ""
+    return f"{warmup}{training.learning_rate:.2g} falling to 0 over {ends} iterations{cut}; {last:.2g} in the last"
+
+
+def seam_words(before: TrainingConfig, iterations_before: int, now: TrainingConfig, iterations: int, step: int) -> str:
+    """Return what going on after `step` with another number of iterations does to the learning rate; empty if nothing.
+
+    The cosine of a run that goes on for more iterations is stretched, so its rate rises where it goes on.
+    """
+    last = learning_rate(before, step - 1, iterations_before)
+    following = learning_rate(before, step, iterations_before)
+    rate = learning_rate(now, step, iterations)
+    if step >= iterations or math.isclose(rate, following, rel_tol=1e-6, abs_tol=1e-6 * now.learning_rate):
+        return ""
+    ended, ends = before.schedule_iterations or iterations_before, now.schedule_iterations or iterations
+    return (
+        f"learning rate: {last:.2g} in iteration {step} and {rate:.2g} in iteration {step + 1}, since its cosine ended "
+        f"after iteration {ended} and now ends after {ends} (training.schedule_iterations)"
+    )

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spot_async.base.text import first_line
-from spot_async.trainer.attention import ONE_CALL
 from spot_async.trainer.packing import Documents, attend_each, refuse_others
 from spot_async.trainer.parallel import factor_dtype
+from spot_async.trainer.settings import ONE_CALL
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -5,8 +5,7 @@ Importing this room imports neither sympy nor Math-Verify: only the worker proce
 
 from spot_async.types import Verdict
 from spot_async.verification.boxed_match import BoxedMatch, boxed_match
-from spot_async.verification.extraction import extract_boxed
 from spot_async.verification.math_verify import MathVerify
-from spot_async.verification.normalization import normalize_answer
+from spot_async.verification.normalization import extract_boxed, normalize_answer
 
 __all__ = ["BoxedMatch", "MathVerify", "Verdict", "boxed_match", "extract_boxed", "normalize_answer"]

@@ -10,8 +10,7 @@ from typing import Self
 
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
-from spot_async.verification.extraction import extract_boxed, is_oversized, strip_answer
-from spot_async.verification.normalization import normal_form, same_answer
+from spot_async.verification.normalization import extract_boxed, is_oversized, normal_form, same_answer, strip_answer
 
 
 def boxed_match(gold: str, response_text: str) -> Verdict:

@@ -5,12 +5,16 @@ parser busy for ever (`9^{9^{9^{9}}}`). This differs from Math-Verify on a whole
 
 * Only the last box counts, and without a box there is no answer.
 * Plain numbers are compared as numbers. Math-Verify rounds to six decimals, so 2e-19 would be 0.
-* What Math-Verify overlooks is wrong: other base suffixes, variables or units, words such as `million` (overlooked.py).
+* What Math-Verify overlooks is wrong (`is_overlooked`): other base suffixes, variables, units, words such as `million`.
 * Answers with the same normal form (normalization.py) are right, also where Math-Verify cannot read them.
 * A relative tolerance is ours, not Math-Verify's.
 
 Math-Verify's other leniencies (units, order of a list, `50\%` for `0.5`) stay, so that results can be compared with
 other people's.
+
+Math-Verify drops what it cannot read and compares the rest. It takes `3\text{ million}`, `\neq 3` and `3_7` for 3, and
+a policy that is trained on such verdicts learns to write them. What is found here is wrong, unless both answers have
+the same normal form.
 """
 
 from __future__ import annotations
@@ -26,15 +30,34 @@ from pydantic import Field
 
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
 from spot_async.types import Problem, Verdict
-from spot_async.verification.extraction import extract_boxed, is_oversized, strip_answer
-from spot_async.verification.normalization import normal_form, parse_number
-from spot_async.verification.overlooked import is_overlooked
+from spot_async.verification.normalization import (
+    UNITS,
+    NormalForm,
+    changes_value,
+    extract_boxed,
+    is_oversized,
+    normal_form,
+    parse_number,
+    strip_answer,
+    variables_agree,
+)
 from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 _MIB = 1 << 20
+_MARKUP = re.compile(r"</?(?:sub|sup|br|em|strong|span|div)\b[^<>]*>|&#?[a-z0-9]+;", re.IGNORECASE)
+_SUFFIXED = re.compile(r"[+-]?[0-9A-F]+_(?:([0-9])\Z|\{\s*([0-9]+)\s*\}\Z|[({\\])")
+_RELATION = re.compile(r"[=<>≤≥≠∈]|\\(?:leq?|geq?|neq?|lt|gt|leqslant|geqslant|neg|lnot|not|in|equiv)(?![A-Za-z])")
+_EQUATION = re.compile(r"[^=]*[A-Za-z)}]\s*[-+*/^][^=]*=")
+_NAMED_IN_LIST = re.compile(r"[0-9}]\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}\s*,")
+_TWO_NUMBERS = re.compile(r"[0-9] [0-9]+(?![0-9/])")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_LONE_LETTER = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+_WORD = re.compile(r"[A-Za-z]{3,}")
+_PRIME = re.compile(r"[A-Za-z)]\s*(?:'|\^\s*\{?\s*\\prime)")
+_CONSTANTS = frozenset("ei")
 
 
 class MathVerify:
@@ -152,3 +175,57 @@ def _spell_exponent(answer: str) -> str:
     r"""Write `4.5e33` as `4.5 \times 10^{33}`, because Math-Verify would read the e as Euler's number."""
     match = _EXPONENT.fullmatch(answer)
     return rf"{match[1]} \times 10^{{{match[2]}}}" if match else answer
+
+
+def is_overlooked(gold: str, answer: str, wanted: NormalForm, given: NormalForm) -> bool:
+    """Return whether the answers differ in something that Math-Verify does not read. The forms are theirs."""
+    texts, values = (gold, answer), (wanted.value, given.value)
+    return (
+        not variables_agree(wanted, given)
+        or _units_differ(wanted.unit, given.unit)
+        or any(map(_MARKUP.search, texts))
+        or any(map(_NAMED_IN_LIST.search, texts))
+        or any(map(_TWO_NUMBERS.search, values))
+        or all(map(_WORD.fullmatch, values))  # the letters would be factors: `east` would be `seat`
+        or len(_PRIME.findall(gold)) != len(_PRIME.findall(answer))
+        or _bases_differ(gold, answer)
+        or _relations_differ(gold, answer)
+        or _letters_differ(gold, answer)
+    )
+
+
+def _units_differ(wanted: str, given: str) -> bool:
+    """Any words may be a unit here, since evaluations ask for many. Two known units must be the same."""
+    if wanted == given:
+        return False
+    if changes_value(wanted) or changes_value(given):
+        return True
+    return {wanted.partition("^")[0], given.partition("^")[0]} <= UNITS.keys() and "%" not in (wanted, given)
+
+
+def _bases_differ(gold: str, answer: str) -> bool:
+    """Whether the answer is to a base and the gold to another, or to none. A gold to a base may stand without it."""
+    wanted, given = _SUFFIXED.match(gold), _SUFFIXED.match(answer)
+    if wanted is None or given is None:
+        return given is not None and "_" not in gold
+    bases = [base for found in (wanted, given) if (base := found[1] or found[2])]
+    return len(bases) == 2 and int(bases[0]) != int(bases[1])
+
+
+def _relations_differ(gold: str, answer: str) -> bool:
+    r"""Whether one says what holds of its value (`\neq 5`), or the gold is an equation and the answer none."""
+    wanted, given = _RELATION.search(gold), _RELATION.search(answer)
+    leads = any(
+        found is not None and not text[: found.start()].strip() for found, text in ((wanted, gold), (given, answer))
+    )
+    return (leads and (wanted is None or given is None)) or (given is None and _EQUATION.match(gold) is not None)
+
+
+def _letters_differ(gold: str, answer: str) -> bool:
+    """Whether a variable of one is missing in the other. Of intervals and equations, one side may be left out."""
+    if _RELATION.search(gold) or _RELATION.search(answer):
+        return False
+    wanted, given = (_COMMAND.sub(" ", text).replace("~", " ") for text in (gold, answer))
+    missing = set(_LONE_LETTER.findall(wanted.lower())) - set(given.lower()) - _CONSTANTS
+    added = set(_LONE_LETTER.findall(given.lower())) - set(wanted.lower()) - _CONSTANTS
+    return bool(missing or {letter for letter in added if letter not in UNITS and letter.upper() not in UNITS})

@@ -16,8 +16,7 @@ from typing import Self
 
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
-from spot_async.verification.extraction import extract_boxed, is_oversized
-from spot_async.verification.normalization import normalize_answer, same_answer
+from spot_async.verification.normalization import extract_boxed, is_oversized, normalize_answer, same_answer
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathsf|boldsymbol|bm|bf|rm)\s*\{([^{}]*)\}")
 _LAYOUT = re.compile(r"\\(?:bf|rm|mathbf|mathrm)(?![A-Za-z])|\\(?:[ ,;:!]|\Z)|\\quad(?![A-Za-z])|[$~*]")

@@ -1,4 +1,7 @@
-r"""Brings two spellings of one short answer to the same form, by rules that fit on this page.
+r"""Cuts a response down to the text of its last box, and brings two spellings of an answer to the same form.
+
+The answer of a response is its last balanced `\boxed{...}` or `\fbox{...}`. When boxes nest it is the one that opens
+last.
 
 Pure string work in linear time: nothing is evaluated. The rules forgive layout, not mathematics: `1/2` equals
 `\frac{1}{2}`, but neither equals `0.5`. What is in doubt differs, because a policy is trained on what counts as right.
@@ -11,8 +14,6 @@ import functools
 import re
 from decimal import Decimal
 from typing import NamedTuple
-
-from spot_async.verification.extraction import strip_answer
 
 _COMMANDS = {  # LaTeX command -> its replacement; all others stay
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
@@ -117,6 +118,27 @@ _NUMBER = re.compile(
 _APART = re.compile(r"[0-9]\s*\\q?quad\s*[0-9]")  # two numbers: no digits are grouped so
 _NUMBER_SPACING = re.compile(r"\\[,;: ]|~")
 _LONGEST_PLAIN = 1000  # digits before or behind the point of a number that is written out
+MAX_ANSWER_CHARS = 500
+MAX_NESTING = 40
+# One alternative for each thing that matters to brace matching. An escaped brace is not a brace. `\\boxed` is a box,
+# since some responses escape their backslashes. Every repetition ends at a character that it cannot match, which makes
+# a scan linear in the text.
+_BRACE_OR_BOX = re.compile(
+    r"""
+    \\\\? (?:boxed|fbox) (?![A-Za-z])
+      (?: \s* (?P<open> \{ )
+        | [ \t]* (?P<bare>
+            # A number, unless it is only the beginning of something: `1/2`, `2\sqrt3`, `4 \times 10^5`.
+            -?[0-9]+ (?:,[0-9]{3})*+ (?:\.[0-9]+)?+
+              (?! [0-9A-Za-z(/*+_] | \^(?!\{?\\circ) | [ \t]*\\(?:[dt]?frac|sqrt|pi|cdot|times)(?![A-Za-z]) )
+            # A command or a letter that stands alone: else it wants arguments, or is a word of a sentence.
+          | (?: \\[A-Za-z]++ | [A-Za-z] ) (?= [ \t]* (?: [.,;:!?$)\]}\n] | \\[)\]] | \Z ) )
+        )
+      )
+  | \\. | \{ | \}
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
 
 class NormalForm(NamedTuple):
@@ -245,3 +267,49 @@ def _plain(number: Decimal) -> str:
         return f"{'-' * sign}{significant}e{number.adjusted()}"
     text = format(number, "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""Return the content of the last balanced box in `text`, stripped; None when there is none.
+
+    Spaces may stand before the brace. Without braces a box may hold one number, command or letter (`\boxed 5`). It may
+    not hold a word of prose (`\boxed a form`) or a command with arguments (`\boxed \frac12`), because TeX would not
+    box those as they are meant. A box that never closes is not a box, and an earlier one that closes counts instead.
+    Surrounding white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
+    length of `text`.
+    """
+    open_braces: list[int | None] = []  # where the command of a box starts; None for any other brace
+    contents: list[int] = []  # where the content of that brace starts
+    last = -1
+    content: str | None = None
+    first_box = min((at for at in (text.find(r"\boxed"), text.find(r"\fbox")) if at >= 0), default=len(text))
+    for token in _BRACE_OR_BOX.finditer(text, first_box):
+        if token["bare"] is not None:
+            last, content = token.start(), token["bare"]
+        elif token["open"] is not None or token[0] == "{":
+            open_braces.append(None if token["open"] is None else token.start())
+            contents.append(token.end())
+        elif token[0] == "}" and open_braces:
+            box, start = open_braces.pop(), contents.pop()
+            if box is not None and box > last:
+                last, content = box, text[start : token.start()]
+    return None if content is None else strip_answer(content)
+
+
+def strip_answer(answer: str) -> str:
+    """Return `answer` without surrounding white space and one trailing full stop. An ellipsis stays."""
+    answer = answer.strip()
+    if answer.endswith(".") and not answer.endswith(".."):
+        answer = answer[:-1].rstrip()
+    return answer
+
+
+def is_oversized(answer: str) -> bool:
+    """Return whether an answer is too long or too deep to be right. Such an answer must not reach a parser."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return True
+    depth = deepest = 0
+    for character in answer:
+        depth += (character in "{[(") - (character in "}])")
+        deepest = max(deepest, depth)
+    return deepest > MAX_NESTING

@@ -14,8 +14,8 @@ from spot_async.backends.shared.lora import LOADED_AT_ONCE, Adapters
 from spot_async.base import registry
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError, DeadlineExceededError, TransientError, VersionMismatchError
-from spot_async.models.adapter_files import ADAPTER, WEIGHTS_FILE, write_zero_adapter
-from spot_async.models.weight_files import delete_weights
+from spot_async.models.adapter_files import WEIGHTS_FILE, write_zero_adapter
+from spot_async.models.weight_files import ADAPTER, delete_weights
 from spot_async.types import WeightSnapshot, WeightVersion
 
 LORA = LoraConfig(rank=2, alpha=4.0, targets="attention")

@@ -25,7 +25,7 @@ from spot_async.errors import (
 )
 from spot_async.replicas.leasing import OneService
 from spot_async.stages.stage import Stage
-from spot_async.testing.replies import token_scores
+from spot_async.testing.services import token_scores
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
 VOCAB = 53

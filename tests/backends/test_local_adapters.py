@@ -19,7 +19,7 @@ from spot_async.backends.local.client import LocalClient
 from spot_async.backends.shared.launch import free_port
 from spot_async.config import LoraConfig
 from spot_async.errors import ConfigError, ServerRestartedError, VersionMismatchError
-from spot_async.models.adapter_files import ADAPTER
+from spot_async.models.weight_files import ADAPTER
 from spot_async.serving import api
 from spot_async.types import FloatArray, Generation, SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 

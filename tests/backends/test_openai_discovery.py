@@ -28,7 +28,7 @@ from spot_async.errors import (
     RequestError,
     TransientError,
 )
-from spot_async.testing.replies import capabilities
+from spot_async.testing.services import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds
 

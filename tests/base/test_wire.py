@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spot_async.base import wire
-from spot_async.testing.replies import token_scores
+from spot_async.testing.services import token_scores
 from spot_async.types import FloatArray, TokenScores
 
 

@@ -12,7 +12,7 @@ import pytest
 from spot_async.checks.agreement import agreement
 from spot_async.checks.discovery import Asked
 from spot_async.errors import TransientError
-from spot_async.testing.replies import capabilities, token_scores
+from spot_async.testing.services import capabilities, token_scores
 from spot_async.types import TokenScores, WeightVersion
 
 V0 = WeightVersion(0, 0)

@@ -21,9 +21,9 @@ from spot_async.checks.machine import (
 )
 from spot_async.config.loading import config_from
 from spot_async.errors import ConfigError
-from spot_async.trainer.attention import expected_attention
 from spot_async.trainer.nodes.topology import left_alone
 from spot_async.trainer.parallel import rank_device
+from spot_async.trainer.settings import expected_attention
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
 RUN = {

@@ -16,7 +16,7 @@ from spot_async.checks.plan import check_places, plan_evaluation, plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
-from spot_async.testing.replies import capabilities
+from spot_async.testing.services import capabilities
 from spot_async.types import PolicyNeeds
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
-from spot_async.data.overlap import count_identical
+from spot_async.data.problem_set import count_identical
 from spot_async.data.prompts import PromptRenderer
 from spot_async.errors import DataError
 from spot_async.models.vocabulary import Vocabulary

@@ -14,8 +14,7 @@ from spot_async.loop.admission import PromptState
 from spot_async.loop.events import Evaluated, IterationFinished, PhaseEnded, WeightsServed
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
-from spot_async.testing.replies import capabilities
-from spot_async.testing.services import VOCAB_SIZE, Latency, SimulatedStudent, SimulatedTrainer
+from spot_async.testing.services import VOCAB_SIZE, Latency, SimulatedStudent, SimulatedTrainer, capabilities
 from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.trainer.feed_check import sampled_spans

@@ -27,8 +27,7 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Manifest
 from spot_async.running.checkpoints import go_back
-from spot_async.testing.replies import capabilities
-from spot_async.testing.services import VOCAB_SIZE, SimulatedStudent, SimulatedTeacher
+from spot_async.testing.services import VOCAB_SIZE, SimulatedStudent, SimulatedTeacher, capabilities
 from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import TrainReport, WeightSnapshot, WeightVersion

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, ThrottledError
 from spot_async.policies.opd import OpdPolicy
-from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit
+from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit, Moment
 from spot_async.replicas.leasing import Errand
-from spot_async.replicas.occupancy import Moment
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.testing.replies import capabilities, token_scores
+from spot_async.testing.services import capabilities, token_scores
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Prompt, ScoredPositions

@@ -18,8 +18,7 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.base.tasks import watched
 from spot_async.config import LoraConfig, ServingConfig
 from spot_async.errors import ProcessDiedError, TransientError
-from spot_async.models.adapter_files import ADAPTER
-from spot_async.models.weight_files import delete_weights
+from spot_async.models.weight_files import ADAPTER, delete_weights
 from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool

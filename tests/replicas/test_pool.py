@@ -17,7 +17,7 @@ from spot_async.replicas.life_cycle import FAILURES_TO_SUSPECT, MOVES, LifeCycle
 from spot_async.replicas.replica import Replica
 from spot_async.replicas.router import Router
 from spot_async.spending.rate_limit import LEASED, RateLimiter
-from spot_async.testing.replies import capabilities
+from spot_async.testing.services import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import WeightVersion
 

@@ -17,13 +17,13 @@ from spot_async.backends.shared.launch import Doorway, LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.base.tasks import leaves, running, watching
+from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import TRAINER, servers_on_devices, shared_out, starting_order
 from spot_async.config import ClusterConfig, ModelConfig, ServingConfig
 from spot_async.errors import ProcessDiedError, SpotError
 from spot_async.models.model_size import read_size
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.replicas.turns import InTurn, Turns
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.estimate.device_memory import trainer_memory
 

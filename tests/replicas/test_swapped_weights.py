@@ -12,7 +12,7 @@ from replica_incidents import Server, incident
 from structlog.testing import capture_logs
 
 from spot_async.errors import DataError
-from spot_async.models.published_files import check_unchanged, marked, weight_file_marks
+from spot_async.models.weight_files import check_unchanged, marked, weight_file_marks
 from spot_async.types import WeightSnapshot, WeightVersion
 
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from spot_async.replicas.turns import Turns
+from spot_async.base.waiting_room import Turns
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 DEVICES = {

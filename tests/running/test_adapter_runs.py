@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 import spot_async
 from spot_async.backends.local import LocalBackend
-from spot_async.models.adapter_files import ADAPTER, WEIGHTS_FILE
-from spot_async.models.weight_files import SINGLE_FILE
+from spot_async.models.adapter_files import WEIGHTS_FILE
+from spot_async.models.weight_files import ADAPTER, SINGLE_FILE
 from spot_async.types import Generation
 
 pytestmark = pytest.mark.usefixtures("servers_on_threads", "trainer_on_thread")

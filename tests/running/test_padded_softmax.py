@@ -32,8 +32,7 @@ from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.identity import settings_of
 from spot_async.policies.teacher_responses import ResponseFile, TeacherResponse
-from spot_async.testing.replies import generation
-from spot_async.testing.services import SimulatedVerifier
+from spot_async.testing.services import SimulatedVerifier, generation
 from spot_async.tools import doctor
 from spot_async.trainer.feed_check import check_feed
 from spot_async.types import Verdict, WeightVersion

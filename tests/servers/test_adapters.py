@@ -24,7 +24,8 @@ from spot_async.backends.shared.lora import LOADED_AT_ONCE
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config import LoraConfig
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.adapter_files import ADAPTER, WEIGHTS_FILE, layers_of, tensor_shapes, write_config
+from spot_async.models.adapter_files import WEIGHTS_FILE, layers_of, tensor_shapes, write_config
+from spot_async.models.weight_files import ADAPTER
 from spot_async.types import WeightSnapshot, WeightVersion
 
 TOKENS = 60

@@ -37,7 +37,7 @@ from spot_async.serving.openai.completion import ServedModel, read_prompt
 from spot_async.serving.openai.texts import TokenTexts
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
-from spot_async.testing.replies import capabilities
+from spot_async.testing.services import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 

@@ -25,7 +25,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
 from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.spending.teacher_cache import TeacherCache, teacher_identity, weights_digest
-from spot_async.testing.replies import capabilities
+from spot_async.testing.services import capabilities
 from spot_async.types import TokenScores, WeightVersion
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.stages.services import Services
 from spot_async.stages.stages import Stages
-from spot_async.testing.replies import generation, token_scores
+from spot_async.testing.services import generation, token_scores
 from spot_async.types import Problem, Prompt, ScoredPositions, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))

@@ -9,7 +9,7 @@ from spot_async.config import ServingConfig
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError
 from spot_async.replicas.leasing import Errand
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.testing.replies import capabilities
+from spot_async.testing.services import capabilities
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 OFFERS = capabilities(8)

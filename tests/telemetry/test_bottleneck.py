@@ -27,8 +27,7 @@ from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, Stag
 from spot_async.telemetry.live_bottleneck import IterationSums, LiveBottleneck, replica_lines
 from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes, gain_words
 from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room, stage_slots
-from spot_async.testing.replies import capabilities
-from spot_async.testing.services import VOCAB_SIZE, Latency, SimulatedStudent, SimulatedTrainer
+from spot_async.testing.services import VOCAB_SIZE, Latency, SimulatedStudent, SimulatedTrainer, capabilities
 from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Traffic

@@ -38,8 +38,7 @@ from spot_async.telemetry.live_bottleneck import LiveBottleneck
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.telemetry.totals import run_times
 from spot_async.telemetry.trace import trace_to
-from spot_async.testing.replies import generation
-from spot_async.testing.services import SimulatedTeacher
+from spot_async.testing.services import SimulatedTeacher, generation
 from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.inspect.report import read_report, report_page

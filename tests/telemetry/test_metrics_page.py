@@ -30,17 +30,16 @@ from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.spending.score_cache import CacheCounters
 from spot_async.telemetry.loop_lag import LoopLag
 from spot_async.telemetry.run_log import RunLog
-from spot_async.testing.replies import capabilities
 from spot_async.testing.services import (
     VOCAB_SIZE,
     SimulatedStudent,
     SimulatedTeacher,
     SimulatedTrainer,
     SimulatedVerifier,
+    capabilities,
 )
 from spot_async.testing.simulation import make_policy, make_run, policy_context, simulated_prompts
-from spot_async.trainer.meters import PERFORMANCE
-from spot_async.trainer.metrics import METRICS
+from spot_async.trainer.metrics import METRICS, PERFORMANCE
 from spot_async.types import Traffic, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -20,8 +20,7 @@ from spot_async.stages.events import RequestAsked, RequestEnded
 from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.telemetry import trace
 from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
-from spot_async.testing.replies import capabilities, generation, token_scores
-from spot_async.testing.services import VOCAB_SIZE
+from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
 from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.types import Verdict
 

@@ -7,7 +7,7 @@ from problem_files import CANONICAL, INSTRUCTION, needs_data, read, write
 from typer.testing import CliRunner
 
 from spot_async.cli import app
-from spot_async.data.overlap import count_identical, find_overlaps
+from spot_async.data.problem_set import count_identical, find_overlaps
 from spot_async.tools.data_check.check import answer_type, check_golds, find_repeated
 from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch, math_verify

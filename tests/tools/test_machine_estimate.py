@@ -12,9 +12,8 @@ import pytest
 from spot_async.base.processes.gpus import GPUS, gpu_named
 from spot_async.checks.device_shares import GIB, WORKSPACE_GIB, ServerOnDevice
 from spot_async.config import LoraConfig, TrainingConfig
-from spot_async.config.cluster import ClusterConfig
-from spot_async.models.arithmetic import training_operations
-from spot_async.models.model_size import size_of
+from spot_async.config.training import ClusterConfig
+from spot_async.models.model_size import size_of, training_operations
 from spot_async.tools.estimate.device_memory import per_device, trainer_memory
 from spot_async.tools.estimate.machine import longest_response, rank_memory
 from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s

@@ -13,7 +13,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
 from spot_async.trainer.batching import Layout, input_length, mini_batches, update_shares
-from spot_async.trainer.schedule import learning_rate, schedule_words, seam_words
+from spot_async.trainer.settings import learning_rate, schedule_words, seam_words
 from spot_async.types import Supervision
 
 

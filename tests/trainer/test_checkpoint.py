@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from spot_async.base import wire
 from spot_async.errors import TrainerError
-from spot_async.trainer import saving
+from spot_async.trainer import checkpoint
 from spot_async.trainer.checkpoint import load_checkpoint, write_checkpoint
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.messages import Batch
@@ -331,7 +331,7 @@ def test_a_step_does_not_change_what_is_being_saved(
         time.sleep(0.5)
         write_checkpoint(*given)
 
-    monkeypatch.setattr(saving, "write_checkpoint", slow)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", slow)
     trainer = make_trainer(student, tmp_path)
     trainer.train(batch(0))
     expected = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}

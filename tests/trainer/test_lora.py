@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM
 from spot_async.base import wire
 from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.errors import ConfigError, TrainerError
-from spot_async.models.adapted import check_lora
-from spot_async.models.adapter_files import layers_of
+from spot_async.models.adapter_files import check_lora, layers_of
 from spot_async.models.weight_files import has_weights
 from spot_async.run_directory.room import bytes_of_first
 from spot_async.trainer.checkpoint import load_checkpoint

@@ -27,17 +27,16 @@ from spot_async.base import wire
 from spot_async.config import LoraConfig
 from spot_async.config.loading import validate
 from spot_async.loop.events import IterationFinished, PhaseTimes
-from spot_async.models.arithmetic import training_operations
-from spot_async.models.model_size import read_size, size_of
+from spot_async.models.model_size import read_size, size_of, training_operations
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.performance import performance_words, run_performance
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.tools.inspect.report import read_report
-from spot_async.trainer import meters
+from spot_async.trainer import metrics
 from spot_async.trainer.messages import Batch, Trained, UpdateShare, decode_answer
-from spot_async.trainer.meters import PERFORMANCE, Meters
+from spot_async.trainer.metrics import PERFORMANCE, Meters
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision
@@ -53,7 +52,10 @@ class StandInCard:
 
     def __init__(self, name: str, *peaks_gib: tuple[float, float]) -> None:
         self.name, self.peaks_gib = name, list(peaks_gib)
-        self.cuda, self.float64 = self, torch.float64
+        self.cuda = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
     def get_device_name(self, device: torch.device) -> str:
         return self.name
@@ -68,8 +70,7 @@ class StandInCard:
         del self.peaks_gib[0]
 
     def tensor(self, values: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        assert device.type == "cuda"
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype)  # there is no device but the CPU
 
 
 class OtherRank:
@@ -93,7 +94,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandInCard]:
 
     def put(name: str = H100, *peaks_gib: tuple[float, float]) -> StandInCard:
         found = StandInCard(name, *(peaks_gib or [(40.0, 60.0)] * 9))
-        monkeypatch.setattr(meters, "torch", found)
+        monkeypatch.setattr(metrics, "torch", found)
         return found
 
     return put

@@ -18,14 +18,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spot_async.models.end_tokens import EndTokens
+from spot_async.models.common_vocabulary import EndTokens
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.testing.replies import generation, whole_scores
 from spot_async.testing.scripted_stages import ScriptedStages
+from spot_async.testing.services import generation, whole_scores
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import (

@@ -270,7 +270,7 @@ AGENT = """
 import json, os, sys
 import spot_async.trainer.nodes.joining as joining
 from spot_async.config import ClusterConfig
-from spot_async.trainer.nodes.agent import run_agent
+from spot_async.trainer.nodes.joining import run_agent
 from spot_async.trainer.nodes.authentication import cluster_secret
 from spot_async.trainer.nodes.topology import Topology
 

@@ -20,10 +20,9 @@ from safetensors.torch import load_file
 
 from spot_async.base import wire
 from spot_async.config import TrainingConfig
-from spot_async.trainer.checkpoint import load_checkpoint
+from spot_async.trainer.checkpoint import CheckpointSaver, load_checkpoint
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.trainer.saving import CheckpointSaver
 from spot_async.trainer.settings import ResumePoint, TrainerSettings
 from spot_async.types import Supervision
 

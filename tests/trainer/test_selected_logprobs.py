@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spot_async.trainer.selected_logprobs import Block, selected_logprobs
+from spot_async.trainer.model import Block, selected_logprobs
 
 ROWS, HIDDEN, VOCABULARY = 7, 16, 50
 PAIRS = [

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from spot_async.base import registry
 from spot_async.types import Problem
 from spot_async.verification import BoxedMatch, MathVerify, Verdict, boxed_match, extract_boxed, normalize_answer
-from spot_async.verification.extraction import MAX_ANSWER_CHARS, MAX_NESTING
 from spot_async.verification.math_verify import compare_strings, numbers_equal
 from spot_async.verification.multiple_choice import chosen_option
-from spot_async.verification.normalization import parse_number
+from spot_async.verification.normalization import MAX_ANSWER_CHARS, MAX_NESTING, parse_number
 from spot_async.verification.worker_pool import WorkerDiedError
 
 FAR = float("inf")

@@ -17,13 +17,13 @@ from spot_async.errors import ConfigError, StalledError, ThrottledError
 from spot_async.loop.events import ResponseJudged, StepBegan
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
-from spot_async.testing.replies import capabilities
 from spot_async.testing.services import (
     VOCAB_SIZE,
     Latency,
     SimulatedStudent,
     SimulatedTeacher,
     SimulatedTrainer,
+    capabilities,
 )
 from spot_async.testing.simulation import make_policy, make_run, same_limits
 from spot_async.testing.virtual_time import run_on_virtual_time

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from spot_async.config import LoraConfig
-from spot_async.config.lora import TARGETS
+from spot_async.config.training import TARGETS
 from spot_async.errors import DataError, PermanentError, ServerRestartedError
-from spot_async.models.adapter_files import CONFIG_FILE, DOWN, PEFT_PREFIX, UP, WEIGHTS_FILE, check_adapter, layers_of
+from spot_async.models.adapter_files import DOWN, PEFT_PREFIX, UP, WEIGHTS_FILE, check_adapter, layers_of
 from spot_async.models.small_files import read_json
+from spot_async.models.weight_files import ADAPTER_CONFIG
 from spot_async.types import WeightVersion
 
 # More than the runs need that share a server. Those of a run that was killed are never unloaded.
@@ -138,7 +139,7 @@ class Adapters:
 def _described(directory: Path, base: Path) -> LoraConfig:
     """Return what an adapter's own configuration says that it is. Raises `DataError`."""
     try:
-        config = read_json(directory / CONFIG_FILE)
+        config = read_json(directory / ADAPTER_CONFIG)
         modules = set(config["target_modules"])
         for targets in TARGETS:
             lora = LoraConfig.model_validate({"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets})

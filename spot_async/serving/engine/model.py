@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from spot_async.base.text import first_line
-from spot_async.config.lora import TARGETS
+from spot_async.config.training import TARGETS
 from spot_async.errors import DataError
 from spot_async.models.causal_model import load_whole, read_config
 from spot_async.serving.engine.adapters import AdaptedRows, Adapter, Products

@@ -11,12 +11,11 @@ from string import ascii_uppercase
 
 import numpy as np
 
-from spot_async.data.overlap import identity
+from spot_async.data.problem_set import identity
 from spot_async.protocols import Verifier
 from spot_async.types import Problem, Verdict
 from spot_async.verification import MathVerify
-from spot_async.verification.extraction import is_oversized
-from spot_async.verification.normalization import normalize_answer, parse_number
+from spot_async.verification.normalization import is_oversized, normalize_answer, parse_number
 
 _FRACTION = re.compile(r"[+-]?(?:\\[dt]?frac\s*(?:\{[+-]?[0-9]+\}|[0-9])\s*(?:\{[0-9]+\}|[0-9])|[0-9]+/[0-9]+)")
 _LIST = re.compile(r"[^,]+(?:,[^,]+)+")

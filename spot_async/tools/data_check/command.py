@@ -20,8 +20,7 @@ from spot_async.config import Config, PluginSettings, ProblemSetConfig, PromptCo
 from spot_async.config.loading import apply_override, load_config, parse_yaml, validate_as
 from spot_async.data.golds import gold_doubts
 from spot_async.data.keys import about, setting
-from spot_async.data.overlap import Overlap, find_overlaps, too_short
-from spot_async.data.problem_set import ProblemSet, load_problem_set, require_answers
+from spot_async.data.problem_set import Overlap, ProblemSet, find_overlaps, load_problem_set, require_answers, too_short
 from spot_async.data.prompts import PromptRenderer, render_all
 from spot_async.errors import ConfigError
 from spot_async.models.files import no_directory, read_model

@@ -11,7 +11,7 @@ from typing import Literal
 
 from spot_async.checks.device_shares import CONTEXT_GIB, GIB, ServerOnDevice
 from spot_async.config import LoraConfig
-from spot_async.config.lora import TARGETS
+from spot_async.config.training import TARGETS
 from spot_async.models.model_size import ModelSize, Precision
 
 USABLE_SHARE = 0.95  # the rest is for gaps of the allocator, the driver, and what is not counted here

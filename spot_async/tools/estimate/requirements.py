@@ -19,7 +19,7 @@ from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.checks.room import ADAPTER_BYTES, published_bytes, student_bytes, weights_shortage
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
-from spot_async.config.lora import TARGETS
+from spot_async.config.training import TARGETS
 from spot_async.loop.sample_bytes import payload_bytes
 from spot_async.models.model_size import ModelSize, read_size
 from spot_async.run_directory.reading import RunFiles

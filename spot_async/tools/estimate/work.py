@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from spot_async.base.processes.gpus import Gpu
 from spot_async.config import LoraConfig
-from spot_async.models.arithmetic import forward_operations, training_operations
-from spot_async.models.model_size import ModelSize
+from spot_async.models.model_size import ModelSize, forward_operations, training_operations
 
 TRAINING_SHARE = 0.3  # of the operations per second, without fused kernels: what a run shows as `perf/mfu`
 SCORING_SHARE = 0.4

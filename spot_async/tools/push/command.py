@@ -15,9 +15,9 @@ from rich.text import Text
 from spot_async.base.text import first_line
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from spot_async.models.hub import access_token, hub_api, refused_token, the_hub
 from spot_async.models.small_files import is_small
+from spot_async.models.weight_files import ADAPTER_CONFIG
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
 from spot_async.tools.push.card import model_card, on_hub

@@ -16,14 +16,16 @@ import msgspec
 import numpy as np
 
 from spot_async.base.seeds import derive_seed
-from spot_async.testing.replies import INITIAL_VERSION, capabilities, generation
 from spot_async.testing.services import (
     END_TOKEN,
+    INITIAL_VERSION,
     VOCAB_SIZE,
     Latency,
     SimulatedStudent,
     SimulatedTeacher,
     SimulatedTrainer,
+    capabilities,
+    generation,
 )
 from spot_async.testing.shared_processor import SharedProcessor
 from spot_async.tools.simulate.lengths import Asked, Workload

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from spot_async.base.tasks import gather
-from spot_async.models.end_tokens import EndTokens
+from spot_async.models.common_vocabulary import EndTokens
 from spot_async.protocols import Policy, PromptStages
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stages import Stages

@@ -9,8 +9,8 @@ import sys
 from spot_async.base.processes.exits import exit_with_parent
 from spot_async.config import ClusterConfig
 from spot_async.errors import SpotError
-from spot_async.trainer.nodes.agent import run_agent
 from spot_async.trainer.nodes.authentication import cluster_secret
+from spot_async.trainer.nodes.joining import run_agent
 from spot_async.trainer.nodes.topology import Topology
 
 
