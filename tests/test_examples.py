@@ -111,9 +111,3 @@ def test_the_custom_method_is_short_and_names_only_what_is_public() -> None:
     text = "".join(path.read_text() for path in CUSTOM.glob("*.py"))
     public = {"spot_async", "spot_async.protocols", "spot_async.testing"}
     assert set(re.findall(r"^(?:from|import) (spot_async\S*)", text, flags=re.M)) == public
-
-
-def test_the_library_page_quotes_the_custom_method_as_it_is() -> None:
-    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    quoted = dict(re.findall(r"^```python file=(\S*confident_opd\.py)\n(.*?)^```$", page, flags=re.M | re.S))
-    assert quoted == {path.name: path.read_text(encoding="utf-8") for path in CUSTOM.glob("*.py")}, "copy them there"

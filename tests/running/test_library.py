@@ -93,8 +93,8 @@ def test_one_prompt_through_a_policy_against_given_backends(folder, monkeypatch,
 def test_the_pages_policy_backend_and_verifier_train(folder, monkeypatch, servers_on_threads, trainer_on_thread):
     run = folder / "own_run"
     monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "custom_backend"))
-    monkeypatch.syspath_prepend(str(folder))
+    for each in (ROOT / "examples" / "custom_backend", ROOT / "examples" / "custom_method", folder):
+        monkeypatch.syspath_prepend(str(each))
     done = CliRunner().invoke(app, ["train", "my_run.yaml", f"run.directory={run}"])
     assert done.exit_code == 0, done.output
     metrics = rows(run / "metrics.jsonl")
