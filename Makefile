@@ -72,8 +72,8 @@ soak: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=explore \
 	tests/policies tests/replicas tests/loop tests/stages tests/spending
 
-# Simulated runs that crash and go on, as many as SEEDS says: the tests have the first 300. A seed that fails is shrunk,
-# and printed as the line that replays it. Started again, it goes on where it was stopped; delete STATE to begin anew.
+# Simulated runs that crash and continue, as many as SEEDS says: the tests have the first 300. A seed that fails is shrunk,
+# and printed as the line that replays it. Started again, it continues where it was stopped; delete STATE to begin anew.
 SEEDS ?= 2000
 STATE ?= .simulate-soak.json
 simulate-soak: install
@@ -83,7 +83,7 @@ simulate-soak: install
 fault-soak: install
 	$(BIN)/python tests/support/simulated_methods.py --seeds $(SEEDS)
 
-# Processes of real runs, killed at random moments and resumed. Started again, it goes on where it was stopped. Then a long
+# Processes of real runs, killed at random moments and resumed. Started again, it continues where it was stopped. Then a long
 # run on a bad teacher, whose replicas are killed, must need no more at its end than after a tenth.
 KILLS ?= 100
 ITERATIONS ?= 1000
