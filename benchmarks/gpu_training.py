@@ -1,4 +1,4 @@
-"""Measures memory and speed of the trainer on a GPU at Qwen3's sizes, beside the estimates of `tools/estimate`.
+"""Measures memory and speed of the trainer on a GPU at Qwen3's sizes, beside the estimates of `tools/check`.
 
     python benchmarks/gpu_training.py 0.6b 1.7b 4b/recompute_layers=true
 
@@ -120,7 +120,7 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, An
     `keys` are of `training`, and `trajectories`.
     """
     from spot_async.models.model_size import read_size
-    from spot_async.tools.estimate.machine import rank_memory
+    from spot_async.tools.check.memory import trainer_memory
     from spot_async.trainer.messages import Batch
     from spot_async.trainer.parallel import rank_device
 
@@ -136,7 +136,7 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, An
     metrics, performance = second.metrics, second.performance
     found = read_size(Path(settings.model_directory))
     assert found is not None
-    estimate = rank_memory(found, settings.training, longest_tokens=PROMPT_TOKENS + response_tokens(size)[1])
+    estimate = trainer_memory(found, settings.training, longest_tokens=PROMPT_TOKENS + response_tokens(size)[1])
     return {
         "peak_gib": performance.get("max_memory_allocated_gib"),
         "reserved_gib": performance.get("max_memory_reserved_gib"),

@@ -48,7 +48,7 @@ async def ask_behind(server: RemoteServer, sayings: Mapping[str, Saying], *, dea
             return found
         of_sessions = []
         for number in range(SESSIONS):
-            session = OWN_CONNECTION | {SESSION_HEADER: f"spot-async-doctor-{number}"}
+            session = OWN_CONNECTION | {SESSION_HEADER: f"spot-async-check-{number}"}
             endpoint = await stack.enter_async_context(server.connection(session))
             of_sessions.append(await _said(endpoint, sayings[PROCESS], CONNECTIONS, deadline=deadline))
         return behind(said, of_sessions)

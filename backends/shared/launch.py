@@ -281,7 +281,7 @@ class LaunchedServer:
         """Start the server. Raises `ConfigError` for an interpreter, package or port that cannot be used."""
         section = f"{self._role}.backend.launch"
         if self._settings.resources and not self._settings.prefix:
-            raise ConfigError(f"{section}.resources: this command places no servers: train, eval and doctor do")
+            raise ConfigError(f"{section}.resources: this command places no servers: train, eval and check do")
         self._settings.check_machine(section)
         async with contextlib.AsyncExitStack() as stack:
             start = self._start_there if self._settings.is_elsewhere else self._start_here

@@ -74,7 +74,7 @@ def equal(figure: str, expected: Any) -> Callable[[list[Row]], bool | None]:
     return holds
 
 
-HAND, ESTIMATE = "arithmetic by hand", "`spot-async plan`"
+HAND, ESTIMATE = "arithmetic by hand", "`spot-async check`"
 CARD = ("card",)
 SHARDED = {"sharding": "fsdp2"}
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -252,13 +252,13 @@ EXPERIMENTS = {
     ),
     "E8": Experiment(
         "Doctor of a normal pair",
-        "What does `spot-async doctor` measure and warn of, with two servers of 0.6B?",
+        "What does `spot-async check` measure and warn of, with two servers of 0.6B?",
         (
-            Part("E8 vLLM", "two servers, logits in float32", "servers:doctor", ("card", "vllm"), 200, ("vllm", {})),
+            Part("E8 vLLM", "two servers, logits in float32", "servers:check", ("card", "vllm"), 200, ("vllm", {})),
             Part(
                 "E8 vLLM 16 bits",
                 "two servers, 16 bits",
-                "servers:doctor",
+                "servers:check",
                 ("card", "vllm"),
                 200,
                 ("vllm", {"float32_logits": False}),

@@ -93,13 +93,13 @@ def conformance(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
             yield {"what": name, "state": state, "said": note[:200]}
 
 
-def doctor(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
-    """`spot-async doctor` of two servers on one card."""
+def check(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
+    """`spot-async check` of two servers on one card."""
     own = {} if place.device == "cpu" else keys
     config = _config(place, "0.6b", kind, {"memory_fraction": 0.3, **own}, {"memory_fraction": 0.3, **own})
-    found = json.loads(_command("doctor", str(config), "--json", codes=(0, 1)))
+    found = json.loads(_command("check", str(config), "--json", codes=(0, 1)))
     warnings, refusals = found.get("warnings", []), found.get("refusals", [])
-    yield {"what": "doctor", "warnings": len(warnings), "refusals": len(refusals)}
+    yield {"what": "check", "warnings": len(warnings), "refusals": len(refusals)}
     for name, facts in found.get("roles", {}).items():
         yield {
             "what": name,

@@ -1,4 +1,4 @@
-"""Finds out whether the servers of a run fit each other and the run. `doctor` shows it, `train` refuses what is unsafe.
+"""Finds out whether the servers of a run fit each other and the run. `check` shows it, `train` refuses what is unsafe.
 
 It asks servers that are running already; it starts nothing and prints nothing. `discovery.py` knows how to ask,
 `capabilities.py` what a policy needs. A fact that could not be asked for is None, never a guess.

@@ -21,7 +21,7 @@ from spot_async.checks.device_shares import added_start_s, shared_out, sleeps_wh
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.golds import gold_doubts
-from spot_async.data.problem_set import count_identical
+from spot_async.data.problem_set import ProblemSet, count_identical
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
@@ -49,8 +49,7 @@ class TrainPlan:
     served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teacher, reference
     renderer: PromptRenderer
     schedule: PromptSchedule
-    problems: int
-    rows: Mapping[str, int]  # what became of the rows of data.train: read, dropped, mended
+    training_set: ProblemSet  # data.train, with what became of its rows
     doubts: Sequence[str]  # a line for each kind of answer in data.train that no response can meet
     filtered: int  # how many problems have prompts that are too long
     policy: Policy
@@ -58,6 +57,15 @@ class TrainPlan:
     seen: Mapping[str, int]  # how many held-out problems are in data.train too, by the key of their set; no zeros
     silence: SilenceLimits | None  # how long the run may commit nothing; None: for ever
     common: CommonVocabulary  # the token ids that all models of the configuration know
+
+    @property
+    def problems(self) -> int:
+        return len(self.training_set.problems)
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """What became of the rows of data.train: read, dropped, mended."""
+        return self.training_set.counts
 
     @property
     def reference(self) -> ModelConfig | None:
@@ -143,8 +151,7 @@ def plan_training(config: Config) -> TrainPlan:
         served=served,
         renderer=renderer,
         schedule=schedule,
-        problems=len(problems),
-        rows=training_set.counts,
+        training_set=training_set,
         doubts=gold_doubts(problems, "data.train"),
         filtered=len(problems) - len(sources),
         policy=policy,

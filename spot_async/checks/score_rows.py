@@ -5,7 +5,7 @@ of server and for backends of third parties. Two texts that differ in one token 
 predicts this token has the same text before it in both, and the next row has not.
 
 A server alone cannot show everything. If its top-K leaves much of the probability out, neither the base of its
-logarithms nor a temperature of its own can be seen (docs/backends/doctor.md).
+logarithms nor a temperature of its own can be seen (docs/check.md).
 
 Axes: N known positions, T tokens, K top-k.
 """

@@ -17,7 +17,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from spot_async.cli import files, runs, servers
+from spot_async.cli import checking, files, runs, servers
 from spot_async.cli.arguments import ConfiguredCommand
 from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
 from spot_async.cli.ending import exit_code as exit_code
@@ -25,6 +25,12 @@ from spot_async.cli.ending import fail, screen, stderr
 from spot_async.cli.ending import hung as hung
 from spot_async.errors import ConfigError
 from spot_async.telemetry.screen import show_nearest_characters
+
+# Commands of earlier versions, and what does their work now.
+RETIRED = {
+    "plan": "spot-async check CONFIG --no-servers",
+    "data": "spot-async check FILE",
+}
 
 
 class Commands(TyperGroup):
@@ -37,6 +43,8 @@ class Commands(TyperGroup):
                 meant = f"train --{given}"
             elif given.endswith((".yaml", ".yml")):
                 meant = f"train {given}"
+            elif given in RETIRED:
+                fail(ConfigError(f"{given}: is now `{RETIRED[given]}`"), code=2)
             else:
                 return super().resolve_command(ctx, args)
             fail(ConfigError(f"{given}: no such command; did you mean `spot-async {meant}`?"), code=2)
@@ -50,8 +58,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(no_args_is_help=True, help="Look at problem files.")
-app.add_typer(data_app, name="data")
 
 
 def show_version(wanted: bool) -> None:
@@ -81,13 +87,12 @@ app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     options_metavar="MODEL_DIR [--uds PATH | --port N] [OPTIONS]",
 )(servers.serve)
-app.command(cls=ConfiguredCommand, help=flowing(servers.doctor))(servers.doctor)
+app.command(cls=ConfiguredCommand, help=flowing(checking.check))(checking.check)
+app.command("doctor", hidden=True, cls=ConfiguredCommand)(checking.check)  # its name of earlier versions
 app.command(cls=ConfiguredCommand, help=flowing(servers.tune))(servers.tune)
 app.command(cls=ConfiguredCommand, help=flowing(servers.forecast))(servers.forecast)
-app.command(cls=ConfiguredCommand, help=flowing(files.plan))(files.plan)
 app.command(cls=ConfiguredCommand, help=flowing(files.simulate))(files.simulate)
 app.command(help=flowing(servers.conformance))(servers.conformance)
-data_app.command("check", help=flowing(files.check_data))(files.check_data)
 app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)
 app.command(help=flowing(files.report))(files.report)
 app.command("verify-run", help=flowing(files.verify_run))(files.verify_run)

@@ -1,4 +1,4 @@
-"""The commands that read files and start nothing: of problem sets and of runs."""
+"""The commands that read the files of runs and start nothing."""
 
 from __future__ import annotations
 
@@ -8,52 +8,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from spot_async.base.tasks import root_cause
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
-from spot_async.cli.downloads import downloaded, ending_at_once, remark
-from spot_async.cli.ending import exit_code, fail, screen
+from spot_async.cli.ending import fail, screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
-
-
-def check_data(
-    target: Annotated[
-        str, typer.Argument(metavar="FILE|CONFIG", help="a problem file, a hub id, or a run's YAML file")
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="of the problem set, e.g. fields.answer=gold; of CONFIG, overrides of it"
-        ),
-    ] = None,
-    layout: Annotated[str | None, typer.Option(help="short for layout=NAME; see docs/data.md")] = None,
-    against: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="an evaluation set to look for; may be given again")
-    ] = None,
-    verifier: Annotated[str | None, typer.Option(metavar="KIND", help="default: boxed_match, or CONFIG's")] = None,
-    model: Annotated[str | None, typer.Option(metavar="DIR", help="whose tokenizer renders prompts of a FILE")] = None,
-) -> None:
-    """Read problems as a run would: what is kept, dropped and mended, what answers cannot be verified, what overlaps.
-
-    Exit code 1 when an answer is not right by its own verifier, 2 when something cannot be read.
-    """
-    from spot_async.tools.data_check import command
-
-    try:
-        if command.is_config(target):
-            if layout or model:
-                raise ConfigError("--layout and --model are for files; CONFIG names both")
-            with ending_at_once():  # it may download tokenizers
-                check = command.check_of_config(Path(target), settings or (), against or (), verifier, remark)
-        else:
-            chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
-            check = command.check_of_file(target, chosen, against or (), verifier, model)
-        is_verifiable = command.run(screen, check)
-    except (SpotError, ExceptionGroup) as error:
-        cause = root_cause(error)
-        fail(cause, code=exit_code(cause))
-    if not is_verifiable:
-        raise typer.Exit(1)
 
 
 def inspect_run(
@@ -153,32 +111,6 @@ def simulate(
         fail(error, code=2)
     except SpotError as error:
         fail(error, code=1)
-
-
-def plan(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    run: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", help="a run of this student, whose speeds and lengths are taken"),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
-) -> None:
-    """Say what a run of CONFIG will take: memory of each rank and GPU, what is sent and kept, and disk.
-
-    Speeds are those that `tune` or an earlier run has measured. Nothing is started. Exit code 2 when the configuration
-    is wrong.
-    """
-    from spot_async.checks.plan import plan_training
-    from spot_async.run_directory.layout import RunDirectory, name_of
-    from spot_async.tools.estimate import command
-
-    try:
-        settings = downloaded(load_config(config, overrides or ()), weights=())
-        path = RunDirectory.choose_path(settings, name_of(config))
-        command.run(screen, config, settings, plan_training(settings), path, run, is_json=json)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
 
 
 def push(

@@ -25,7 +25,6 @@ from spot_async.models.hub import ROLES
 from spot_async.run_directory.layout import RunDirectory, name_of
 
 if TYPE_CHECKING:  # these import transformers, and --help must not wait for that
-    from spot_async.checks.plan import TrainPlan
     from spot_async.evaluation.benchmarks import Benchmark
     from spot_async.models.files import ModelFiles
     from spot_async.running.resuming import ResumedRun
@@ -63,22 +62,11 @@ def train(
     Other exit codes: 0 done, 1 failed, 2 could not start, 3 stalled, 4 budget spent, 128 and the signal's number for
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
-    from spot_async.base.processes.gpus import GpuSoftware
-    from spot_async.checks.device_shares import on_named_devices
-    from spot_async.checks.machine import (
-        Machine,
-        placement_words,
-        training_warnings,
-        trains_on_gpus,
-        without_gpu,
-        without_weights,
-    )
+    from spot_async.checks.machine import Machine, without_gpu, without_weights
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.checks.room import check_room
-    from spot_async.tools.estimate.endpoints import estimate_run, show_estimates
-    from spot_async.tools.estimate.machine import estimate_machine, show_machine
-    from spot_async.trainer.nodes.topology import left_alone
-    from spot_async.trainer.settings import expected_attention
+    from spot_async.tools.check import command
+    from spot_async.tools.check.view import show_endpoints, show_memory, show_warnings
 
     try:
         check_brief(brief, dry_run)
@@ -101,32 +89,19 @@ def train(
             RunDirectory.check_usable(path)
             settings = downloaded(settings, weights=() if dry_run else ROLES)
             plan = plan_training(settings)
-        found = Machine.found(os.environ)
-        if not dry_run and (refusal := without_gpu(settings.training, plan.served, found)) is not None:
+        if not dry_run and (refusal := without_gpu(settings.training, plan.served, Machine.found(os.environ))):
             raise ConfigError(refusal)
-        unloadable = list(without_weights(plan.served, trained="student"))
-        if unloadable and not dry_run:
-            raise DataError(unloadable[0])
-        nodes = 1 if node is None else node[0].nodes
-        alone = left_alone(os.environ, settings.cluster)
-        lacking = [*unloadable, *([] if alone is None else [alone])]
-        lacking += training_warnings(settings, plan.served, found, nodes=nodes)
-        lacking += on_named_devices(plan.served)
+        if not dry_run and (unloadable := next(without_weights(plan.served, trained="student"), None)) is not None:
+            raise DataError(unloadable)
         check_room(path, settings, plan)
-        estimates = estimate_run(settings, plan, earlier)
-        machine = estimate_machine(settings, plan, earlier, nodes=nodes)
+        nodes = 1 if node is None else node[0].nodes
+        found = command.check_files(settings, plan, path, earlier, nodes=nodes)
         if dry_run:
-            show_plan(settings, path, plan, brief=brief)
-            placed = placement_words(settings.training, plan.served, found, nodes)
-            software, on_gpus = GpuSoftware.found(), trains_on_gpus(settings.training, found)
-            attention = expected_attention(settings.training, on_gpus=on_gpus, has_varlen=software.has_varlen)
-            lines = f"devices   {placed}\nsoftware  {software.words}\nattention {attention}"
-            screen.print(Text(lines), soft_wrap=True)
+            if not brief:
+                command.show_configuration(screen, settings)
+            command.show_run(screen, settings, plan, path, found)
             if node is not None:
                 screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
-            show_estimates(screen, estimates)
-            show_machine(screen, machine)
-            show_warnings(lacking)
             return
         from spot_async.running.training import (
             train as run_training,  # who is stopped in these seconds leaves no directory
@@ -143,9 +118,9 @@ def train(
         screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
-    show_estimates(screen, estimates)
-    show_machine(screen, machine)
-    show_warnings(lacking)
+    show_endpoints(screen, found.needed)
+    show_memory(screen, found.needed.machine)
+    show_warnings(screen, [*found.needed.warnings, *found.lacking])
     checkpoint = None if begun is None else begun.checkpoint
     stop = StopRequest()
     training = run_training(
@@ -293,7 +268,8 @@ def evaluate(
     from spot_async.models.files import read_model
     from spot_async.running.measuring import add_pass_k, is_complete
     from spot_async.telemetry.figures_table import figures_table
-    from spot_async.tools.estimate.endpoints import evaluation_estimate
+    from spot_async.tools.check.endpoints import evaluation_estimate
+    from spot_async.tools.check.view import show_warnings
 
     with ExitStack() as stack:
         try:
@@ -314,7 +290,7 @@ def evaluate(
             unloadable = list(without_weights({"student": settings.student}))
             if dry_run:
                 show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
-                show_warnings(unloadable)
+                show_warnings(screen, unloadable)
                 return
             if unloadable:
                 raise DataError(unloadable[0])
@@ -374,7 +350,8 @@ def show_evaluation_plan(
     """Print what `eval --dry-run` shows."""
     from spot_async.checks import machine
     from spot_async.checks.prompt_warnings import evaluation_warnings
-    from spot_async.tools.estimate.endpoints import evaluation_estimate
+    from spot_async.tools.check.endpoints import evaluation_estimate
+    from spot_async.tools.check.view import show_warnings
 
     if not brief:
         screen.print(Text(dump_yaml(config)))
@@ -387,54 +364,11 @@ def show_evaluation_plan(
         f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
         for benchmark in benchmarks
     ]
-    show_warnings(evaluation_warnings(benchmarks, student.vocabulary))
-    show_warnings(machine.evaluation_warnings(config.student, machine.Machine.found(os.environ)))
+    show_warnings(screen, evaluation_warnings(benchmarks, student.vocabulary))
+    show_warnings(screen, machine.evaluation_warnings(config.student, machine.Machine.found(os.environ)))
     lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
     screen.print(Text("\n".join(lines)), soft_wrap=True)
 
 
-def show_plan(config: Config, path: Path, plan: TrainPlan, *, brief: bool) -> None:
-    """Print what `train --dry-run` shows."""
-    from spot_async.checks.prompt_warnings import plan_warnings
-    from spot_async.trainer.settings import schedule_words
-
-    first = next(iter(plan.schedule))
-    if not brief:
-        screen.rule("configuration, defaults included", align="left")
-        screen.print(Text(dump_yaml(config)))
-    screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
-    screen.print(Text(plan.renderer.text(first.problem)))
-    screen.rule("would start", align="left")
-    show_warnings(plan_warnings(plan))
-    training, left_over = config.training, plan.schedule.left_over_per_epoch
-    left_words = f"; {left_over} left out of each epoch, whose batches are whole" if left_over else ""
-    lines = [
-        *(f"{role:<9} {model.backend.kind} backend serving {model.model}" for role, model in plan.served.items()),
-        f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
-        f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
-        f"in mini-batches of {training.mini_batch_size}, from "
-        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
-        f"rate      {schedule_words(training, plan.schedule.iterations)}",
-        f"rows      {words_of(plan.rows)}",
-        *(f"tokens    {line}" for line in plan.common.words),
-        f"evaluate  {evaluations(config, sum(len(each.sources) for each in plan.evaluation))}",
-        f"write     {path}",
-    ]
-    screen.print(Text("\n".join(lines)))
-
-
-def show_warnings(lines: Sequence[str]) -> None:
-    for line in lines:
-        screen.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
-
-
 def words_of(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
-
-
-def evaluations(config: Config, problems: int) -> str:
-    """Return in words when `problems` held-out problems are evaluated."""
-    if config.evaluation is None:
-        return "nothing"
-    every = f", and every {counted(config.evaluation.eval_every, 'iteration')}" if config.evaluation.eval_every else ""
-    return f"{counted(problems, 'problem')} before and after{every}"

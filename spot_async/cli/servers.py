@@ -1,4 +1,4 @@
-"""The commands about servers, without a run: `serve`, `doctor`, `tune`, `forecast` and `conformance`."""
+"""The commands about servers, without a run: `serve`, `tune`, `forecast` and `conformance`."""
 
 from __future__ import annotations
 
@@ -20,37 +20,6 @@ def serve(context: typer.Context) -> None:
     from spot_async.serving.__main__ import main as serve_model
 
     serve_model(context.args, program="spot-async serve")
-
-
-def doctor(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
-    directory: Annotated[Path | None, typer.Option(help="where the servers' logs go; default: temporary")] = None,
-) -> None:
-    """Start or attach a run's servers, ask them everything that a run depends on, and say what is unsafe.
-
-    Nothing is trained. `train` makes the same checks before it begins. Exit code 1 when the run would be unsafe or a
-    server fails, 2 when the configuration is wrong.
-    """
-    from spot_async.checks.plan import plan_training
-
-    try:
-        settings = downloaded(load_config(config, overrides or ()))
-        plan = plan_training(settings)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
-
-    from spot_async.tools.doctor import examine_and_show
-    from spot_async.tools.scratch import working_directory
-
-    try:
-        with working_directory(directory) as path:
-            is_safe = examine_and_show(screen, settings, plan, path, json=json)
-    except (SpotError, BaseExceptionGroup) as error:
-        fail(root_cause(error), code=1)
-    if not is_safe:
-        raise typer.Exit(1)
 
 
 def tune(

@@ -14,7 +14,7 @@ from spot_async.run_directory.layout import MISMATCHED
 CAUSES = (
     "perhaps the trainer's weights are not the served ones (another directory, missing tensors, a tied head), or the "
     "server bends what it samples (penalties, biases), serves quantised weights, or is at another temperature; "
-    "spot-async doctor asks it"
+    "spot-async check asks it"
 )
 
 

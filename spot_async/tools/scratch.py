@@ -1,4 +1,4 @@
-"""Gives a directory for logs and trial weights to commands that leave no run behind (doctor, conformance)."""
+"""Gives a directory for logs and trial weights to commands that leave no run behind (check, conformance)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from spot_async.backends.shared.behind import behind
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.checks.diagnosis import _ServerDiagnosis
 from spot_async.models.vocabulary import load_tokenizer
-from spot_async.tools.doctor import ROWS
+from spot_async.tools.check.servers import ROWS
 from spot_async.types import BehindUrl
 
 
@@ -124,7 +124,7 @@ async def test_a_student_behind_a_balancer_is_refused_and_unlike_teachers_are_wa
         ),
     ],
 )
-def test_doctor_shows_how_many_servers_are_behind_a_url(facts, words):
+def test_check_shows_how_many_servers_are_behind_a_url(facts, words):
     assert dict(ROWS)["servers behind the url"](facts) == words
 
 

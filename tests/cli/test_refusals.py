@@ -52,6 +52,14 @@ def test_an_option_or_a_file_in_a_commands_place_is_told_with_the_command(monkey
     assert_refused(invoke(monkeypatch, given, "x"), f"{given}: no such command; did you mean `spot-async {meant}`?")
 
 
+@pytest.mark.parametrize(
+    ("retired", "now"), [("plan", "spot-async check CONFIG --no-servers"), ("data", "spot-async check FILE")]
+)
+def test_a_retired_command_says_which_one_does_its_work(monkeypatch, retired, now):
+    shown = invoke(monkeypatch, retired, "check", "x", "--json")
+    assert (shown.exit_code, shown.stderr) == (2, f"error: {retired}: is now `{now}`\n")
+
+
 def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
     def resume(*given):
         return invoke(monkeypatch, "train", "--resume", *given)
@@ -87,7 +95,7 @@ def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
         (["--config", "my.yaml"], "--config: no such option; the file is given without one: my.yaml"),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "eval", "doctor"])
+@pytest.mark.parametrize("command", ["train", "eval", "check"])
 def test_an_option_that_is_a_key_names_the_key(monkeypatch, command, given, said):
     assert_refused(invoke(monkeypatch, command, "configs/quickstart.yaml", *given), said)
 

@@ -14,11 +14,11 @@ from spot_async.cli import app
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
 from spot_async.telemetry.live_bottleneck import replica_lines
-from spot_async.tools.doctor import show
+from spot_async.tools.check.servers import show_servers
 from spot_async.types import Traffic
 
 
-@pytest.mark.parametrize("command", ["train", "doctor", "conformance", "tune", "forecast"])
+@pytest.mark.parametrize("command", ["train", "check", "conformance", "tune", "forecast"])
 def test_paragraphs_of_help_fill_the_lines_that_a_screen_has(command):
     lines = CliRunner().invoke(app, [command, "--help"], terminal_width=80).output.splitlines()
     end = next(number for number, line in enumerate(lines) if line.startswith("╭"))
@@ -44,12 +44,12 @@ def test_a_line_on_a_replica_says_its_role_once_and_restarts_where_there_were_so
     ]
 
 
-def test_doctor_shows_the_whole_path_of_a_model_on_a_narrow_screen(monkeypatch):
-    monkeypatch.setattr("spot_async.tools.doctor.ROWS", (("model", lambda facts: facts["model"]),))
+def test_check_shows_the_whole_path_of_a_model_on_a_narrow_screen(monkeypatch):
+    monkeypatch.setattr("spot_async.tools.check.servers.ROWS", (("model", lambda facts: facts["model"]),))
     models = {role: f"examples/running_sum_with_a_long_name/of-this-{role}" for role in ("student", "teacher")}
     roles = {role: {"role": role, "model": model} for role, model in models.items()}
     out = io.StringIO()
-    show(Console(file=out, width=80), Diagnosis({}, roles, [], []))
+    show_servers(Console(file=out, width=80), Diagnosis({}, roles, [], []))
     lines = [line for line in out.getvalue().splitlines() if "─" not in line]
     columns = "".join(line[9:42].strip() for line in lines), "".join(line[42:].strip() for line in lines)
     assert "…" not in out.getvalue()

@@ -18,7 +18,7 @@ from spot_async.data.problem_set import count_identical
 from spot_async.data.prompts import PromptRenderer
 from spot_async.errors import DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.tools.data_check.check import find_repeated
+from spot_async.tools.check.problems import find_repeated
 from spot_async.types import ChatTurn, Problem
 
 
@@ -133,11 +133,12 @@ def test_one_question_in_another_conversation_is_another_problem_and_under_anoth
 
 def test_the_check_shows_conversations_and_names_what_answers_are_needed_for(tmp_path):
     few = write(tmp_path, [ASKED, TALKED])
-    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["data", "check", few])
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["check", few])
     assert shown.exit_code == 0, shown.output
     assert "[system] Be brief.\nWhat is 1+2?" in shown.output
     assert "warning: no run that learns from outcomes, and no evaluation, takes those without an answer" in shown.output
-    asked = ["data", "check", "configs/quickstart.yaml", f"data.train={few}", "evaluation=null"]
+    asked = ["check", "configs/quickstart.yaml", "--no-servers", f"data.train={few}", "evaluation=null",
+             "training.batch_size=2", "training.mini_batch_size=2", "training.iterations=4"]  # fmt: skip
     shown = CliRunner().invoke(app, asked)
     assert (shown.exit_code, "no `answer`" in shown.output) == (2, True), shown.output
     shown = CliRunner().invoke(app, [*asked, "policy.kind=opd"])

@@ -15,7 +15,7 @@ from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.data.golds import as_boxed, gold_doubts
 from spot_async.errors import DataError
-from spot_async.tools.data_check.check import check_golds
+from spot_async.tools.check.problems import check_golds
 from spot_async.types import Problem, Verdict
 from spot_async.verification import MathVerify
 
@@ -160,7 +160,7 @@ def test_training_evaluation_and_the_check_all_name_them(tmp_path):
     assert any("data.train: 4 answers of 4 not spelled" in line for line in lines), lines
     assert any("evaluation.problems: 3 answers of 4 may say that there is none" in line for line in lines), lines
     assert not any("answers" in line for line in plan_warnings(plan_training(load_config(QUICKSTART, [FEW]))))
-    result = CliRunner().invoke(app, ["data", "check", train, "--against", held], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["check", train, "--against", held], env={"COLUMNS": "200"})
     assert (
         "warning: 4 answers of 4 not spelled as a response would box it: row-1 has 'Answer: 0' for '0'" in result.output
     )

@@ -19,13 +19,13 @@ from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.base.tasks import leaves, running, watching
 from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import TRAINER, servers_on_devices, shared_out, starting_order
-from spot_async.config import ClusterConfig, ModelConfig, ServingConfig
+from spot_async.config import ClusterConfig, ModelConfig, ServingConfig, TrainingConfig
 from spot_async.errors import ProcessDiedError, SpotError
 from spot_async.models.model_size import read_size
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.estimate.device_memory import trainer_memory
+from spot_async.tools.check.memory import trainer_memory
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -91,11 +91,10 @@ class OneGpu:
         }
         rank = trainer_memory(
             read_size(models["student"]),
-            micro_batch_tokens=5_120,
+            TrainingConfig(
+                iterations=1, batch_size=32, dtype="bfloat16", micro_batch_tokens=5_120, recompute_layers=True
+            ),
             longest_tokens=5_120,
-            is_bfloat16=True,
-            recomputed_layers=28,
-            is_packed=True,
         )
         self.trainer = Trainer(self.device, rank.resting, rank.training, rng)
 

@@ -33,7 +33,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.identity import settings_of
 from spot_async.policies.teacher_responses import ResponseFile, TeacherResponse
 from spot_async.testing.services import SimulatedVerifier, generation
-from spot_async.tools import doctor
+from spot_async.tools.check import servers
 from spot_async.trainer.feed_check import check_feed
 from spot_async.types import Verdict, WeightVersion
 
@@ -133,7 +133,7 @@ def test_a_dry_run_says_how_many_rows_are_left_out_and_on_which_side(
     assert "left out," not in equal.output
 
 
-def test_doctor_says_how_many_rows_are_left_out_and_asks_no_model_about_an_id_that_it_lacks(
+def test_check_says_how_many_rows_are_left_out_and_asks_no_model_about_an_id_that_it_lacks(
     padded: dict[str, Path], few_problems: Path, servers_on_threads: None
 ) -> None:
     overrides = [f"data.train={few_problems}", f"student.model={padded['student']}"]
@@ -145,7 +145,7 @@ def test_doctor_says_how_many_rows_are_left_out_and_asks_no_model_about_an_id_th
         "teacher": 0,
     }
     assert (found["refusals"], found["warnings"]) == ([], [])
-    words = dict(doctor.ROWS)["vocabulary"]
+    words = dict(servers.ROWS)["vocabulary"]
     assert words(found["roles"]["student"]).endswith(", 16 rows beyond the common ones left out")
     assert "left out" not in words(found["roles"]["teacher"])
 

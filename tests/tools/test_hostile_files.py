@@ -249,7 +249,7 @@ MODELS = [
     ),
     Row("model.safetensors: a pipe", pipe("model.safetensors"), DRY, ""),  # a warning, in a dry run
 ]  # fmt: skip
-CHECK = ("data", "check")
+CHECK = ("check",)
 PROBLEMS = [
     Row(
         "good problems",

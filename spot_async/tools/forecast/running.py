@@ -127,7 +127,7 @@ async def measure(
 ) -> Measurement:
     """Measure prompts. Logs go under `directory`; `on_prompt` gets how many are finished, of how many.
 
-    Raises what starting the servers raises, ConfigError if `doctor` would refuse them, and the first error of prompts
+    Raises what starting the servers raises, ConfigError if `check` would refuse them, and the first error of prompts
     if none can be measured.
     """
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)

@@ -27,7 +27,7 @@ def missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
     if masked is not None and masked > MOST_MASKED:
         return (
             f"The teacher masked {masked:.1%} of the positions: little or nothing was learned from it. `spot-async "
-            "doctor` says why; use a server that takes and names tokens by id."
+            "check` says why; use a server that takes and names tokens by id."
         )
     selected, retained = (sum(row.get(f"spot/{name}", 0.0) for row in rows) for name in ("selected", "retained"))
     if selected and not retained:

@@ -1,6 +1,6 @@
 """Tunes a run: opens its servers as training does, notes its mix of requests, and ramps one server after another.
 
-Only one of a role's servers is measured. They are alike (`doctor` compares them), and measuring all would take longer.
+Only one of a role's servers is measured. They are alike (`check` compares them), and measuring all would take longer.
 The ramp asks the server directly, without the pool's concurrency limit, since that is what it looks for.
 """
 
@@ -91,7 +91,7 @@ async def tune(
 ) -> Tuning:
     """Measure every server that the policy asks. Logs go under `directory`; `tell` gets what is about to be sent.
 
-    Raises what starting the servers raises, ConfigError if `doctor` would refuse them, and RequestError if a prompt
+    Raises what starting the servers raises, ConfigError if `check` would refuse them, and RequestError if a prompt
     cannot be supervised.
     """
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)

@@ -1,4 +1,4 @@
-"""`spot-async doctor` on servers of our own: what it shows, what it refuses, and that `train` refuses the same."""
+"""`spot-async check` on servers of our own: what it shows, what it refuses, and that `train` refuses the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, PermanentError
-from spot_async.tools.doctor import ROWS, show
+from spot_async.tools.check.servers import ROWS, show_servers
 from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ class RefusesScores(Other):
 
 def screen_text(found: Diagnosis) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=200), found)
+    show_servers(Console(file=out, width=200), found)
     return out.getvalue()
 
 
@@ -494,16 +494,16 @@ def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(
     )
     monkeypatch.syspath_prepend(tmp_path)
     frozen = "student.backend.kind=frozen_server:Frozen"
-    unsafe = CliRunner().invoke(app, ["doctor", "configs/quickstart.yaml", frozen, f"--directory={tmp_path / 'logs'}"])
+    unsafe = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", frozen, f"--directory={tmp_path / 'logs'}"])
     assert unsafe.exit_code == 1, unsafe.output
     assert "unsafe: student.backend takes no new weights" in unsafe.output
     assert "round trip" in unsafe.output
     assert (tmp_path / "logs" / "logs" / "student.log").exists()
-    found = CliRunner().invoke(app, ["doctor", "configs/quickstart.yaml", "--json"])
+    found = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", "--json"])
     assert found.exit_code == 0, found.output
     roles = json.loads(found.stdout)["roles"]
     assert roles["teacher"]["score_top_k"] == 48
-    wrong = CliRunner().invoke(app, ["doctor", "configs/quickstart.yaml", "teacher.modl=x"])
+    wrong = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", "teacher.modl=x"])
     assert wrong.exit_code == 2
     assert "did you mean `model`?" in wrong.stderr
     refused = CliRunner().invoke(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
-from spot_async.tools.estimate.endpoints import estimate_run
+from spot_async.tools.check.requirements import requirements, tokens
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -52,9 +52,13 @@ def configured(*overrides, **backend):
     return config, plan_training(config)
 
 
+def endpoints(config, plan, earlier=None):
+    return requirements(config, plan, Path("runs"), earlier).endpoints
+
+
 def test_prompts_are_counted_exactly_and_responses_up_to_their_limit():
     config, plan = configured("policy=opd")
-    (teacher,) = estimate_run(config, plan)
+    (teacher,) = endpoints(config, plan)
     prompts = sum(len(prompt.token_ids) for prompt in islice(plan.schedule, 24))
     assert teacher.at_most.requests == 24
     assert teacher.at_most.used.prompt_tokens == prompts + 24 * 160
@@ -65,7 +69,7 @@ def test_prompts_are_counted_exactly_and_responses_up_to_their_limit():
 
 def test_kd_pays_for_each_problem_once_and_for_writing():
     config, plan = configured("policy=kd", "training.iterations=50", "policy.forward_kl_weight=0")
-    (teacher,) = estimate_run(config, plan)
+    (teacher,) = endpoints(config, plan)
     assert teacher.at_most.requests == plan.problems
     assert teacher.at_most.used.completion_tokens == plan.problems * 160
 
@@ -75,7 +79,7 @@ def test_an_earlier_runs_responses_are_assumed(tmp_path):
     rows = [{"iteration": n, "rollout/tokens": tokens} for n, tokens in ((1, 30.0), (2, 50.0))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, plan = configured("policy=opd")
-    (teacher,) = estimate_run(config, plan, tmp_path)
+    (teacher,) = endpoints(config, plan, tmp_path)
     prompts = sum(len(prompt.token_ids) for prompt in islice(plan.schedule, 24))
     assert teacher.expected.used.prompt_tokens == prompts + 24 * 40
 
@@ -106,10 +110,30 @@ def test_an_evaluation_says_what_it_asks_for_at_most_and_what_that_costs(tmp_pat
 
 def test_nothing_is_estimated_of_what_costs_nothing():
     config = load_config(ROOT / "configs" / "quickstart.yaml", SMALL)
-    assert estimate_run(config, plan_training(config)) == []
+    assert endpoints(config, plan_training(config)) == []
 
 
 def test_a_budget_without_prices_is_refused():
     backend = json.dumps({"kind": "openai", "url": "http://127.0.0.1:9", "budget": 5.0})
     with pytest.raises(Exception, match="budget=5 needs prices"):
         load_config(ROOT / "configs" / "quickstart.yaml", [f"teacher.backend={backend}"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "rollouts", "probes", "written"),
+    [("opd", 1, 0, 0), ("spot", 1, 2, 0), ("{kind: grpo, samples: 4}", 4, 0, 0), ("kd", 0, 0, 1)],
+)
+def test_tokens_of_a_run_are_counted_by_what_each_method_does(policy, rollouts, probes, written):
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, f"policy={policy}", "training.iterations=4"])
+    plan = plan_training(config)
+    found = tokens(config, plan, 100.0, 1.0)
+    prompts = [len(prompt.token_ids) for prompt in islice(plan.schedule, 32)]
+    needs, samples = plan.policy.needs, max(rollouts, 1)
+    trained = samples * (sum(prompts) + 32 * 100)
+    assert (found.rollouts, found.trained, found.evaluations) == (rollouts * 32 * 100, trained, 0)
+    assert found.probes == 32 * needs.probes_per_prompt * 50
+    assert (needs.probes_per_prompt > 0) == (probes > 0)
+    problems = 32 if written else 0  # each of them once, and 32 of 40 in this order
+    assert found.teacher_written == problems * 100
+    scored = needs.teacher_top_k > 0 or needs.reference
+    assert found.scored == scored * trained

@@ -1,4 +1,4 @@
-"""`spot-async doctor` on real servers: what it finds is what is known of them, and an unsafe run is refused."""
+"""`spot-async check` on real servers: what it finds is what is known of them, and an unsafe run is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from spot_async.checks.diagnosis import Diagnosis
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
-from spot_async.tools.doctor import examine
+from spot_async.tools.check.servers import examine
 
 BOTH = {"weight_update": True, "weight_transport": "disk", "vocab_as_students": True}
 KNOWN: dict[str, dict[str, Any]] = {

@@ -14,9 +14,7 @@ from spot_async.checks.device_shares import GIB, WORKSPACE_GIB, ServerOnDevice
 from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.config.training import ClusterConfig
 from spot_async.models.model_size import size_of, training_operations
-from spot_async.tools.estimate.device_memory import per_device, trainer_memory
-from spot_async.tools.estimate.machine import longest_response, rank_memory
-from spot_async.tools.estimate.work import decoding_s, run_work, scoring_s, training_s
+from spot_async.tools.check.memory import longest_response, per_device, trainer_memory
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 ROOT = Path(__file__).parents[2]
@@ -125,13 +123,21 @@ def test_activations_are_what_autograd_keeps(precision, documents):
     assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(expected, rel=0.02)
 
 
+def rank_of(size, *, longest_tokens=1_000, shards=None, **keys):
+    """Return what a rank keeps whose rows are padded, in bfloat16 unless told otherwise."""
+    ranks = {} if shards is None else {"ranks": shards, "sharding": "fsdp2"}
+    given = {"dtype": "bfloat16", "packing": False, "micro_batch_tokens": longest_tokens} | ranks | keys
+    training = TrainingConfig(iterations=1, batch_size=12, mini_batch_size=12, **given)
+    return trainer_memory(size, training, longest_tokens=longest_tokens)
+
+
 def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
-    memory = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_bfloat16=True)
+    memory = rank_of(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120)
     assert memory.weights == memory.gradients == pytest.approx(596_049_920 * 4 / 2**30)
     assert memory.optimiser == 2 * memory.weights
     assert memory.copies == memory.weights / 2
     assert memory.activations == pytest.approx(35.0)  # 16,384 x 2,293,760 bytes
-    alone = trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=5_120, is_bfloat16=False)
+    alone = rank_of(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=5_120, dtype="float32")
     assert alone.activations == pytest.approx(5_120 * 3_440_640 / GIB)  # 28 x (24 x 1,024 + 16 x 3,072 + 16 x 3,072)
     assert alone.copies == 0
 
@@ -143,7 +149,7 @@ def server_on(role, device, size, *, memory_fraction, sleeps):
 
 
 def test_a_server_that_sleeps_makes_room_and_one_that_does_not_takes_it():
-    rank = trainer_memory(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120, is_bfloat16=True)
+    rank = rank_of(QWEN3_06B, micro_batch_tokens=16_384, longest_tokens=5_120)
     student = server_on("student", 0, QWEN3_06B, memory_fraction=0.4, sleeps=True)
     teacher = server_on("teacher", 1, QWEN3_06B, memory_fraction=0.9, sleeps=False)
     assert student.cache_gib == pytest.approx(32 - 2 * 596_049_920 / 2**30 - 3)  # context, graphs, activations
@@ -165,7 +171,7 @@ def test_the_longest_response_is_the_last_that_fits(binding):
     found = longest_response(QWEN3_06B, training, [server], ranks=1, prompt_tokens=1_024, context_tokens=context)
 
     def fits(response):
-        rank = rank_memory(QWEN3_06B, training, longest_tokens=1_024 + response)
+        rank = trainer_memory(QWEN3_06B, training, longest_tokens=1_024 + response)
         return per_device([server], rank, 1, 80.0)[0].fits, server.cache_tokens >= 1_024 + response
 
     assert fits(found) == (True, True)
@@ -179,19 +185,17 @@ def test_the_longest_response_is_the_last_that_fits(binding):
 )
 def test_the_students_of_4b_and_of_llama_fit_only_when_they_are_sharded(size):
     def devices(**choices):
-        rank = trainer_memory(size, micro_batch_tokens=5_120, longest_tokens=5_120, is_bfloat16=True, **choices)
+        rank = rank_of(size, longest_tokens=5_120, **choices)
         server = server_on("student", 0, size, memory_fraction=0.4, sleeps=True)
         return per_device([server], rank, 1, 80.0)
 
     assert not devices()[0].fits
-    assert not devices(recomputed_layers=size.layers)[0].fits
+    assert not devices(recompute_layers=True)[0].fits
     assert devices(shards=3)[0].fits
 
 
 def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
-    rank = trainer_memory(
-        QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, is_bfloat16=True, shards=4, recomputed_layers=28
-    )
+    rank = rank_of(QWEN3_06B, shards=4, recompute_layers=True)
     assert rank.weights == rank.gradients == rank.optimiser / 2 == pytest.approx(596_049_920 / 2**30)
     # In bfloat16 embedding with last norm, and two layers; their gradients (one layer's), and those in float32.
     outer, layer = 155_583_488, 15_730_944
@@ -201,9 +205,7 @@ def test_a_sharded_rank_keeps_its_part_and_what_it_gathers():
 
 def test_what_is_offloaded_is_in_the_cpus_memory_and_not_on_the_device():
     def rank(**choices):
-        return trainer_memory(
-            QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, is_bfloat16=True, shards=4, **choices
-        )
+        return rank_of(QWEN3_06B, shards=4, **choices)
 
     plain, optimizer, everything = (rank(offload=kind) for kind in ("none", "optimizer", "all"))
     assert (optimizer.weights, optimizer.gradients, optimizer.optimiser) == (plain.weights, plain.gradients, 0)
@@ -215,19 +217,16 @@ def test_what_is_offloaded_is_in_the_cpus_memory_and_not_on_the_device():
 
 
 def test_with_lora_a_rank_holds_frozen_weights_in_their_type_and_sixteen_bytes_for_each_number_that_is_trained():
-    def rank(**choices):
-        return trainer_memory(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=1_000, **choices)
-
     # 28 layers: q and o 1,024 + 2,048, k and v 1,024 + 1,024, three of 1,024 + 3,072, each 16 times.
     adapters = 28 * 16 * (2 * 3_072 + 2 * 2_048 + 3 * 4_096)
-    memory = rank(is_bfloat16=True, lora=LoraConfig(rank=16))
+    memory = rank_of(QWEN3_06B, lora=LoraConfig(rank=16))
     assert memory.weights == pytest.approx((2 * 596_049_920 + 4 * adapters) / 2**30)
     assert memory.gradients == memory.optimiser / 2 == pytest.approx(4 * adapters / 2**30)
     assert memory.copies == pytest.approx(2 * adapters / 2**30)
-    attention = rank(is_bfloat16=False, lora=LoraConfig(rank=16, targets="attention"))
+    attention = rank_of(QWEN3_06B, dtype="float32", lora=LoraConfig(rank=16, targets="attention"))
     assert attention.weights == pytest.approx((4 * 596_049_920 + 4 * 28 * 16 * 10_240) / 2**30)
     assert attention.copies == 0
-    sharded = rank(is_bfloat16=True, shards=4, lora=LoraConfig(rank=16))
+    sharded = rank_of(QWEN3_06B, shards=4, lora=LoraConfig(rank=16))
     assert sharded.weights == pytest.approx(memory.weights / 4)
     outer, layer = 155_583_488, 15_730_944
     assert sharded.copies == pytest.approx((2 * outer + 4 * layer + 6 * adapters / 28) / 2**30)
@@ -254,15 +253,7 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
     choices = {"sharding": "fsdp2", "recompute_layers": True}
     found = benchmark.train_once("0.6b", choices, tmp_path)
     size = size_of(json.loads((tmp_path / "0.6b" / "config.json").read_bytes()))
-    expected = trainer_memory(
-        size,
-        micro_batch_tokens=60,
-        longest_tokens=25,
-        is_bfloat16=True,
-        shards=1,
-        recomputed_layers=size.layers,
-        is_packed=True,
-    )
+    expected = rank_of(size, micro_batch_tokens=60, longest_tokens=25, shards=1, recompute_layers=True, packing="auto")
     assert found["estimate_gib"] == expected.training
     samples = benchmark.trajectories(1, "0.6b", 4)
     lengths = [len(each.prompt_ids) + len(each.response_ids) - 1 for each in samples]
@@ -270,35 +261,6 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
     operations = training_operations(size, lengths, rows, recomputes_behavior=True)  # as `perf/mfu` counts
     assert found["bound_s"] == pytest.approx(operations / 1e12)
     assert found["loss"] != 0
-
-
-def test_tokens_of_a_run_are_counted_by_what_each_method_does():
-    common = {"prompt_tokens": 1_000, "prompts": 10, "response_tokens": 200.0}
-    spot = run_work(**common, samples=1, probes=8, scorers=1, student_writes=True, teacher_problems=0)
-    assert (spot.rollout, spot.probe, spot.scored, spot.trained) == (2_000, 8_000, 3_000, 3_000)
-    grpo = run_work(**common, samples=8, probes=0, scorers=1, student_writes=True, teacher_problems=0)
-    assert (grpo.rollout, grpo.prompt, grpo.scored, grpo.trained) == (16_000, 8_000, 24_000, 24_000)
-    kd = run_work(**common, samples=1, probes=0, scorers=1, student_writes=False, teacher_problems=4)
-    assert (kd.rollout, kd.teacher_written, kd.scored, kd.trained) == (0, 800, 1_200, 3_000)
-
-
-def test_times_are_operations_and_bytes_over_assumed_speeds():
-    a800, h200 = GPUS["a800"], GPUS["h200"]
-    # 1,000 sequences: layers and attention for 300 tokens, the output layer for 200.
-    layers = 2 * 28 * (15_730_944 - 2 * 1_024 - 2 * 128) * 300 + 4 * 28 * 2_048 * 300 * 301 / 2
-    output = 2 * 1_024 * 151_936 * 200
-    common = {"prompt_tokens": 100.0, "response_tokens": 200.0, "ranks": 2, "lora": None, "gpu": a800}
-    one_s = 1_000 / (0.3 * 312e12 * 2)
-    plain = training_s(1_000, QWEN3_06B, **common, recomputes_behavior=False, recomputed_layers=0)
-    assert plain == pytest.approx(3 * (layers + output) * one_s)
-    twice = training_s(1_000, QWEN3_06B, **common, recomputes_behavior=True, recomputed_layers=14)
-    assert twice == pytest.approx((4 * (layers + output) + layers / 2) * one_s)
-    assert scoring_s(1e6, QWEN3_06B, servers=1, gpu=h200) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 989e12))
-    assert scoring_s(1e6, QWEN3_06B, servers=1, gpu=a800) == pytest.approx(2 * 596_049_920 * 1e6 / (0.4 * 312e12))
-    step = (2 * 596_049_920 + 64 * 1_000 * 114_688) / 1e12  # seconds for 64 tokens
-    assert decoding_s(64_000, QWEN3_06B, at_once=64, context_tokens=1_000, servers=1, gpu=a800) == pytest.approx(
-        1_000 * step
-    )
 
 
 def test_every_kind_of_gpu_that_a_run_can_name_has_its_data_sheet():

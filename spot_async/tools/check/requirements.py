@@ -1,22 +1,20 @@
-"""Computes what a run takes of memory, disk and wires, before it starts. It measures nothing; `tune` and runs have.
+"""Computes what a run takes of memory, disk, wires, tokens and money, before it starts. It measures nothing.
 
-Memory comes from `device_memory`. Here are the sizes of what is trained on, published and kept, and the speeds that
-another run or `tune` measured.
+Memory comes from `memory`, money from `endpoints`. Here are tokens, and the sizes of what is trained on, published and
+kept. How long all that takes is `simulate`'s.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from spot_async.checks.device_shares import CONTEXT_GIB, on_named_devices
 from spot_async.checks.plan import TrainPlan, merged_every
-from spot_async.checks.room import ADAPTER_BYTES, published_bytes, student_bytes, weights_shortage
+from spot_async.checks.room import ADAPTER_BYTES, published_bytes, student_bytes
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.config.training import TARGETS
@@ -24,40 +22,28 @@ from spot_async.loop.sample_bytes import payload_bytes
 from spot_async.models.model_size import ModelSize, read_size
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.room import BYTES_OF_PARAMETER, Parameters
-from spot_async.tools.estimate.device_memory import TrainerMemory
-from spot_async.tools.estimate.endpoints import ASSUMED_SHARE, mean_response_tokens
-from spot_async.tools.estimate.machine import MachineEstimate, estimate_machine, misfits, rank_memory
-from spot_async.tools.simulate.reading import read_run, read_tune, tune_beside
+from spot_async.tools.check.endpoints import RoleEstimate, estimate_endpoints
+from spot_async.tools.check.memory import MachineMemory, TrainerMemory, machine_memory, misfits, trainer_memory
 
+ASSUMED_SHARE = 0.5  # assumed length of a response, as a share of the longest
 SAMPLE_BYTES_PER_TOKEN = 80  # of samples.jsonl, as `run.samples_every` says
 COPIES = 2  # in the run directory, of students published elsewhere: of the last checkpoint, and of the next
-SPEEDS = ("tokens_per_s", "tokens_per_s_each", "fixed_s")
 
 
-class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trainer rank needs on a GPU."""
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a whole run."""
 
-    weights_gib: float
-    gradients_gib: float
-    optimiser_gib: float
-    context_gib: float = CONTEXT_GIB
-    at_rest_gib: float
-    copies_gib: float
-    activations_gib: float
-    logits_gib: float
-    training_gib: float  # while it trains: all of it
+    rollouts: float
+    probes: float
+    teacher_written: float
+    scored: float  # by teacher and reference, prompts included
+    trained: float  # forward and backward, prompts included
+    evaluations: float
 
 
-class Device(msgspec.Struct, frozen=True):
-    """What one GPU holds."""
-
-    device: int
-    sampling_gib: float
-    training_gib: float
-    size_gib: float
-
-
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
     """What a run sends and keeps, with responses of one length. None where the student's size is unknown."""
 
     batch_bytes: int  # one batch's supervision, which the trainer is sent
@@ -71,66 +57,117 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int  # all that is kept
 
 
-class Requirements(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
     """What a run will take."""
 
     parameters: Parameters | None
-    rank: RankMemory | None  # None for an architecture that the estimate does not know
-    devices: list[Device]  # empty if the run starts no server on a numbered GPU
+    rank: TrainerMemory | None  # None for an architecture that the estimate does not know
+    machine: MachineMemory | None  # None if the run starts no server on a numbered GPU
     expected: Sizes
     at_most: Sizes
-    expected_response_tokens: float
+    expected_tokens: Tokens
+    most_tokens: Tokens
+    endpoints: Sequence[RoleEstimate]  # what is asked of those that cost money or have limits
+    response_words: str  # how long responses are expected to be, and why
     free_disk_bytes: int
-    speeds: dict[str, dict[str, float]]  # by role, as measured
-    measured_by: list[str]  # the files that say so
     warnings: list[str]
+
+    def as_tree(self) -> dict[str, Any]:
+        """Return what programs read."""
+        return {
+            "parameters": self.parameters,
+            "rank_gib": self.rank,
+            "devices_gib": [] if self.machine is None else self.machine.devices,
+            "expected": self.expected,
+            "at_most": self.at_most,
+            "expected_tokens": self.expected_tokens,
+            "most_tokens": self.most_tokens,
+            "endpoints": {
+                each.account.role: {"expected": each.expected, "at_most": each.at_most} for each in self.endpoints
+            },
+            "free_disk_bytes": self.free_disk_bytes,
+            "warnings": self.warnings,
+        }
 
 
 def requirements(
-    source: Path, config: Config, plan: TrainPlan, directory: Path, earlier: Path | None = None
-) -> tuple[Requirements, MachineEstimate | None]:
-    """Return what a run takes, and the estimate of its GPUs. It would write to `directory`.
+    config: Config, plan: TrainPlan, directory: Path, earlier: Path | None = None, *, nodes: int = 1
+) -> Requirements:
+    """Return what a run takes that would write to `directory`, on one of `nodes` machines.
 
-    `source` is the configuration's file: what `tune` measured lies beside it. `earlier` is a run whose speeds and
-    lengths of responses are taken. Raises DataError where it cannot be read.
+    `earlier` is a run whose lengths of responses are taken. Raises DataError where it cannot be read.
     """
     longest = config.sampling.max_response_tokens
-    size = read_size(plan.student.directory)
-    parameters = count_parameters(plan.student.directory, size, config)
-    speeds, told = measured_speeds(source, config, earlier)
     rows = () if earlier is None else RunFiles(earlier).metrics()
     measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)
     expected = min(float(longest), ASSUMED_SHARE * longest if measured is None else measured)
-    nodes = config.cluster.nodes or 1
-    estimate = estimate_machine(config, plan, earlier, nodes=nodes)
+    size = read_size(plan.student.directory)
+    parameters = count_parameters(plan.student.directory, size, config)
+    machine = machine_memory(config, plan, nodes=nodes)
     on_one_node = config.training.model_copy(update={"ranks": config.training.ranks // nodes})
-    longest_tokens = config.sampling.max_prompt_tokens + longest
     there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
     at_most = sizes(config, plan, parameters, float(longest))
-    warnings = [] if estimate is None else misfits(estimate)
-    warnings += on_named_devices(plan.served)
-    if (words := weights_shortage(config, plan)) is not None:
-        warnings.append(words)
+    warnings = [] if machine is None else misfits(machine)
     if at_most.disk_bytes > free:
         warnings.append(
             f"the disk of {directory} has {free / 1e9:.1f} GB left, and the run keeps up to "
             f"{at_most.disk_bytes / 1e9:.1f} GB"
         )
+    why = f"half of sampling.max_response_tokens={longest}" if measured is None else "as in the run given"
     return Requirements(
         parameters=parameters,
-        rank=None if size is None else _rank(rank_memory(size, on_one_node, longest_tokens=longest_tokens)),
-        devices=[Device(each.device, each.sampling, each.training, each.size) for each in estimate.devices]
-        if estimate is not None
-        else [],
+        rank=None
+        if size is None
+        else trainer_memory(size, on_one_node, longest_tokens=config.sampling.max_prompt_tokens + longest),
+        machine=machine,
         expected=sizes(config, plan, parameters, expected),
         at_most=at_most,
-        expected_response_tokens=expected,
+        expected_tokens=tokens(config, plan, expected, ASSUMED_SHARE),
+        most_tokens=tokens(config, plan, float(longest), 1.0),
+        endpoints=estimate_endpoints(config, plan, expected),
+        response_words=f"responses of {expected:.0f} tokens, {why}",
         free_disk_bytes=free,
-        speeds=speeds,
-        measured_by=told,
         warnings=warnings,
-    ), estimate
+    )
+
+
+def mean_response_tokens(rows: Sequence[Mapping[str, Any]], *, of_teacher: bool) -> float | None:
+    """Return the mean length of responses over a run's iterations; None without iterations."""
+    name = "teacher/tokens" if of_teacher else "rollout/tokens"
+    found = [float(row[name]) for row in rows if name in row]
+    return sum(found) / len(found) if found else None
+
+
+def tokens(config: Config, plan: TrainPlan, response_tokens: float, evaluation_share: float) -> Tokens:
+    """Return the tokens of a run whose responses all have one length; evaluations reach a share of their limits.
+
+    Probes continue from anywhere in a response, and so take half of its length on average.
+    """
+    needs, iterations, evaluation = plan.policy.needs, plan.schedule.iterations, config.evaluation
+    prompts = list(islice(plan.schedule, iterations * config.training.batch_size))
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    responses = len(prompts) * needs.samples_per_prompt
+    sequences = needs.samples_per_prompt * prompt_tokens + responses * response_tokens
+    written = 0  # problems to which the teacher writes a response, which it scores once
+    if needs.teacher_responses:
+        written = len({prompt.problem.id for prompt in prompts})
+    mean_prompt = prompt_tokens / max(1, len(prompts))
+    evaluations = 0
+    if evaluation is not None:
+        evaluations = 2 + (iterations // evaluation.eval_every if evaluation.eval_every else 0)
+    scorers = (needs.teacher_top_k > 0) + needs.reference
+    return Tokens(
+        rollouts=0.0 if needs.teacher_responses else responses * response_tokens,
+        probes=responses * needs.probes_per_prompt * response_tokens / 2,
+        teacher_written=written * response_tokens,
+        scored=scorers * (written * (mean_prompt + response_tokens) if written else sequences),
+        trained=sequences,
+        evaluations=evaluations
+        * evaluation_share
+        * sum(len(each.sources) * each.samples * each.max_response_tokens for each in plan.evaluation),
+    )
 
 
 def count_parameters(student: Path, size: ModelSize | None, config: Config) -> Parameters | None:
@@ -184,36 +221,3 @@ def _checkpoints(iterations: int, config: Config) -> int:
     every = training.keep_checkpoints.every
     for_good = 0 if every is None else sum(step % every == 0 for step in steps)
     return min(len(steps), training.keep_checkpoints.last + 1 + for_good)
-
-
-def measured_speeds(
-    source: Path, config: Config, earlier: Path | None
-) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Return the measured speeds by role, and the files that they are from. A run's win over those of `tune`."""
-    found: dict[str, dict[str, float]] = {}
-    told = []
-    if (tuning := tune_beside(source)) is not None:
-        found |= _speeds(read_tune(tuning))
-        told.append(str(tuning))
-    if earlier is not None:
-        found |= _speeds(read_run(earlier, config).rates)
-        told.append(str(earlier))
-    return found, told
-
-
-def _speeds(rates: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    named = {role: each for role, each in rates.items() if isinstance(each, Mapping)}
-    return {role: {key: float(each[key]) for key in SPEEDS if each.get(key)} for role, each in named.items()}
-
-
-def _rank(memory: TrainerMemory) -> RankMemory:
-    return RankMemory(
-        weights_gib=memory.weights,
-        gradients_gib=memory.gradients,
-        optimiser_gib=memory.optimiser,
-        at_rest_gib=memory.resting,
-        copies_gib=memory.copies,
-        activations_gib=memory.activations,
-        logits_gib=memory.logits,
-        training_gib=memory.training,
-    )

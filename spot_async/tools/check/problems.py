@@ -1,4 +1,4 @@
-"""Examines a problem set: lengths, repetitions, and answers that no verifier can find right. It prints nothing."""
+"""Examines problem sets: lengths, repetitions, and answers that no verifier can find right. It prints nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from string import ascii_uppercase
 
 import numpy as np
 
-from spot_async.data.problem_set import identity
+from spot_async.base import registry
+from spot_async.config import PluginSettings, ProblemSetConfig
+from spot_async.config.loading import parse_yaml, validate_as
+from spot_async.data.problem_set import identity, load_problem_set
+from spot_async.errors import ConfigError
 from spot_async.protocols import Verifier
 from spot_async.types import Problem, Verdict
 from spot_async.verification import MathVerify
@@ -43,6 +47,35 @@ def answer_type(problem: Problem) -> str:
     if is_text:
         return "text"
     return "list or interval" if _LIST.fullmatch(answer) else "expression"
+
+
+@dataclass(frozen=True)
+class JudgedSet:
+    """A problem set, and the verifier that judges its answers."""
+
+    key: str  # its configuration key, for messages; empty without a configuration
+    name: str  # its configuration key, or its path
+    problems: Sequence[Problem]
+    verifier: PluginSettings | None  # None if nobody judges its answers
+
+
+def held_out_file(path: str) -> JudgedSet:
+    """Return a file that training problems are only compared with."""
+    found = load_problem_set(ProblemSetConfig(path=path), "", needs_answers=False)
+    return JudgedSet("", path, found.problems, None)
+
+
+def read_verifier(text: str) -> PluginSettings:
+    """Read a verifier's settings from `KIND`, or from a section such as `{kind: math_verify, workers: 4}`."""
+    tree = parse_yaml(text, f"--verifier {text}")
+    tree = {"kind": tree} if isinstance(tree, str) else tree
+    if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str):
+        raise ConfigError(f"--verifier {text}: give one of {', '.join(registry.names('verifiers'))}")
+    try:
+        schema: type[PluginSettings] = registry.load("verifiers", tree["kind"]).Settings
+    except ValueError as error:
+        raise ConfigError(f"--verifier {text}: {error}") from None
+    return validate_as(schema, tree)
 
 
 @dataclass(frozen=True)
@@ -90,6 +123,15 @@ class GoldCheck:
     oversized: int
     have_choices: int  # how many of those tried have choices
     unclear_choices: tuple[Problem, ...]  # with an empty choice, or two equal ones
+
+
+async def check_set(judged: JudgedSet) -> GoldCheck | None:
+    """Verify every answer of a set against itself; None if nobody judges them."""
+    if judged.verifier is None:
+        return None
+    verifier: Verifier = registry.load("verifiers", judged.verifier.kind)(judged.verifier)
+    async with verifier:
+        return await check_golds(judged.problems, verifier)
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:

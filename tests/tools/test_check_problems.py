@@ -1,4 +1,4 @@
-"""`spot-async data check`: overlaps, golds that cannot be right, repeated rows, and the command that shows them."""
+"""`spot-async check` of problems: overlaps, golds that cannot be right, repeated rows, and what it shows of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.data.problem_set import count_identical, find_overlaps
-from spot_async.tools.data_check.check import answer_type, check_golds, find_repeated
+from spot_async.tools.check.problems import answer_type, check_golds, find_repeated
 from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch, math_verify
 
@@ -99,8 +99,11 @@ def test_rows_repeated_but_for_white_space_are_counted():
     assert (repeated.groups, repeated.rows, repeated.conflicting) == (2, 2, 1)
 
 
+SMALL = ["training.batch_size=1", "training.mini_batch_size=1", "training.iterations=4"]
+
+
 def check(*arguments, columns=200):
-    result = CliRunner().invoke(app, ["data", "check", *arguments], env={"COLUMNS": str(columns)})
+    result = CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": str(columns)})
     return result.exit_code, result.output
 
 
@@ -159,11 +162,14 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
 def test_the_check_command_reads_a_runs_configuration(tmp_path):
     few = write(tmp_path, [{"problem": "a1+2b", "answer": 3}, {"problem": "a1" + "+1b" * 30, "answer": 31}])
     train = f"data.train={few}"
-    code, output = check("configs/quickstart.yaml", train, f"evaluation.problems={few}")
+    code, output = check("configs/quickstart.yaml", "--no-servers", train, f"evaluation.problems={few}", *SMALL)
     assert code == 0, output
     rows = [{"problem": "a1+2b", "answer": r"\,"}]
-    code, broken = check("configs/quickstart.yaml", train, f"evaluation.problems={write(tmp_path, rows, 'e.jsonl')}")
-    assert (code, "evaluation.problems: answers against themselves, by boxed_match" in broken) == (1, True), broken
+    held_out = f"evaluation.problems={write(tmp_path, rows, 'e.jsonl')}"
+    code, broken = check("configs/quickstart.yaml", "--no-servers", train, held_out, *SMALL)
+    assert (code, "evaluation.problems: answers against themselves, by boxed_match" in broken) == (0, True), broken
+    assert "warning: no response to the problems with unverifiable answers" in broken
+    assert "warning: no response" not in output
     assert "row-1: '\\\\,' is no_answer" in broken
     assert "filtered by a run" in output
     assert "<|user|>" in output

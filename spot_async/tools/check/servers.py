@@ -1,12 +1,10 @@
-"""`spot-async doctor`: starts or attaches a run's servers, asks them, and shows what it found as a table or JSON."""
+"""Starts or attaches a run's servers, asks them what the run depends on, and shows what they said as a table."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +17,7 @@ from spot_async.config import Config
 from spot_async.running.assembly import make_spending
 from spot_async.running.services import open_services
 from spot_async.telemetry.console import percent
+from spot_async.tools.check.view import show_warnings
 
 Facts = Mapping[str, Fact]
 
@@ -31,7 +30,7 @@ async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis
         return services.diagnosis
 
 
-def show(screen: Console, diagnosis: Diagnosis) -> None:
+def show_servers(screen: Console, diagnosis: Diagnosis) -> None:
     """Print the table, then what follows from it."""
     by_role: dict[str, dict[str, Facts]] = {}
     for name, facts in diagnosis.roles.items():
@@ -42,8 +41,7 @@ def show(screen: Console, diagnosis: Diagnosis) -> None:
         if any(cells):
             table.add_row(label, *(Text(cell, overflow="fold") for cell in cells))
     screen.print(table)
-    for warning in diagnosis.warnings:
-        screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+    show_warnings(screen, diagnosis.warnings)
     for refusal in diagnosis.refusals:
         screen.print(Text(f"unsafe: {refusal}", style="red"), soft_wrap=True)
     if not diagnosis.refusals:
@@ -58,24 +56,6 @@ def _cell(said: Mapping[str, str]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return "\n".join(f"{', '.join(those)}: {words}" for words, those in names.items())
-
-
-def as_json(diagnosis: Diagnosis) -> str:
-    """Return for machines: facts by server (null if unknown), refusals and warnings."""
-    found = {"roles": diagnosis.roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
-
-
-def examine_and_show(screen: Console, config: Config, plan: TrainPlan, directory: Path, *, json: bool) -> bool:
-    """Examine a run, print what was found, and return whether the run is safe to start."""
-    if json:
-        diagnosis = asyncio.run(examine(config, plan, directory))
-        screen.print_json(as_json(diagnosis), highlight=False)
-    else:
-        with screen.status("asking the services"):
-            diagnosis = asyncio.run(examine(config, plan, directory))
-        show(screen, diagnosis)
-    return not diagnosis.refusals
 
 
 def _yes(value: Fact) -> str:

@@ -1,0 +1,196 @@
+"""`spot-async check`: what is asked of a run's files, of a problem file and of servers, in which order it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from spot_async.base.processes.gpus import GpuSoftware
+from spot_async.base.text import counted
+from spot_async.checks.device_shares import on_named_devices
+from spot_async.checks.diagnosis import Diagnosis
+from spot_async.checks.machine import Machine, placement_words, training_warnings, trains_on_gpus, without_weights
+from spot_async.checks.plan import TrainPlan
+from spot_async.checks.prompt_warnings import plan_warnings
+from spot_async.config import Config, ProblemSetConfig, PromptConfig
+from spot_async.config.loading import apply_override, dump_yaml, validate_as
+from spot_async.data.golds import gold_doubts
+from spot_async.data.keys import setting
+from spot_async.data.problem_set import load_problem_set
+from spot_async.data.prompts import PromptRenderer, render_all
+from spot_async.errors import ConfigError
+from spot_async.models.files import no_directory
+from spot_async.models.vocabulary import Vocabulary
+from spot_async.tools.check.problems import JudgedSet, check_set, held_out_file, read_verifier
+from spot_async.tools.check.requirements import Requirements, requirements
+from spot_async.tools.check.servers import examine, show_servers
+from spot_async.tools.check.view import (
+    show_golds,
+    show_overlaps,
+    show_problems,
+    show_requirements,
+    show_warnings,
+)
+from spot_async.trainer.nodes.topology import left_alone
+from spot_async.trainer.settings import expected_attention, schedule_words
+
+
+@dataclass(frozen=True)
+class FilesCheck:
+    """What the files of a run and this machine say."""
+
+    machine: Machine
+    nodes: int  # how many machines the run is on
+    lacking: Sequence[str]  # a line for each thing that this machine lacks
+    needed: Requirements
+
+
+def check_files(config: Config, plan: TrainPlan, path: Path, earlier: Path | None, *, nodes: int) -> FilesCheck:
+    """Return what a run takes that writes to `path`, and what is missing here. It starts nothing.
+
+    Raises DataError if the run `earlier` cannot be read.
+    """
+    machine = Machine.found(os.environ)
+    alone = left_alone(os.environ, config.cluster)
+    lacking = [
+        *without_weights(plan.served, trained="student"),
+        *([] if alone is None else [alone]),
+        *training_warnings(config, plan.served, machine, nodes=nodes),
+        *on_named_devices(plan.served),
+    ]
+    return FilesCheck(machine, nodes, lacking, requirements(config, plan, path, earlier, nodes=nodes))
+
+
+def show_run(
+    screen: Console, config: Config, plan: TrainPlan, path: Path, found: FilesCheck, against: Sequence[str] = ()
+) -> None:
+    """Print what the problems of a run hold, what it would start, and what it takes."""
+    training = plan.training_set
+    tokens = [len(each.token_ids) for each in render_all(training.problems, plan.renderer)]
+    show_problems(screen, training, tokens, config.sampling.max_prompt_tokens)
+    held_out = []
+    for each in plan.evaluation:
+        assert config.evaluation is not None
+        key = config.evaluation.key_of(each.name)
+        held_out.append(JudgedSet(key, key, each.problems, each.verifier))
+    judged = JudgedSet("data.train", "data.train", training.problems, config.verifier)
+    if not _show_answers(screen, judged, [*held_out, *map(held_out_file, against)]):
+        show_warnings(screen, ["no response to the problems with unverifiable answers will ever count as right"])
+    first = next(iter(plan.schedule))
+    screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
+    screen.print(Text(plan.renderer.text(first.problem)))
+    screen.rule("would start", align="left")
+    show_warnings(screen, plan_warnings(plan))
+    screen.print(Text("\n".join(_run_lines(config, plan, path))))
+    screen.print(Text("\n".join(_machine_lines(config, plan, found))), soft_wrap=True)
+    show_requirements(screen, config, found.needed)
+    show_warnings(screen, found.lacking)
+
+
+def show_configuration(screen: Console, config: Config) -> None:
+    screen.rule("configuration, defaults included", align="left")
+    screen.print(Text(dump_yaml(config)))
+
+
+def show_file(
+    screen: Console, path: str, settings: Sequence[str], against: Sequence[str], verifier: str | None, model: str | None
+) -> bool:
+    """Print what a problem file holds, and return whether all of its answers are right by their own verifier.
+
+    `settings` are a problem set's KEY=VALUE, such as `layout=math`; `model` is whose tokenizer renders prompts. Raises
+    ConfigError or DataError for what cannot be read.
+    """
+    if model is not None and not Path(model).is_dir():
+        raise ConfigError(f"--model: {no_directory(model)}")
+    tree: dict[str, Any] = {"path": path}
+    for each in settings:
+        apply_override(tree, each)
+    judge = read_verifier(verifier or "boxed_match")
+    training = load_problem_set(validate_as(ProblemSetConfig, tree), "", needs_answers=False)
+    held_out = [held_out_file(each) for each in against]
+    renderer = PromptRenderer(Vocabulary.load(Path(model)), PromptConfig()) if model else None
+    tokens = None
+    if renderer is not None:
+        tokens = [len(each.token_ids) for each in render_all(training.problems, renderer)]
+    show_problems(screen, training, tokens, None)
+    is_verifiable = _show_answers(screen, JudgedSet("", path, training.problems, judge), held_out)
+    doubts = gold_doubts(training.problems, "")
+    if training.unanswered:
+        field = setting("", "fields.answer")
+        doubts.append(
+            f"no run that learns from outcomes, and no evaluation, takes those without an answer; see {field}"
+        )
+    show_warnings(screen, doubts)
+    if renderer is not None:
+        screen.rule("first prompt", align="left")
+        screen.print(Text(renderer.text(training.problems[0])))
+    return is_verifiable
+
+
+def _show_answers(screen: Console, training: JudgedSet, held_out: Sequence[JudgedSet]) -> bool:
+    """Print what is wrong with answers and what sets share; return whether all are right by their own verifier."""
+    are_verifiable = True
+    for each in (training, *held_out):
+        if (golds := asyncio.run(check_set(each))) is not None:
+            show_golds(screen, each, golds)
+            are_verifiable &= not golds.unverifiable
+    if held_out:
+        show_overlaps(screen, training, held_out)
+    return are_verifiable
+
+
+def _run_lines(config: Config, plan: TrainPlan, path: Path) -> list[str]:
+    training, left_over = config.training, plan.schedule.left_over_per_epoch
+    left_words = f"; {left_over} left out of each epoch, whose batches are whole" if left_over else ""
+    evaluated = "nothing"
+    if config.evaluation is not None:
+        every = config.evaluation.eval_every
+        evaluated = f"{counted(sum(len(each.sources) for each in plan.evaluation), 'problem')} before and after"
+        evaluated += f", and every {counted(every, 'iteration')}" if every else ""
+    return [
+        *(f"{role:<9} {model.backend.kind} backend serving {model.model}" for role, model in plan.served.items()),
+        f"trainer   {training.ranks} rank(s) under torch.distributed, {training.threads} thread(s) each",
+        f"run       {counted(plan.schedule.iterations, 'iteration')} of {counted(training.batch_size, 'prompt')} "
+        f"in mini-batches of {training.mini_batch_size}, from "
+        f"{counted(plan.problems - plan.filtered, 'problem')} ({plan.filtered} too long){left_words}",
+        f"rate      {schedule_words(training, plan.schedule.iterations)}",
+        *(f"tokens    {line}" for line in plan.common.words),
+        f"evaluate  {evaluated}",
+        f"write     {path}",
+    ]
+
+
+def _machine_lines(config: Config, plan: TrainPlan, found: FilesCheck) -> list[str]:
+    software, on_gpus = GpuSoftware.found(), trains_on_gpus(config.training, found.machine)
+    attention = expected_attention(config.training, on_gpus=on_gpus, has_varlen=software.has_varlen)
+    return [
+        f"devices   {placement_words(config.training, plan.served, found.machine, found.nodes)}",
+        f"software  {software.words}",
+        f"attention {attention}",
+    ]
+
+
+def check_servers(screen: Console, config: Config, plan: TrainPlan, directory: Path, *, is_shown: bool) -> Diagnosis:
+    """Start or attach the run's servers, ask them, and show what they said. Logs go under `directory`."""
+    if not is_shown:
+        return asyncio.run(examine(config, plan, directory))
+    with screen.status("asking the services"):
+        found = asyncio.run(examine(config, plan, directory))
+    show_servers(screen, found)
+    return found
+
+
+def print_json(screen: Console, needed: Requirements, diagnosis: Diagnosis | None) -> None:
+    """Print for programs what a run takes, and of servers their facts (null if unknown), refusals and warnings."""
+    tree: dict[str, Any] = {"requirements": needed.as_tree()}
+    if diagnosis is not None:
+        tree |= {"roles": diagnosis.roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
+    screen.print_json(msgspec.json.encode(tree).decode(), highlight=False)
