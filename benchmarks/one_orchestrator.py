@@ -35,7 +35,7 @@ from spot_async.tools.simulate.lengths import Asked, LogNormalLengths, Workload
 from spot_async.tools.simulate.rates import ClusterRates, cluster_rates
 from spot_async.tools.simulate.services import RatedStudent, RatedTeacher, prompts
 from spot_async.tools.simulate.simulation import make_policy, observe
-from spot_async.types import IntArray, Prompt, SamplingSettings
+from spot_async.types import IntArray, Prompt, SamplingSettings, ScoreRequest
 
 HERE = Path(__file__).parent
 STUDENTS, TEACHERS, IN_FLIGHT = 64, 16, 8192
@@ -115,11 +115,11 @@ async def servers_alone(rates: ClusterRates, workload: Workload, in_flight: int)
             return reply.token_ids
 
         response = await sampled(number, workload.most)
-        await teacher.score(ids, response, top_k=TOP_K, temperature=1.0, deadline=deadline)
+        await teacher.score(ScoreRequest(ids, response, 1.0, deadline), top_k=TOP_K)
         positions = np.arange(len(response), dtype=np.int32)
         candidates = np.zeros((len(response), TOP_K), np.int32)
         await student.candidate_logprobs(
-            ids, response, positions, candidates, temperature=1.0, expected_version=None, deadline=deadline
+            ScoreRequest(ids, response, 1.0, deadline), positions, candidates, expected_version=None
         )
         await gather(sampled(number + probe, workload.most - 1) for probe in range(PROBES))
 

@@ -31,6 +31,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from pipeline import EXAMPLE, make_orchestrator
 from report import show, spread
@@ -40,7 +41,7 @@ from spot_async.base.processes.resources import CoreShares, available_cores, con
 from spot_async.base.tasks import gather
 from spot_async.config import StagesConfig
 from spot_async.stages.services import Services
-from spot_async.types import Generation
+from spot_async.types import Generation, ScoreRequest
 from spot_async.verification.boxed_match import BoxedMatch
 
 PROMPTS = 64
@@ -70,12 +71,12 @@ class Recorder:
         lengths.append(len(reply.token_ids))
         return reply
 
-    async def score(self, *request: Any, deadline: float, **more: Any) -> Any:
-        return await self._sent("score", lambda: self._teacher.score(*request, deadline=soon(), **more))
+    async def score(self, request: ScoreRequest, **more: Any) -> Any:
+        return await self._sent("score", lambda: self._teacher.score(due_soon(request), **more))
 
-    async def candidate_logprobs(self, *request: Any, deadline: float, **more: Any) -> Any:
+    async def candidate_logprobs(self, request: ScoreRequest, *asked: Any, **more: Any) -> Any:
         return await self._sent(
-            "candidates", lambda: self._student.candidate_logprobs(*request, deadline=soon(), **more)
+            "candidates", lambda: self._student.candidate_logprobs(due_soon(request), *asked, **more)
         )
 
     async def _sent(self, phase: str, call: Call) -> Any:
@@ -91,6 +92,10 @@ class Recorder:
 
 def soon() -> float:
     return asyncio.get_running_loop().time() + TIMEOUT_S
+
+
+def due_soon(request: ScoreRequest) -> ScoreRequest:
+    return msgspec.structs.replace(request, deadline=soon())
 
 
 async def timed(work: Awaitable[Any]) -> float:

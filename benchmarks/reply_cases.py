@@ -39,6 +39,7 @@ from spot_async.types import (
     Generation,
     IntArray,
     SamplingSettings,
+    ScoreRequest,
     TokenScores,
     VersionSpan,
     WeightVersion,
@@ -116,7 +117,9 @@ def recorded(*names: str) -> dict[str, Any]:
 
 def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
     replies = recorded("vllm_0.32.0", "replies.json")
-    score_at = ids(5, 6), ids(7, 300, 301, 17)
+
+    def asked() -> ScoreRequest:
+        return ScoreRequest(ids(5, 6), ids(7, 300, 301, 17), 1.0, soon())
 
     def backend(*, completions: bool = False, chosen_tokens: bool = False) -> VllmBackend:
         made = VllmBackend(
@@ -143,7 +146,7 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
         yield Case(
             name,
             json.dumps(replies[name]["reply"]).encode(),
-            lambda score=score: score(*score_at, top_k=2, temperature=1.0, deadline=soon()),
+            lambda score=score: score(asked(), top_k=2),
             lambda reply: _prompt_rows(
                 reply["prompt_logprobs"] if "prompt_logprobs" in reply else reply["choices"][0]["prompt_logprobs"]
             ),
@@ -161,10 +164,9 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
         "chosen candidates",
         json.dumps(reply).encode(),
         lambda: chosen.candidate_logprobs(
-            *score_at, ids(1, 2), np.array([[1, 2], [3, 4]], np.int32), temperature=1.0, expected_version=V0,
-            deadline=soon(),
+            asked(), ids(1, 2), np.array([[1, 2], [3, 4]], np.int32), expected_version=V0
         ),
-    )  # fmt: skip
+    )
     aborted = backend().generate
     yield Case(
         "aborted",
@@ -191,7 +193,7 @@ def sglang_cases(wire: Wire, model: Path) -> Iterator[Case]:
         return lambda: backend.generate(prompt, sampling(max_tokens, *stops), top_k=top_k, deadline=soon())
 
     def score() -> Awaitable[Any]:
-        return backend.score(prompt, response, top_k=4, temperature=1.0, deadline=soon())
+        return backend.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=4)
 
     yield case("generate", generate(6, top_k=3), _sglang_generation)
     yield case("generate nested", generate(3, top_k=3), _sglang_generation)
@@ -201,13 +203,15 @@ def sglang_cases(wire: Wire, model: Path) -> Iterator[Case]:
     yield case(
         "candidates",
         lambda: backend.candidate_logprobs(
-            prompt, response, ids(2), np.array([[9, 400, 83]], np.int32), temperature=0.7, expected_version=V0,
-            deadline=soon(),
+            ScoreRequest(prompt, response, 0.7, soon()),
+            ids(2),
+            np.array([[9, 400, 83]], np.int32),
+            expected_version=V0,
         ),
-    )  # fmt: skip
+    )
     yield case(
         "position",
-        lambda: backend.score_at(prompt, response, ids(2), top_k=3, temperature=1.0, deadline=soon()),
+        lambda: backend.score_at(ScoreRequest(prompt, response, 1.0, soon()), ids(2), top_k=3),
     )
     yield Case("score aborted", json.dumps(replies["aborted in the queue"]["reply"]).encode(), score, fails=ABORTED)
     yield case("aborted", generate(1500), fails=ABORTED)
@@ -254,11 +258,11 @@ def openai_cases(wire: Wire, model: Path) -> Iterator[Case]:
         yield Case(
             f"{name}, {'vllm' if source is vllm else 'sglang'}",
             json.dumps(source[name]["reply"]).encode(),
-            lambda made=made: made.score(tokens[:4], tokens[4:], top_k=1, temperature=1.0, deadline=soon()),
+            lambda made=made: made.score(ScoreRequest(tokens[:4], tokens[4:], 1.0, soon()), top_k=1),
             (lambda reply: _prompt_rows(reply["choices"][0]["prompt_logprobs"], first=4)) if is_plain else None,
         )
     for ask in (
-        lambda: made.score(tokens[:4], tokens[4:], top_k=1, temperature=1.0, deadline=soon()),
+        lambda: made.score(ScoreRequest(tokens[:4], tokens[4:], 1.0, soon()), top_k=1),
         lambda: made.generate(tokens, sampling(4, 2), deadline=soon()),
     ):
         yield Case(
@@ -312,14 +316,14 @@ def local_cases(wire_: Wire, model: Path) -> Iterator[Case]:
     yield Case(
         "score",
         wire.encode(scores),
-        lambda: backend.score(ids(1, 3), response, top_k=3, temperature=1.0, deadline=soon()),
+        lambda: backend.score(ScoreRequest(ids(1, 3), response, 1.0, soon()), top_k=3),
         _local_scores,
     )
     yield Case(
         "candidates",
         wire.encode(api.CandidateReply(logprobs=rows[:2, :3], version=V0)),
         lambda: backend.candidate_logprobs(
-            ids(1, 3), response, ids(0, 1), best[:2], temperature=1.0, expected_version=V0, deadline=soon()
+            ScoreRequest(ids(1, 3), response, 1.0, soon()), ids(0, 1), best[:2], expected_version=V0
         ),
     )
 

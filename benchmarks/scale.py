@@ -104,7 +104,7 @@ class Sleeper:
         await asyncio.sleep(self._seconds())
         return self._reply
 
-    async def score(self, prompt_ids: Any, response_ids: Any, **request: Any) -> TokenScores:
+    async def score(self, request: Any, **more: Any) -> TokenScores:
         await asyncio.sleep(self._seconds())
         return SCORES
 
@@ -150,7 +150,7 @@ class BareStages:
         return await self._student.generate(None, None)
 
     async def score(self, response_ids: Any, *, top_k: int) -> TokenScores:
-        return await self._teacher.score(None, response_ids)
+        return await self._teacher.score(None)
 
     async def verify(self, response_ids: Any) -> Verdict:
         return await self._verifier.verify(None, "", deadline=0.0)

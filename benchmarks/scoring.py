@@ -33,7 +33,7 @@ from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.discovery import ServerFacts
 from spot_async.backends.vllm.replies import CompletionsRoute, GenerateRoute
 from spot_async.protocols import Scorer
-from spot_async.types import Capabilities, Traffic
+from spot_async.types import Capabilities, ScoreRequest, Traffic
 
 VOCAB = 151_936
 PROMPT_TOKENS = 512
@@ -249,7 +249,7 @@ DIALECTS = (
 
 async def score(backend: Scorer) -> None:
     deadline = asyncio.get_running_loop().time() + 600.0
-    await backend.score(PROMPT, RESPONSE, top_k=TOP_K, temperature=1.0, deadline=deadline)
+    await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, deadline), top_k=TOP_K)
 
 
 async def cpu_ms_to_read(backend: Backend, reply: bytes, rounds: int) -> float:

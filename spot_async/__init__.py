@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from spot_async.types import Prompt as Prompt
     from spot_async.types import Sample as Sample
     from spot_async.types import ScoredPositions as ScoredPositions
+    from spot_async.types import ScoreRequest as ScoreRequest
     from spot_async.types import SoftTargets as SoftTargets
     from spot_async.types import Supervision as Supervision
     from spot_async.types import TokenScores as TokenScores
@@ -77,6 +78,7 @@ _NAMES_OF_MODULE = {
         "Prompt",
         "Sample",
         "ScoredPositions",
+        "ScoreRequest",
         "SoftTargets",
         "Supervision",
         "TokenScores",

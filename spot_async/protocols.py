@@ -23,6 +23,7 @@ from spot_async.types import (
     Sample,
     SamplingSettings,
     ScoredPositions,
+    ScoreRequest,
     Supervision,
     TokenScores,
     Traffic,
@@ -60,13 +61,10 @@ class Generator(Protocol):
 class Scorer(Protocol):
     """Scores given responses: the teacher, a frozen reference."""
 
-    async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        """Return log-probabilities of `response_ids` (T,) after `prompt_ids` (P,), and the top-k of each position.
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        """Return log-probabilities of the response's tokens (T,) after the prompt, and the top-k of each position.
 
-        All are at `temperature`. It is that of the rollouts, so that equal models give equal log-probabilities. Raises
-        a `RequestError`.
+        All are at the request's temperature. Raises a `RequestError`.
         """
         ...
 
@@ -78,9 +76,7 @@ class BaseScorer(Protocol):
     Those that take adapters can: these weights are their base. So the frozen reference needs no server of its own.
     """
 
-    async def score_base(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
+    async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         """Return what `Scorer.score` returns, of the first weights."""
         ...
 
@@ -95,17 +91,8 @@ class PositionScorer(Protocol):
     how wide.
     """
 
-    async def score_at(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        positions: IntArray,
-        *,
-        top_k: int,
-        temperature: float,
-        deadline: float,
-    ) -> ScoredPositions:
-        """Return the distributions that decide `response_ids[positions]`, for 0-based `positions` (N,).
+    async def score_at(self, request: ScoreRequest, positions: IntArray, *, top_k: int) -> ScoredPositions:
+        """Return the distributions that decide the response's tokens at 0-based `positions` (N,).
 
         `top_k` is at most `max_position_top_k`. The caller treats what is returned as exact, and what `score` returned
         as off by `logprob_noise_nats`.
@@ -119,16 +106,13 @@ class CandidateScorer(Protocol):
 
     async def candidate_logprobs(
         self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
+        request: ScoreRequest,
         positions: IntArray,
         candidate_ids: IntArray,
         *,
-        temperature: float,
         expected_version: WeightVersion | None,
-        deadline: float,
     ) -> FloatArray:
-        """Return the log-probabilities (N, k) of `candidate_ids` (N, k) at `positions` (N,), at `temperature`.
+        """Return the log-probabilities (N, k) of `candidate_ids` (N, k) at response positions (N,).
 
         All of them are of the same weights: `expected_version`, or where that is None those that the server holds when
         it answers. Raises `VersionMismatchError` when it holds others, or when they changed while it answered.

@@ -138,6 +138,20 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     topk_logprobs: FloatArray | None = None  # (T, K)
 
 
+class ScoreRequest(msgspec.Struct, frozen=True):
+    """A response that a server is asked to score: in full, at single positions, or for chosen tokens."""
+
+    prompt_ids: IntArray  # (P,)
+    response_ids: IntArray  # (T,)
+    temperature: float  # of all log-probabilities: that of the rollouts, so that equal models give equal ones
+    deadline: float  # absolute, on the running loop's clock
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The prompt and the response as one sequence, (P + T,)."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+
 class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities of a given response under a model. There are rows for response tokens only."""
 

@@ -36,6 +36,7 @@ from spot_async.types import (
     Generation,
     IntArray,
     SamplingSettings,
+    ScoreRequest,
     TokenScores,
     Traffic,
     WeightSnapshot,
@@ -231,65 +232,52 @@ class LocalBackend:
             self._check_version(span.version, request.adapter, since)
         return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
-    async def score_base(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        return await self.score(
-            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
-        )
+    async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        return await self.score(request, top_k=top_k, expected_version=INITIAL)
 
     async def score(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        *,
-        top_k: int,
-        temperature: float,
-        deadline: float,
-        expected_version: WeightVersion | None = None,
+        self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
     ) -> TokenScores:
         since = self._held.now()
         with self._asking(expected_version) as adapter:
-            request = api.ScoreRequest(
-                prompt_ids=prompt_ids,
-                response_ids=response_ids,
+            sent = api.ScoreRequest(
+                prompt_ids=request.prompt_ids,
+                response_ids=request.response_ids,
                 top_k=top_k,
-                temperature=temperature,
+                temperature=request.temperature,
                 adapter=adapter,
-                timeout_s=time_left(deadline),
+                timeout_s=time_left(request.deadline),
             )
 
             def check(reply: TokenScores) -> TokenScores:
                 self._check_version(reply.version, adapter, since)
-                return check_scores(reply, response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
+                return check_scores(reply, request.response_ids, top_k=top_k, vocab_size=self._capabilities.vocab_size)
 
-            largest = largest_reply_bytes(len(response_ids), len(response_ids) * (1 + top_k))
-            return await self._client.post(api.SCORE, request, TokenScores, check, deadline, largest)
+            tokens = len(request.response_ids)
+            largest = largest_reply_bytes(tokens, tokens * (1 + top_k))
+            return await self._client.post(api.SCORE, sent, TokenScores, check, request.deadline, largest)
 
     async def candidate_logprobs(
         self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
+        request: ScoreRequest,
         positions: IntArray,
         candidate_ids: IntArray,
         *,
-        temperature: float,
         expected_version: WeightVersion | None,
-        deadline: float,
     ) -> FloatArray:
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
         since = self._held.now()
         with self._asking(expected_version) as adapter:
-            request = api.CandidateRequest(
-                prompt_ids=prompt_ids,
-                response_ids=response_ids,
+            sent = api.CandidateRequest(
+                prompt_ids=request.prompt_ids,
+                response_ids=request.response_ids,
                 positions=positions,
                 candidate_ids=candidate_ids,
-                temperature=temperature,
+                temperature=request.temperature,
                 expected_version=expected_version,
                 adapter=adapter,
-                timeout_s=time_left(deadline),
+                timeout_s=time_left(request.deadline),
             )
 
             def check(reply: api.CandidateReply) -> api.CandidateReply:
@@ -302,7 +290,7 @@ class LocalBackend:
 
             largest = largest_reply_bytes(logprobs=candidate_ids.size)
             reply = await self._client.post(
-                api.CANDIDATE_LOGPROBS, request, api.CandidateReply, check, deadline, largest
+                api.CANDIDATE_LOGPROBS, sent, api.CandidateReply, check, request.deadline, largest
             )
             return reply.logprobs
 

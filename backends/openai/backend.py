@@ -21,7 +21,7 @@ from pydantic import Field
 from spot_async.base.tasks import gather
 from spot_async.config import OneOrMore
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError, TransientError
-from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, TokenScores
+from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, ScoreRequest, TokenScores
 
 from ..shared.connection import Url
 from ..shared.discovery import noise_nats
@@ -149,7 +149,7 @@ class OpenAIBackend(RemoteBackend):
         deadline: float,
     ) -> Generation:
         found = await self.capabilities(deadline=deadline)
-        self._check_request(prompt_ids, prompt_ids[:0], found)
+        self._check_tokens(prompt_ids, found, prompt_tokens=len(prompt_ids))
         if top_k > found.max_generation_top_k:
             raise PermanentError(
                 f"{self._server.section} gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
@@ -158,22 +158,18 @@ class OpenAIBackend(RemoteBackend):
             return await self._chat(prompt_ids, sampling, deadline)
         return await self._complete(prompt_ids, sampling, top_k, deadline)
 
-    async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        found = await self.capabilities(deadline=deadline)
-        self._check_request(prompt_ids, response_ids, found)
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        found = await self.capabilities(deadline=request.deadline)
+        self._check_tokens(request.token_ids, found, prompt_tokens=len(request.prompt_ids))
         if self._dialect.scoring is None:
             raise PermanentError(f"{self._server.section} only writes: it gives no log-probabilities of given tokens")
-        if not len(prompt_ids):
-            raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
         if top_k > found.max_top_k:
             raise PermanentError(f"{self._server.section} serves top-{found.max_top_k} at most, not {top_k}")
-        if temperature != 1.0 and found.score_temperature == "one":
-            raise PermanentError(f"{self._server.section} scores at temperature 1 only, not {temperature:g}")
-        if not len(response_ids):
+        if request.temperature != 1.0 and found.score_temperature == "one":
+            raise PermanentError(f"{self._server.section} scores at temperature 1 only, not {request.temperature:g}")
+        if not len(request.response_ids):
             return no_scores(top_k)
-        return await self._score(prompt_ids, response_ids, top_k, temperature, deadline)
+        return await self._score(request, top_k)
 
     async def _find(self, deadline: float) -> Capabilities:
         ids = self._tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)
@@ -237,7 +233,8 @@ class OpenAIBackend(RemoteBackend):
         half = len(ids) // 2
 
         async def read() -> TokenScores:
-            return await when_free(lambda: self._score(ids[:half], ids[half:], 1, 1.0, deadline), deadline)
+            request = ScoreRequest(ids[:half], ids[half:], temperature=1.0, deadline=deadline)
+            return await when_free(lambda: self._score(request, 1), deadline)
 
         first = await read()
         if first.valid is not None and not first.valid.any():
@@ -248,24 +245,24 @@ class OpenAIBackend(RemoteBackend):
         others = await gather(read() for _ in range(NOISE_READINGS))
         return noise_nats(first.logprobs - other.logprobs for other in others)
 
-    async def _score(
-        self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        dialect, texts = self._dialect, self._texts
-        ids = np.concatenate([prompt_ids, response_ids]).astype(np.int32)
+    async def _score(self, request: ScoreRequest, top_k: int) -> TokenScores:
+        dialect, texts, prompt_tokens = self._dialect, self._texts, len(request.prompt_ids)
+        ids = request.token_ids.astype(np.int32)
         sent = None if dialect.token_id_prompts or texts is None else as_text(ids, texts)
         served_k = max(top_k, min(self._settings.top_k or DEFAULT_TOP_K, dialect.max_top_k))
         body = dialect.score_body(
-            ids.tolist() if sent is None else self._without_start(sent.text, ids), served_k, temperature=temperature
+            ids.tolist() if sent is None else self._without_start(sent.text, ids),
+            served_k,
+            temperature=request.temperature,
         )
 
         def decode(reply: bytes) -> Steps[TokenScores]:
             rows = self._rows(_completion.decode(reply), None if sent is not None else ids.tolist())
             if sent is None:
-                at = np.arange(len(prompt_ids), len(ids), dtype=np.int32)
+                at = np.arange(prompt_tokens, len(ids), dtype=np.int32)
             else:
                 assert texts is not None
-                at = align(sent, rows.token_ids, texts)[len(prompt_ids) :]
+                at = align(sent, rows.token_ids, texts)[prompt_tokens:]
             scores = yield from token_scores(
                 rows,
                 at,
@@ -275,11 +272,11 @@ class OpenAIBackend(RemoteBackend):
                 vocab_size=self._files.vocab_size,
                 noise_nats=self._noise_nats,
             )
-            check_scores(scores, response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
+            check_scores(scores, request.response_ids, top_k=top_k, vocab_size=self._files.vocab_size)
             return scores
 
         return await self._server.ask_in_steps(
-            COMPLETIONS, self._with_fields(body), decode, deadline=deadline, size=request_size(body, len(ids))
+            COMPLETIONS, self._with_fields(body), decode, deadline=request.deadline, size=request_size(body, len(ids))
         )
 
     def _rows(self, reply: Completion, sent_ids: list[int] | None) -> PromptRows:
@@ -367,10 +364,9 @@ class OpenAIBackend(RemoteBackend):
     def _with_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._settings.request_fields, **body}
 
-    def _check_request(self, prompt_ids: IntArray, response_ids: IntArray, found: Capabilities) -> None:
+    def _check_tokens(self, ids: IntArray, found: Capabilities, *, prompt_tokens: int) -> None:
         """Refuse requests that make some servers crash, cut the text silently, or answer with gaps."""
-        ids = np.concatenate([prompt_ids, response_ids])
-        if not len(prompt_ids):
+        if not prompt_tokens:
             raise PermanentError(f"{self._server.section}: a request needs at least one prompt token")
         if not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
             raise PermanentError(

@@ -34,6 +34,7 @@ from spot_async.types import (
     IntArray,
     SamplingSettings,
     ScoredPositions,
+    ScoreRequest,
     TokenScores,
     WeightSnapshot,
     WeightVersion,
@@ -128,22 +129,15 @@ class SglangBackend(StudentBackend):
         )
 
     async def score(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        *,
-        top_k: int,
-        temperature: float,
-        deadline: float,
-        expected_version: WeightVersion | None = None,
+        self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
     ) -> TokenScores:
-        if temperature != 1.0:
+        if request.temperature != 1.0:
             raise PermanentError(
-                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {temperature:g}: set "
+                f"{self._name}: SGLang scores given tokens at temperature 1 only, not at {request.temperature:g}: set "
                 "sampling.temperature=1"
             )
         served_k = max(top_k, min(self._settings.top_k or 1, self._vocab_size))
-        found = await self._score(prompt_ids, response_ids, served_k, deadline, expected_version)
+        found = await self._score(request, served_k, expected_version)
         return bounded_scores(
             found.logprobs,
             *found.top,
@@ -152,20 +146,11 @@ class SglangBackend(StudentBackend):
             version=found.version,
         )
 
-    async def score_at(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        positions: IntArray,
-        *,
-        top_k: int,
-        temperature: float,
-        deadline: float,
-    ) -> ScoredPositions:
-        self._check_temperature(temperature)
-        self._requests.limits.check_positions(positions, response_ids)
-        asked = ((prefix, None) for prefix in _prefixes(prompt_ids, response_ids, positions))
-        found = await self._requests.next_tokens(asked, top_k, temperature, deadline)
+    async def score_at(self, request: ScoreRequest, positions: IntArray, *, top_k: int) -> ScoredPositions:
+        self._check_temperature(request.temperature)
+        self._requests.limits.check_positions(positions, request.response_ids)
+        asked = ((prefix, None) for prefix in _prefixes(request, positions))
+        found = await self._requests.next_tokens(asked, top_k, request.temperature, request.deadline)
         tops = [each.top for each in found if each.top is not None]
         return scored_positions(
             np.concatenate([top.ids for top in tops] or [np.zeros((0, top_k), np.int32)]),
@@ -175,22 +160,19 @@ class SglangBackend(StudentBackend):
 
     async def candidate_logprobs(
         self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
+        request: ScoreRequest,
         positions: IntArray,
         candidate_ids: IntArray,
         *,
-        temperature: float,
         expected_version: WeightVersion | None,
-        deadline: float,
     ) -> FloatArray:
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
-        self._check_temperature(temperature)
+        self._check_temperature(request.temperature)
         self._requests.limits.check_ids(candidate_ids)
-        self._requests.limits.check_positions(positions, response_ids)
-        asked = zip(_prefixes(prompt_ids, response_ids, positions), candidate_ids, strict=True)
-        found = await self._requests.next_tokens(asked, 0, temperature, deadline, expected_version)
+        self._requests.limits.check_positions(positions, request.response_ids)
+        asked = zip(_prefixes(request, positions), candidate_ids, strict=True)
+        found = await self._requests.next_tokens(asked, 0, request.temperature, request.deadline, expected_version)
         self._names.require([each.version for each in found], expected_version)
         return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
 
@@ -230,7 +212,7 @@ class SglangBackend(StudentBackend):
         count = min(DISCOVERY_TOKENS, max_tokens - len(prompt_ids))
         sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)
         generated = await self.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
-        scored = await self._score(prompt_ids, generated.token_ids, top_k, deadline)
+        scored = await self._score(ScoreRequest(prompt_ids, generated.token_ids, 1.0, deadline), top_k)
         [halved] = await self._requests.next_tokens([(prompt_ids, None)], top_k, 0.5, deadline)
         assert halved.top is not None
         noise = self._settings.logprob_noise_nats
@@ -264,36 +246,29 @@ class SglangBackend(StudentBackend):
             server=f"sglang {info.version}",
         )
 
-    async def _score(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        top_k: int,
-        deadline: float,
-        expected: WeightVersion | None = None,
-    ) -> Scores:
-        if not len(response_ids):
+    async def _score(self, request: ScoreRequest, top_k: int, expected: WeightVersion | None = None) -> Scores:
+        if not len(request.response_ids):
             empty = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
             return Scores(np.zeros(0, np.float32), TopK(*empty), self._capabilities.version or WeightVersion(0, 0))
-        sequence = np.concatenate([prompt_ids, response_ids])
+        sequence = request.token_ids
         self._requests.limits.check(sequence, top_k=top_k)
-        self._requests.limits.check(prompt_ids)
+        self._requests.limits.check(request.prompt_ids)
         body = {
             "input_ids": sequence.tolist(),
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
-            "logprob_start_len": len(prompt_ids) - 1,  # the first row has no log-probability, so start one early
+            "logprob_start_len": len(request.prompt_ids) - 1,  # the first row has none, so start one early
             "top_logprobs_num": top_k,
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
         }
 
         def read(reply: bytes, names: ReplyNames) -> Steps[Scores]:
-            found = yield from read_scores(reply, names, response_ids, vocab_size=self._vocab_size)
-            check_rows(response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
+            found = yield from read_scores(reply, names, request.response_ids, vocab_size=self._vocab_size)
+            check_rows(request.response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
             return found
 
-        return await self._requests.ask(body, read, deadline, expected)
+        return await self._requests.ask(body, read, request.deadline, expected)
 
     def _limits_of(self, max_tokens: int) -> RequestLimits:
         return RequestLimits(self._name, self._vocab_size, max_tokens, self._vocab_size, "--context-length")
@@ -306,7 +281,7 @@ class SglangBackend(StudentBackend):
             )
 
 
-def _prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[IntArray]:
+def _prefixes(request: ScoreRequest, positions: IntArray) -> list[IntArray]:
     """Return the context of each position, as views of one sequence. Copies would take the square of its length."""
-    sequence = np.concatenate([prompt_ids, response_ids])
-    return [sequence[: branch_prefix_length(len(prompt_ids), position)] for position in positions.tolist()]
+    sequence = request.token_ids
+    return [sequence[: branch_prefix_length(len(request.prompt_ids), position)] for position in positions.tolist()]

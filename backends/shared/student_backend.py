@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import ClassVar, Literal, Self, get_args
 
 from spot_async.errors import ConfigError, PermanentError, RequestError
-from spot_async.types import BehindUrl, IntArray, TokenScores, WeightSnapshot, WeightVersion
+from spot_async.types import BehindUrl, ScoreRequest, TokenScores, WeightSnapshot, WeightVersion
 
 from .behind import Saying, ask_behind
 from .held_weights import INITIAL, ReplyNames, WeightNames
@@ -158,22 +158,11 @@ class StudentBackend(RemoteBackend, abc.ABC):
 
     @abc.abstractmethod
     async def score(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        *,
-        top_k: int,
-        temperature: float,
-        deadline: float,
-        expected_version: WeightVersion | None = None,
+        self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
     ) -> TokenScores: ...
 
-    async def score_base(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        return await self.score(
-            prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline, expected_version=INITIAL
-        )
+    async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        return await self.score(request, top_k=top_k, expected_version=INITIAL)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load new weights, all or nothing.

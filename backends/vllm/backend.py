@@ -25,6 +25,7 @@ from spot_async.types import (
     IntArray,
     SamplingSettings,
     ScoredPositions,
+    ScoreRequest,
     TokenScores,
     WeightSnapshot,
     WeightVersion,
@@ -205,27 +206,23 @@ class VllmBackend(StudentBackend):
             )
 
     async def score(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        *,
-        top_k: int,
-        temperature: float,
-        deadline: float,
-        expected_version: WeightVersion | None = None,
+        self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
     ) -> TokenScores:
         """Score a response. The temperature must be 1, because vLLM scores given tokens at no other."""
-        check_temperature(self._name, temperature)
-        if not len(prompt_ids):
+        check_temperature(self._name, request.temperature)
+        if not len(request.prompt_ids):
             raise PermanentError(f"{self._name}: prompt_ids is empty: the first response token has nothing before it")
         # vLLM always samples a token, so there must be room for one.
-        self._limits.check(np.concatenate([prompt_ids, response_ids]), new_tokens=1, top_k=top_k)
+        self._limits.check(request.token_ids, new_tokens=1, top_k=top_k)
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
-        if len(response_ids):
+        if len(request.response_ids):
             with self._asking(expected_version) as (client, _):
                 logprobs, topk_ids, topk_logprobs = await client.score(
-                    prompt_ids.tolist(), response_ids.tolist(), top_k=served_k, deadline=deadline
+                    request.prompt_ids.tolist(),
+                    request.response_ids.tolist(),
+                    top_k=served_k,
+                    deadline=request.deadline,
                 )
         else:
             logprobs = np.zeros(0, np.float32)
@@ -239,25 +236,16 @@ class VllmBackend(StudentBackend):
             version=INITIAL,
         )
 
-    async def score_at(
-        self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
-        positions: IntArray,
-        *,
-        top_k: int,
-        temperature: float,
-        deadline: float,
-    ) -> ScoredPositions:
+    async def score_at(self, request: ScoreRequest, positions: IntArray, *, top_k: int) -> ScoredPositions:
         """Score single positions, with one request for each.
 
         vLLM serves a wide top-k of tokens that it samples. Of a prompt it would serve one for all tokens or none.
         """
-        check_temperature(self._name, temperature)
+        check_temperature(self._name, request.temperature)
         with self._asking() as (client, _):
             rows = await self._singles.gather(
-                functools.partial(client.distribution, prefix, top_k=top_k, deadline=deadline)
-                for prefix in prefixes(prompt_ids, response_ids, positions)
+                functools.partial(client.distribution, prefix, top_k=top_k, deadline=request.deadline)
+                for prefix in prefixes(request, positions)
             )
         none = np.zeros((0, top_k))
         return scored_positions(
@@ -268,20 +256,17 @@ class VllmBackend(StudentBackend):
 
     async def candidate_logprobs(
         self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
+        request: ScoreRequest,
         positions: IntArray,
         candidate_ids: IntArray,
         *,
-        temperature: float,
         expected_version: WeightVersion | None,
-        deadline: float,
     ) -> FloatArray:
         """Score candidates. The temperature must be 1, at which the student's own log-probabilities are."""
-        check_temperature(self._name, temperature)
+        check_temperature(self._name, request.temperature)
         if not candidate_ids.size:
             return np.zeros(candidate_ids.shape, np.float32)
-        self._limits.check_positions(positions, response_ids)
+        self._limits.check_positions(positions, request.response_ids)
         self._limits.check_ids(candidate_ids)
         if self._candidate_support == "none":
             raise ConfigError(
@@ -296,14 +281,12 @@ class VllmBackend(StudentBackend):
                 self._names.require(versions, expected_version)
 
             if is_batched := self._candidate_support == "batched":
-                logprobs = await chosen_at_once(
-                    client, prompt_ids, response_ids, positions, candidate_ids, check=check, deadline=deadline
-                )
+                logprobs = await chosen_at_once(client, request, positions, candidate_ids, check=check)
             else:
-                contexts = prefixes(prompt_ids, response_ids, positions)
+                contexts = prefixes(request, positions)
                 top_k = min(self._found.max_logprobs, self._server.files.vocab_size)
                 logprobs = await chosen_singly(
-                    client, self._singles, contexts, candidate_ids, top_k=top_k, check=check, deadline=deadline
+                    client, self._singles, contexts, candidate_ids, top_k=top_k, check=check, deadline=request.deadline
                 )
         # The reply names only the weights of the token after these rows. What is asked during an update may still be
         # answered in part by the weights before.

@@ -11,7 +11,7 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.models.alignment import branch_prefix, decision_row
-from spot_async.types import FloatArray, IntArray
+from spot_async.types import FloatArray, IntArray, ScoreRequest
 
 from .client import VllmClient
 from .replies import NamedSpan
@@ -39,8 +39,9 @@ class Singles:
         return await gather(ask(request) for request in requests)
 
 
-def prefixes(prompt_ids: IntArray, response_ids: IntArray, positions: IntArray) -> list[list[int]]:
+def prefixes(request: ScoreRequest, positions: IntArray) -> list[list[int]]:
     """Return the context of each response position's decision."""
+    prompt_ids, response_ids = request.prompt_ids, request.response_ids
     return [branch_prefix(prompt_ids, response_ids, position).tolist() for position in positions.tolist()]
 
 
@@ -80,14 +81,7 @@ async def chosen_singly(
 
 
 async def chosen_at_once(
-    client: VllmClient,
-    prompt_ids: IntArray,
-    response_ids: IntArray,
-    positions: IntArray,
-    candidate_ids: IntArray,
-    *,
-    check: Check,
-    deadline: float,
+    client: VllmClient, request: ScoreRequest, positions: IntArray, candidate_ids: IntArray, *, check: Check
 ) -> FloatArray:
     """Return (N, k) by one request for all. It asks for no tokens at positions in between."""
     places = positions.tolist()
@@ -100,11 +94,11 @@ async def chosen_at_once(
         row.extend(tokens)
     first, last = min(wanted), max(wanted)
     served = await client.chosen(
-        [*prompt_ids.tolist(), *response_ids[: last + 1].tolist()],
+        [*request.prompt_ids.tolist(), *request.response_ids[: last + 1].tolist()],
         [wanted.get(position, []) for position in range(first, last + 1)],
-        start=decision_row(len(prompt_ids), first),
+        start=decision_row(len(request.prompt_ids), first),
         check=lambda spans: check([spans]),
-        deadline=deadline,
+        deadline=request.deadline,
     )
     count = candidate_ids.shape[1]
     return np.stack(

@@ -16,10 +16,9 @@ import torch
 from pydantic import Field
 from transformers import AutoModelForCausalLM
 
-from spot_async import BackendSettings, Capabilities, TokenScores, Vocabulary, WeightVersion
+from spot_async import BackendSettings, Capabilities, ScoreRequest, TokenScores, Vocabulary, WeightVersion
 from spot_async.errors import PermanentError
 from spot_async.models.alignment import decision_rows
-from spot_async.types import IntArray
 
 ONLY_WEIGHTS = WeightVersion(0, 0)  # a teacher's weights never change
 
@@ -78,22 +77,21 @@ class InlineTeacher:
             generation=False,
         )
 
-    async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        """Return what the model gives to each token of a response (T,), and to its top-k (T, K).
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        """Return what the model gives to each token of the response (T,), and to its top-k (T, K).
 
-        Everything is of the whole softmax, in nats, at this temperature. Raise `TransientError` for what another try
-        may mend, `ThrottledError` where the server asks for a pause, and `PermanentError` for what stays.
+        Everything is of the whole softmax, in nats, at the request's temperature. Raise `TransientError` for what
+        another try may mend, `ThrottledError` where the server asks for a pause, and `PermanentError` for what stays.
         """
-        self._check(prompt_ids, np.concatenate([prompt_ids, response_ids]), top_k)
-        async with asyncio.timeout_at(deadline), self._one_at_a_time:
-            return await asyncio.to_thread(self._score, prompt_ids, response_ids, top_k, temperature)
+        self._check(request, top_k)
+        async with asyncio.timeout_at(request.deadline), self._one_at_a_time:
+            return await asyncio.to_thread(self._score, request, top_k)
 
-    def _check(self, prompt_ids: IntArray, ids: IntArray, top_k: int) -> None:
+    def _check(self, request: ScoreRequest, top_k: int) -> None:
         """Refuse what the model cannot score, before it is asked. Nothing is cut to fit."""
         room, vocab_size = self._model.config.max_position_embeddings, self._model.config.vocab_size
-        if not len(prompt_ids):
+        ids = request.token_ids
+        if not len(request.prompt_ids):
             raise PermanentError(f"{self._name}: an empty prompt: nothing decides the first token of the response")
         if len(ids) > room:
             raise PermanentError(f"{self._name}: {len(ids)} tokens, and {room} have room")
@@ -103,16 +101,17 @@ class InlineTeacher:
             raise PermanentError(f"{self._name}: top_k={top_k}, and the model knows {vocab_size} tokens")
 
     @torch.inference_mode()
-    def _score(self, prompt_ids: IntArray, response_ids: IntArray, top_k: int, temperature: float) -> TokenScores:
+    def _score(self, request: ScoreRequest, top_k: int) -> TokenScores:
         """Compute in a thread, so that the event loop continues."""
         torch.set_num_threads(self._settings.threads)
-        ids = torch.from_numpy(np.concatenate([prompt_ids, response_ids]).astype(np.int64))
-        rows = decision_rows(len(prompt_ids), len(response_ids))  # which output row decides which response token
-        logprobs = (self._model(ids[None]).logits[0, rows] / temperature).log_softmax(-1)  # (T, V)
+        ids = torch.from_numpy(request.token_ids.astype(np.int64))
+        prompt_tokens = len(request.prompt_ids)
+        rows = decision_rows(prompt_tokens, len(request.response_ids))  # which output row decides which response token
+        logprobs = (self._model(ids[None]).logits[0, rows] / request.temperature).log_softmax(-1)  # (T, V)
         top = logprobs.topk(top_k)
         entropy = -(logprobs.exp() * logprobs).sum(-1).numpy()
         return TokenScores(
-            logprobs=logprobs.gather(-1, ids[len(prompt_ids) :, None])[:, 0].numpy(),
+            logprobs=logprobs.gather(-1, ids[prompt_tokens:, None])[:, 0].numpy(),
             topk_ids=top.indices.numpy().astype(np.int32),  # likeliest first
             topk_logprobs=top.values.numpy(),
             entropy=entropy,

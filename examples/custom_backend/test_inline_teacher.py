@@ -9,20 +9,21 @@ import torch
 from inline_teacher import InlineTeacher
 from transformers import AutoModelForCausalLM
 
+from spot_async import ScoreRequest
 from spot_async.errors import PermanentError
 
 TEACHER = Path(__file__).parents[1] / "running_sum" / "teacher"
 PROMPT, RESPONSE = np.arange(5, 12, dtype=np.int32), np.arange(6, 20, dtype=np.int32)
 
 
-def scored(prompt_ids=PROMPT, response_ids=RESPONSE, **request):
+def scored(*, top_k, temperature=1.0, response_ids=RESPONSE):
     async def score():
         teacher = InlineTeacher(
             InlineTeacher.Settings(kind="inline_teacher"), role="teacher", model=str(TEACHER), run_directory=Path()
         )
         async with teacher:
             deadline = asyncio.get_running_loop().time() + 60
-            return await teacher.score(prompt_ids, response_ids, deadline=deadline, **request)
+            return await teacher.score(ScoreRequest(PROMPT, response_ids, temperature, deadline), top_k=top_k)
 
     return asyncio.run(score())
 
@@ -51,4 +52,4 @@ def test_scores_are_of_the_whole_softmax(temperature: float) -> None:
 )
 def test_what_cannot_be_scored_is_refused_and_not_cut(request_: dict, words: str) -> None:
     with pytest.raises(PermanentError, match=words):
-        scored(temperature=1.0, **request_)
+        scored(**request_)

@@ -23,6 +23,7 @@ from spot_async.types import (
     IntArray,
     LogprobTemperature,
     SamplingSettings,
+    ScoreRequest,
     TokenScores,
 )
 
@@ -64,9 +65,7 @@ class Asked:
     ) -> TokenScores:
         return await self.answer(
             "score",
-            lambda deadline: scorer.score(
-                prompt_ids, response_ids, top_k=top_k, temperature=temperature, deadline=deadline
-            ),
+            lambda deadline: scorer.score(ScoreRequest(prompt_ids, response_ids, temperature, deadline), top_k=top_k),
         )
 
 

@@ -39,6 +39,7 @@ from spot_async.types import (
     Prompt,
     SamplingSettings,
     ScoredPositions,
+    ScoreRequest,
     TokenScores,
     Verdict,
     WeightVersion,
@@ -185,21 +186,18 @@ class BoundStages:
     async def _scored(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         scored_ids = self._stages.ends.as_teachers(response_ids)
         added_ids = self._stages.ends.summed_with_last(response_ids)
-        prompt_ids, temperature = self._prompt.token_ids, self._stages.sampling.temperature
         stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
 
         async def score(scorer: Scorer, deadline: float) -> TokenScores:
-            scores = await scorer.score(prompt_ids, scored_ids, top_k=top_k, temperature=temperature, deadline=deadline)
+            request = self._request(scored_ids, deadline)
+            scores = await scorer.score(request, top_k=top_k)
             if not len(added_ids):
                 return scores
             logprobs = await _scoring_candidates(scorer).candidate_logprobs(
-                prompt_ids,
-                scored_ids,
+                request,
                 np.array([len(scored_ids) - 1], np.int32),
                 added_ids[np.newaxis],
-                temperature=temperature,
                 expected_version=scores.version,
-                deadline=deadline,
             )
             return with_summed_last(scores, logprobs[0])
 
@@ -207,7 +205,7 @@ class BoundStages:
             TokenScores,
             (scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
             lambda: stage.ask(
-                (self._prompt.ordinal,), score, session=self._session, tokens=len(prompt_ids) + len(scored_ids)
+                (self._prompt.ordinal,), score, session=self._session, tokens=self._tokens_with(scored_ids)
             ),
         )
         return msgspec.structs.replace(scores, topk_ids=self._stages.ends.swapped(scores.topk_ids))
@@ -221,15 +219,10 @@ class BoundStages:
             lambda: stage.ask(
                 (self._prompt.ordinal,),
                 lambda scorer, deadline: _scoring_positions(scorer).score_at(
-                    self._prompt.token_ids,
-                    scored_ids,
-                    positions,
-                    top_k=top_k,
-                    temperature=self._stages.sampling.temperature,
-                    deadline=deadline,
+                    self._request(scored_ids, deadline), positions, top_k=top_k
                 ),
                 session=self._session,
-                tokens=len(positions) * (len(self._prompt.token_ids) + len(scored_ids)),
+                tokens=len(positions) * self._tokens_with(scored_ids),
                 kind="score_at",  # positions share prefixes, so a token takes far less time than in `score`
             ),
         )
@@ -252,17 +245,14 @@ class BoundStages:
 
         def score(reference: Any, deadline: float) -> Awaitable[TokenScores]:
             ask = reference.score_base if services.reference_is_base else reference.score
-            temperature = self._stages.sampling.temperature
-            scores: Awaitable[TokenScores] = ask(
-                self._prompt.token_ids, response_ids, top_k=1, temperature=temperature, deadline=deadline
-            )
+            scores: Awaitable[TokenScores] = ask(self._request(response_ids, deadline), top_k=1)
             return scores
 
         scores = await _given(self._stages.reference, services.reference, "reference").ask(
             (self._prompt.ordinal,),
             score,
             session=self._session,
-            tokens=len(self._prompt.token_ids) + len(response_ids),
+            tokens=self._tokens_with(response_ids),
         )
         if scores.valid is not None and not scores.valid.all():
             raise PermanentError(
@@ -283,16 +273,10 @@ class BoundStages:
         return await self._stages.candidates.ask(
             (self._prompt.ordinal,),
             lambda student, deadline: student.candidate_logprobs(
-                self._prompt.token_ids,
-                response_ids,
-                positions,
-                candidate_ids,
-                temperature=self._stages.sampling.temperature,
-                expected_version=expected,
-                deadline=deadline,
+                self._request(response_ids, deadline), positions, candidate_ids, expected_version=expected
             ),
             session=self._session,
-            tokens=len(self._prompt.token_ids) + len(response_ids),
+            tokens=self._tokens_with(response_ids),
         )
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
@@ -335,6 +319,12 @@ class BoundStages:
             tokens=len(prefix_ids) + settings.max_tokens,
             work=_tokens_generated,
         )
+
+    def _request(self, response_ids: IntArray, deadline: float) -> ScoreRequest:
+        return ScoreRequest(self._prompt.token_ids, response_ids, self._stages.sampling.temperature, deadline)
+
+    def _tokens_with(self, response_ids: IntArray) -> int:
+        return len(self._prompt.token_ids) + len(response_ids)
 
     def _settings(self, max_tokens: int, *request: int | str) -> SamplingSettings:
         sampling = self._stages.sampling

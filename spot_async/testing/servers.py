@@ -50,6 +50,7 @@ from spot_async.types import (
     Generation,
     IntArray,
     SamplingSettings,
+    ScoreRequest,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -329,11 +330,11 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
             generation(token_ids, logprobs, finish_reason=finish_reason(token_ids)), version_spans=spans
         )
 
-    async def candidate_logprobs(self, *request: Any, **settings: Any) -> FloatArray:
+    async def candidate_logprobs(self, request: ScoreRequest, *asked: Any, **settings: Any) -> FloatArray:
         """Score candidates. That it is another process shows before the weights that it holds, as with real servers."""
         self.server.connect()
         self._check_process()
-        return await super().candidate_logprobs(*request, **settings)
+        return await super().candidate_logprobs(request, *asked, **settings)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         self._check_process()

@@ -28,6 +28,7 @@ from spot_async.types import (
     IntArray,
     Problem,
     SamplingSettings,
+    ScoreRequest,
     Supervision,
     TokenScores,
     TrainReport,
@@ -106,22 +107,21 @@ class SimulatedStudent:
 
     async def candidate_logprobs(
         self,
-        prompt_ids: IntArray,
-        response_ids: IntArray,
+        request: ScoreRequest,
         positions: IntArray,
         candidate_ids: IntArray,
         *,
-        temperature: float,
         expected_version: WeightVersion | None,
-        deadline: float,
     ) -> FloatArray:
         self.requests += 1
         version = self.version
         if expected_version not in (None, version):
             raise VersionMismatchError(f"the server holds {version}, not {expected_version}")
-        if len(positions) and int(positions.max()) >= len(response_ids):
+        if len(positions) and int(positions.max()) >= len(request.response_ids):
             raise ValueError("position outside the response")
-        rng = rng_of("candidates", prompt_ids.tobytes() + response_ids.tobytes(), any_lineage(self.version))
+        rng = rng_of(
+            "candidates", request.prompt_ids.tobytes() + request.response_ids.tobytes(), any_lineage(self.version)
+        )
         await self._work(0, rng)
         if version != self.version:
             raise VersionMismatchError(f"the server has got {self.version} meanwhile", may_pass=True)
@@ -153,10 +153,9 @@ class SimulatedTeacher:
     ) -> Generation:
         return await SimulatedStudent(self.latency).generate(prompt_ids, sampling, deadline=deadline)
 
-    async def score(
-        self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int, temperature: float, deadline: float
-    ) -> TokenScores:
-        rng = rng_of("teacher", prompt_ids.tobytes() + response_ids.tobytes())
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        response_ids = request.response_ids
+        rng = rng_of("teacher", request.prompt_ids.tobytes() + response_ids.tobytes())
         await self._work(len(response_ids), rng)
         logits = rng.normal(scale=2.0, size=(len(response_ids), VOCAB_SIZE))
         return whole_scores(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), response_ids, top_k)

@@ -21,7 +21,15 @@ from spot_async.config import LoraConfig
 from spot_async.errors import ConfigError, ServerRestartedError, VersionMismatchError
 from spot_async.models.weight_files import ADAPTER
 from spot_async.serving import api
-from spot_async.types import FloatArray, Generation, SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
+from spot_async.types import (
+    FloatArray,
+    Generation,
+    SamplingSettings,
+    ScoreRequest,
+    VersionSpan,
+    WeightSnapshot,
+    WeightVersion,
+)
 
 pytestmark = pytest.mark.usefixtures("servers_on_threads")
 LORA = LoraConfig(rank=4, alpha=8.0, targets="all")
@@ -58,15 +66,15 @@ async def generate(backend: LocalBackend, seed: int) -> Generation:
 
 
 async def score(backend: LocalBackend) -> FloatArray:
-    return (await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())).logprobs
+    return (await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)).logprobs
 
 
 async def candidates(backend: LocalBackend, expected: WeightVersion) -> FloatArray:
     return await backend.candidate_logprobs(
-        *(PROMPT, RESPONSE, np.arange(4, dtype=np.int32), RESPONSE[:, None]),
-        temperature=1.0,
+        ScoreRequest(PROMPT, RESPONSE, 1.0, soon()),
+        np.arange(4, dtype=np.int32),
+        RESPONSE[:, None],
         expected_version=expected,
-        deadline=soon(),
     )
 
 
@@ -97,7 +105,7 @@ async def test_responses_under_way_end_on_their_version_and_the_next_are_of_the_
             np.testing.assert_allclose((await candidates(backend, version))[:, 0], exact, atol=1e-5)
         exact = dense_logprobs(base, PROMPT, RESPONSE)[np.arange(4), RESPONSE]
         np.testing.assert_allclose((await candidates(backend, V0))[:, 0], exact, atol=1e-5)
-        reference = await backend.score_base(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+        reference = await backend.score_base(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
         np.testing.assert_allclose(reference.logprobs, exact, atol=1e-5)
         await of_the_first.aclose()
         await asyncio.gather(*tasks[0], *tasks[1])

@@ -35,7 +35,7 @@ from spot_async.backends.shared.launch import free_port
 from spot_async.backends.shared.stepwise import run_at_once
 from spot_async.backends.shared.token_texts import UNKNOWN, TokenTexts
 from spot_async.errors import Exchange, PermanentError, PoisonedReplyError, RequestError, TransientError
-from spot_async.types import SamplingSettings
+from spot_async.types import SamplingSettings, ScoreRequest
 
 DATA = Path(__file__).parents[1] / "recorded" / "openai"
 VLLM = msgspec.json.decode((DATA / "vllm_0.32.0.json").read_bytes())
@@ -294,11 +294,11 @@ async def test_our_own_server_is_such_an_endpoint(
     )
     async with local, remote:
         found = await remote.capabilities(deadline=soon())
-        expected = await local.score(prompt, response, top_k=16, temperature=1.0, deadline=soon())
-        scores = await remote.score(prompt, response, top_k=16, temperature=1.0, deadline=soon())
+        expected = await local.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=16)
+        scores = await remote.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=16)
         sampling = SamplingSettings(max_tokens=9, stop_token_ids=(1,), seed=11)
         written, again = [await remote.generate(prompt, sampling, top_k=2, deadline=soon()) for _ in range(2)]
-        read = await local.score(prompt, written.token_ids, top_k=2, temperature=1.0, deadline=soon())
+        read = await local.score(ScoreRequest(prompt, written.token_ids, 1.0, soon()), top_k=2)
         assert remote.traffic.requests > 4
     assert found.token_id_prompts
     assert found.sampled_token_ids

@@ -44,7 +44,7 @@ from spot_async.errors import (
     ServerRestartedError,
     TransientError,
 )
-from spot_async.types import SamplingSettings
+from spot_async.types import SamplingSettings, ScoreRequest
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ async def test_every_request_says_what_is_neutral_for_its_server(model: Path, tm
         sampling = SamplingSettings(max_tokens=4, stop_token_ids=(1,), seed=0)
         for ask in (
             backend.generate(PROMPT, sampling, deadline=soon()),
-            backend.score(PROMPT, RESPONSE, top_k=4, temperature=1.0, deadline=soon()),
-            backend.score_at(PROMPT, RESPONSE, one, top_k=4, temperature=1.0, deadline=soon()),
+            backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=4),
+            backend.score_at(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), one, top_k=4),
         ):
             with pytest.raises(PermanentError):
                 await ask
@@ -277,10 +277,10 @@ async def test_what_a_server_serves_at_temperature_1_only_is_not_asked_at_anothe
     one, first = np.zeros(1, np.int32), np.full((1, 1), 9, np.int32)
     async with connected(model, tmp_path, generation_temperature="one") as (backend, stand_in):
         with pytest.raises(PermanentError, match=r"temperature 1 only, not at 0\.5: set sampling\.temperature=1"):
-            await backend.score(PROMPT, RESPONSE, top_k=4, temperature=0.5, deadline=soon())
+            await backend.score(ScoreRequest(PROMPT, RESPONSE, 0.5, soon()), top_k=4)
         with pytest.raises(PermanentError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
             await backend.candidate_logprobs(
-                PROMPT, RESPONSE, one, first, temperature=0.5, expected_version=V0, deadline=soon()
+                ScoreRequest(PROMPT, RESPONSE, 0.5, soon()), one, first, expected_version=V0
             )
         assert not stand_in.asked
 
@@ -334,7 +334,7 @@ def test_prefixes_of_many_positions_take_the_memory_of_one_sequence():
     prompt, response = np.arange(3, dtype=np.int32), np.arange(10, 2010, dtype=np.int32)
     tracemalloc.start()
     try:
-        prefixes = _prefixes(prompt, response, np.arange(len(response)))
+        prefixes = _prefixes(ScoreRequest(prompt, response, 1.0, 0.0), np.arange(len(response)))
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -39,7 +39,7 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
-from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
+from spot_async.types import SamplingSettings, ScoreRequest, VersionSpan, WeightSnapshot, WeightVersion
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ async def test_a_server_with_the_v2_model_runner_gives_all_candidates_at_once(co
 
         async def ask(version: WeightVersion) -> Any:
             return await backend.candidate_logprobs(
-                PROMPT, RESPONSE, positions, candidates, temperature=1.0, expected_version=version, deadline=soon()
+                ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), positions, candidates, expected_version=version
             )
 
         last = np.array([4, 31, 4])  # the token before each of the positions
@@ -79,7 +79,7 @@ async def test_live_candidates_are_of_one_version_or_asked_for_again(chosen_toke
 
         async def ask() -> Any:
             return await backend.candidate_logprobs(
-                PROMPT, RESPONSE, positions, candidates, temperature=1.0, expected_version=None, deadline=soon()
+                ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), positions, candidates, expected_version=None
             )
 
         before = await ask()
@@ -101,8 +101,8 @@ async def test_no_request_leaves_anything_of_sampling_to_the_servers_defaults(co
         sampling = SamplingSettings(max_tokens=5, top_p=0.5, stop_token_ids=(), seed=1)
         await backend.generate(PROMPT, sampling, deadline=soon())
         written = stand_in.bodies[-1][1]["sampling_params"]
-        await backend.score(PROMPT, RESPONSE, top_k=2, temperature=1.0, deadline=soon())
-        await backend.score_at(PROMPT, RESPONSE, np.zeros(1, np.int32), top_k=2, temperature=1.0, deadline=soon())
+        await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=2)
+        await backend.score_at(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), np.zeros(1, np.int32), top_k=2)
     assert {name: written[name] for name in NEUTRAL} == {**NEUTRAL, "top_p": 0.5}
     asked = [body["sampling_params"] for path, body in stand_in.bodies if path == "/inference/v1/generate"]
     assert all(each.keys() >= NEUTRAL.keys() for each in asked)
@@ -261,11 +261,11 @@ async def test_without_developer_mode_a_ping_is_a_token_or_signs_of_work(
 async def test_only_temperature_1_is_scored(connect: Connect) -> None:
     async with connect() as (backend, stand_in):
         positions, candidates = np.array([1], np.int32), np.array([[5]], np.int32)
-        common: dict[str, Any] = {"temperature": 0.7, "deadline": soon()}
+        request = ScoreRequest(PROMPT, RESPONSE, 0.7, soon())
         for scored in (
-            backend.score(PROMPT, RESPONSE, top_k=2, **common),
-            backend.score_at(PROMPT, RESPONSE, positions, top_k=2, **common),
-            backend.candidate_logprobs(PROMPT, RESPONSE, positions, candidates, expected_version=V0, **common),
+            backend.score(request, top_k=2),
+            backend.score_at(request, positions, top_k=2),
+            backend.candidate_logprobs(request, positions, candidates, expected_version=V0),
         ):
             with pytest.raises(PermanentError, match=r"temperature 1 only, not at 0\.7"):
                 await scored
@@ -278,7 +278,7 @@ async def test_a_position_asked_for_by_itself_is_answered_by_one_row(connect: Co
         stand_in.failing["/inference/v1/generate"] = stand_in.generate([3], {"max_tokens": tokens, "logprobs": 2})
         positions = np.array([1, 4], np.int32)
         with pytest.raises(PoisonedReplyError, match=f"{tokens} tokens where one was asked for"):
-            await backend.score_at(PROMPT, RESPONSE, positions, top_k=2, temperature=1.0, deadline=soon())
+            await backend.score_at(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), positions, top_k=2)
 
 
 @pytest.mark.parametrize(("version", "flag"), [("0.29.1", False), ("0.30.0+cpu", True), ("1.0.0rc1", True)])

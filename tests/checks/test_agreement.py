@@ -13,7 +13,7 @@ from spot_async.checks.agreement import agreement
 from spot_async.checks.discovery import Asked
 from spot_async.errors import TransientError
 from spot_async.testing.services import capabilities, token_scores
-from spot_async.types import TokenScores, WeightVersion
+from spot_async.types import ScoreRequest, TokenScores, WeightVersion
 
 V0 = WeightVersion(0, 0)
 SAID = capabilities(
@@ -38,7 +38,7 @@ class Server:
     ) -> None:
         self.nats, self.unknown, self.change = nats, unknown, change
 
-    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         rows = -np.arange(1.0, 5.0, dtype=np.float32) - np.float32(self.nats)
         valid = None
         if self.unknown is not None:

@@ -20,7 +20,7 @@ from spot_async.backends.shared.token_texts import TokenTexts
 from spot_async.checks.discovery import Asked
 from spot_async.checks.score_rows import RIGHT, RowFindings, check_score_rows, order_words, row_offset
 from spot_async.testing.services import whole_scores
-from spot_async.types import Float64Array, TokenScores
+from spot_async.types import Float64Array, ScoreRequest, TokenScores
 
 VOCAB = 40
 RECORDED = Path(__file__).parents[1] / "recorded" / "openai"
@@ -50,9 +50,9 @@ class Server:
         self.rows, self.change, self.noise = rows, change, noise
         self.draw = np.random.default_rng(1)
 
-    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
-        text = [*prompt_ids.tolist(), *response_ids.tolist()]
-        rows = np.stack([self.rows(text, len(prompt_ids) + at) for at in range(len(response_ids))])
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        text, response_ids = request.token_ids.tolist(), request.response_ids
+        rows = np.stack([self.rows(text, len(request.prompt_ids) + at) for at in range(len(response_ids))])
         rows = rows + self.noise * self.draw.uniform(-1, 1, rows.shape)
         scores = whole_scores(rows, response_ids, top_k)
         return scores if self.change is None else self.change(scores)
@@ -142,8 +142,8 @@ async def test_two_servers_that_answer_in_turn_are_noise_and_not_rows_that_are_o
     servers = cycle([Server(), Server(lambda text, at: softmax(tuple(text[:at]), scale=2.01))])
 
     class InTurn:
-        async def score(self, *texts: Any, **more: Any) -> TokenScores:
-            return await next(servers).score(*texts, **more)
+        async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+            return await next(servers).score(request, top_k=top_k)
 
     assert await found_of(InTurn()) == RowFindings(masked=0.0, order=RIGHT)
 

@@ -111,10 +111,10 @@ def test_running_out_of_prompts_ends_the_run_and_accounts_for_the_left_over():
 
 def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():
     class Refusing(SimulatedTeacher):
-        async def score(self, prompt_ids, response_ids, **rest):
-            if len(prompt_ids) == 5 + 3:  # ordinals 3, 10, 17, ...
+        async def score(self, request, **rest):
+            if len(request.prompt_ids) == 5 + 3:  # ordinals 3, 10, 17, ...
                 raise PermanentError("400: too long for this server")
-            return await super().score(prompt_ids, response_ids, **rest)
+            return await super().score(request, **rest)
 
     # one in seven is more than may die, so the run must stop and say why
     error = cause(made(teacher=Refusing()))
@@ -122,10 +122,10 @@ def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():
     assert "too long for this server" in str(error)
 
     class RefusingOne(SimulatedTeacher):
-        async def score(self, prompt_ids, response_ids, **rest):
-            if len(prompt_ids) == 5 + 3 and not run.journal.dead:
+        async def score(self, request, **rest):
+            if len(request.prompt_ids) == 5 + 3 and not run.journal.dead:
                 raise PermanentError("400: too long for this server")
-            return await super().score(prompt_ids, response_ids, **rest)
+            return await super().score(request, **rest)
 
     run = made(teacher=RefusingOne(), iterations=3)
     run.finish()
@@ -175,11 +175,11 @@ def test_an_endpoint_that_is_away_for_seconds_costs_no_prompt():
     class Away(SimulatedTeacher):
         refused = 0
 
-        async def score(self, prompt_ids, response_ids, **rest):
+        async def score(self, request, **rest):
             if 1.0 < asyncio.get_running_loop().time() < 9.0:
                 self.refused += 1
                 raise TransientError("teacher/score: connection refused")
-            return await super().score(prompt_ids, response_ids, **rest)
+            return await super().score(request, **rest)
 
     teacher = Away()
     run = made(teacher=teacher).finish()
@@ -190,10 +190,10 @@ def test_an_endpoint_that_is_away_for_seconds_costs_no_prompt():
 
 def test_a_prompt_whose_requests_are_never_answered_is_replaced():
     class Failing(SimulatedTeacher):
-        async def score(self, prompt_ids, response_ids, **rest):
-            if len(prompt_ids) == 5 + 3 and len(run.journal.dead) < 2:
+        async def score(self, request, **rest):
+            if len(request.prompt_ids) == 5 + 3 and len(run.journal.dead) < 2:
                 raise TransientError("500: out of memory")
-            return await super().score(prompt_ids, response_ids, **rest)
+            return await super().score(request, **rest)
 
     run = made(teacher=Failing(), iterations=3, batch_size=32)
     run.finish()
@@ -205,7 +205,7 @@ def test_a_prompt_whose_requests_are_never_answered_is_replaced():
 
 def test_a_dead_endpoint_ends_the_run_within_a_minute_whatever_the_batch():
     class Dead(SimulatedTeacher):
-        async def score(self, prompt_ids, response_ids, **rest):
+        async def score(self, request, **rest):
             raise TransientError("teacher/score: connection refused")
 
     async def scenario(**sizes):
@@ -263,7 +263,7 @@ def test_a_server_that_takes_no_weights_ends_the_run_with_its_reason(error, time
 
 def test_a_server_that_hangs_ends_the_run_with_the_stage_named():
     class Hanging(SimulatedTeacher):
-        async def score(self, prompt_ids, response_ids, **rest):
+        async def score(self, request, **rest):
             await asyncio.Event().wait()
 
     assert "score: no answer within 60 s" in str(cause(made(teacher=Hanging())))
@@ -275,10 +275,10 @@ def test_replies_that_are_lost_while_others_come_do_not_mean_that_the_endpoint_i
     asked = itertools.count()
 
     class Losing(SimulatedTeacher):
-        async def score(self, prompt_ids, response_ids, **rest):
+        async def score(self, request, **rest):
             if next(asked) % 16 in (3, 4, 5):
                 await asyncio.Event().wait()
-            return await super().score(prompt_ids, response_ids, **rest)
+            return await super().score(request, **rest)
 
     run = made(make_policy(OpdPolicy), teacher=Losing(), max_dead_share=0.5).finish()
     assert len(run.journal.results) == 4

@@ -98,11 +98,11 @@ class Teacher(SimulatedTeacher):
 
     asked = 0
 
-    async def score(self, prompt_ids, response_ids, **rest):
+    async def score(self, request, **rest):
         self.asked += 1
-        if len(prompt_ids) == 5 + DEAD:
+        if len(request.prompt_ids) == 5 + DEAD:
             raise PermanentError("400: too long")
-        return await super().score(prompt_ids, response_ids, **rest)
+        return await super().score(request, **rest)
 
 
 def part_of_a_run(path, policy, max_staleness, kill_s, teacher, *, stop_s=None):
@@ -222,10 +222,10 @@ def test_a_run_that_was_asked_to_stop_loses_no_step(max_staleness, tmp_path):
 class PoorTeacher(Teacher):
     """There is money for three batches and some prompts of the fourth."""
 
-    async def score(self, *asked, **rest):
+    async def score(self, request, **rest):
         if self.asked > 3 * BATCH + 2:
             raise BudgetSpentError("teacher.backend.budget=1 is spent")
-        return await super().score(*asked, **rest)
+        return await super().score(request, **rest)
 
 
 def test_a_run_that_ran_out_of_money_goes_on_when_there_is_more(tmp_path):

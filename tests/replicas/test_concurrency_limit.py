@@ -332,11 +332,11 @@ class Teacher(Backend):
     def __init__(self):
         super().__init__(engine=None, slots=None)
 
-    async def score(self, prompt_ids, response_ids, **settings):
-        await asyncio.sleep(5e-4 * len(response_ids))
+    async def score(self, request, **settings):
+        await asyncio.sleep(5e-4 * len(request.response_ids))
         return token_scores([])
 
-    async def score_at(self, prompt_ids, response_ids, positions, **settings):
+    async def score_at(self, request, positions, **settings):
         await asyncio.sleep(0.015 * len(positions))
         none = np.zeros(0, np.float32)
         return ScoredPositions(

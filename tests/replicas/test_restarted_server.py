@@ -20,7 +20,7 @@ from deadlines import soon
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.errors import DeadlineExceededError, RequestError, ServerRestartedError
-from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
+from spot_async.types import SamplingSettings, ScoreRequest, VersionSpan, WeightSnapshot, WeightVersion
 
 PROMPT = np.array([5, 6, 7], np.int32)
 SAMPLING = SamplingSettings(max_tokens=4, stop_token_ids=(), seed=1)
@@ -82,7 +82,7 @@ async def test_a_server_that_was_restarted_or_is_frozen_is_recognised(
                     with pytest.raises(ServerRestartedError, match=f"{backend._name}: the server was restarted"):
                         await generated(backend)
                     with pytest.raises(ServerRestartedError):
-                        await backend.score(PROMPT, PROMPT, top_k=1, temperature=1.0, deadline=soon())
+                        await backend.score(ScoreRequest(PROMPT, PROMPT, 1.0, soon()), top_k=1)
                     with pytest.raises(ServerRestartedError):
                         await backend.ping(deadline=soon())
                 async with attached("student", port) as again:

@@ -20,6 +20,7 @@ import spot_async
 from spot_async.cli import app
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.running.summary import TrainOutcome
+from spot_async.types import ScoreRequest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "library.md"
@@ -121,8 +122,8 @@ async def test_the_pages_teacher_scores_as_the_local_server_does(folder, monkeyp
     prompt_ids, response_ids = np.arange(5, 12, dtype=np.int32), np.arange(6, 20, dtype=np.int32)
     async with ours, theirs:
         deadline = asyncio.get_running_loop().time() + 60
-        asked = {"top_k": 3, "temperature": 0.7, "deadline": deadline}
-        scores = [await each.score(prompt_ids, response_ids, **asked) for each in (ours, theirs)]
+        request = ScoreRequest(prompt_ids, response_ids, 0.7, deadline)
+        scores = [await each.score(request, top_k=3) for each in (ours, theirs)]
         found = [await each.capabilities(deadline=deadline) for each in (ours, theirs)]
     for name in ("logprobs", "topk_logprobs", "entropy"):
         np.testing.assert_allclose(getattr(scores[0], name), getattr(scores[1], name), atol=1e-4)

@@ -82,7 +82,7 @@ def test_a_teacher_that_cannot_write_is_refused_by_the_policy_that_wants_it_to(t
         "class ScoringOnly:\n"
         "    class Settings(BackendSettings):\n"
         "        kind: str = 'scoring_only:ScoringOnly'\n"
-        "    async def score(self, prompt_ids, response_ids, *, top_k, deadline): ...\n"
+        "    async def score(self, request, *, top_k): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     backend = "teacher.backend=scoring_only:ScoringOnly"

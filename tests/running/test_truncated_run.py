@@ -38,15 +38,15 @@ class Truncated(LocalBackend):
             candidate_logprobs="single",
         )
 
-    async def score(self, prompt_ids, response_ids, *, top_k, **rest):
+    async def score(self, request, *, top_k):
         assert top_k <= 2
-        scores = await super().score(prompt_ids, response_ids, top_k=top_k, **rest)
+        scores = await super().score(request, top_k=top_k)
         bounds = entropy_bounds(scores.topk_logprobs, self._capabilities.vocab_size)
         lower, upper = (each.astype(np.float32) for each in bounds)
         return msgspec.structs.replace(scores, entropy=(lower + upper) / 2, entropy_lower=lower, entropy_upper=upper)
 
-    async def score_at(self, prompt_ids, response_ids, positions, *, top_k, **rest):
-        scores = await super().score(prompt_ids, response_ids, top_k=top_k, **rest)
+    async def score_at(self, request, positions, *, top_k):
+        scores = await super().score(request, top_k=top_k)
         lower, upper = entropy_bounds(scores.topk_logprobs, self._capabilities.vocab_size)
         if top_k == self._capabilities.vocab_size:
             lower = upper = scores.entropy

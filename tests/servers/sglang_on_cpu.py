@@ -17,7 +17,7 @@ from parity import expect_of_samples, nats_off, nats_off_topk, own, soon
 from server_process import WAIT_S, RunningServer
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.types import SamplingSettings, WeightVersion
+from spot_async.types import SamplingSettings, ScoreRequest, WeightVersion
 
 VOCAB = 512
 END = 2
@@ -106,19 +106,17 @@ async def largest_difference(
 
     positions = np.array([0, 7, length - 1], np.int32)
     candidates = np.random.default_rng(length).permuted(np.tile(np.arange(VOCAB), (3, 1)), axis=1)[:, :16]
-    chosen = await backend.candidate_logprobs(
-        prompt, response, positions, candidates.astype(np.int32),
-        temperature=temperature, expected_version=version, deadline=soon(),
-    )  # fmt: skip
+    asked = ScoreRequest(prompt, response, temperature, soon())
+    chosen = await backend.candidate_logprobs(asked, positions, candidates.astype(np.int32), expected_version=version)
     found.append(np.abs(chosen - wanted[positions[:, None], candidates]).max())
 
-    at = await backend.score_at(prompt, response, positions, top_k=VOCAB, temperature=temperature, deadline=soon())
+    at = await backend.score_at(ScoreRequest(prompt, response, temperature, soon()), positions, top_k=VOCAB)
     found.append(nats_off_topk(at.topk_ids, at.topk_logprobs, wanted[positions]))
     np.testing.assert_allclose(at.entropy_lower, entropy[positions], atol=1e-4)
     np.testing.assert_allclose(at.entropy_upper, entropy[positions], atol=1e-4)
 
     if temperature == 1.0:
-        scores = await backend.score(prompt, response, top_k=16, temperature=1.0, deadline=soon())
+        scores = await backend.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=16)
         found += [
             np.abs(scores.logprobs - own(wanted, response)).max(),
             nats_off_topk(scores.topk_ids, scores.topk_logprobs, wanted),

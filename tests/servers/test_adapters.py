@@ -26,7 +26,7 @@ from spot_async.config import LoraConfig
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.adapter_files import WEIGHTS_FILE, layers_of, tensor_shapes, write_config
 from spot_async.models.weight_files import ADAPTER
-from spot_async.types import WeightSnapshot, WeightVersion
+from spot_async.types import ScoreRequest, WeightSnapshot, WeightVersion
 
 TOKENS = 60
 LORA = LoraConfig(rank=8, alpha=16.0, targets="all")
@@ -94,7 +94,7 @@ async def test_every_version_is_an_adapter_of_its_own(
             newer = WeightSnapshot(directory=str(tmp_path / "step-2"), version=WeightVersion(0, 2))
             await student.update_weights(newer, deadline=soon())
             for ask, model in ((student.score_base, models.student), (student.score, tmp_path / "step-2")):
-                scores = await ask(prompt, response, top_k=1, temperature=1.0, deadline=soon())
+                scores = await ask(ScoreRequest(prompt, response, 1.0, soon()), top_k=1)
                 rows = decisions(dense_logprobs(model, [*prompt, *response]), prompt, response)
                 assert np.abs(scores.logprobs - own(rows, response)).max() < PARITY_NATS
             snapshot = WeightSnapshot(directory=str(tmp_path / "step-1"), version=WeightVersion(0, 1))

@@ -34,7 +34,7 @@ from spot_async.errors import (
     ProcessDiedError,
     TransientError,
 )
-from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion
+from spot_async.types import SamplingSettings, ScoreRequest, WeightSnapshot, WeightVersion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -85,7 +85,7 @@ async def test_the_openai_route_serves_servers_without_the_other_and_processed_l
         rows = dense_logprobs(models.student, [*PROMPT.tolist(), *reply.token_ids.tolist()])
         rows = decisions(rows, PROMPT, reply.token_ids)
         expect_rollout(reply, rows)
-        scores = await backend.score(PROMPT, reply.token_ids, top_k=VOCAB, temperature=1.0, deadline=soon())
+        scores = await backend.score(ScoreRequest(PROMPT, reply.token_ids, 1.0, soon()), top_k=VOCAB)
         expect_topk(scores.topk_ids, scores.topk_logprobs, rows)
         entropy = -(np.exp(rows.astype(np.float64)) * rows).sum(axis=1)
         np.testing.assert_allclose(scores.entropy, entropy, rtol=0, atol=1e-4)

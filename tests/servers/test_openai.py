@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.errors import PermanentError
-from spot_async.types import IntArray, SamplingSettings, TokenScores
+from spot_async.types import IntArray, SamplingSettings, ScoreRequest, TokenScores
 
 Dense = Callable[[Path, Sequence[int]], npt.NDArray[np.float32]]
 SENTENCE = "One half equals the sum: 12 + 7 = \\boxed{19}.\nThis number is even because of our answer."
@@ -74,7 +74,7 @@ async def test_a_vllm_endpoint_scores_token_ids_exactly_with_as_many_candidates_
     _, prompt, response = prompt_and_response(model)
     async with backend(server.url + "/v1", model) as teacher:
         found = await teacher.capabilities(deadline=soon())
-        scores = await teacher.score(prompt, response, top_k=16, temperature=1.0, deadline=soon())
+        scores = await teacher.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=16)
     assert (found.max_top_k, found.token_id_prompts, found.sampled_token_ids) == (40, True, True)
     assert (found.score_temperature, found.generation_temperature) == ("one", "one")
     assert found.logprob_noise_nats < TOLERANCE_NATS
@@ -102,7 +102,7 @@ async def test_every_dialect_gives_the_same_numbers_where_it_gives_any(
         backend(url, model) as teacher,
     ):
         found = await teacher.capabilities(deadline=soon())
-        scores = await teacher.score(prompt, response, top_k=4, temperature=1.0, deadline=soon())
+        scores = await teacher.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=4)
     assert found.token_id_prompts == token_id_prompts
     assert found.max_top_k == 40
     known = 1.0 if scores.valid is None else float(scores.valid.mean())
@@ -127,7 +127,7 @@ async def test_sglang_names_tokens_by_text_and_is_read_all_the_same(
         backend(url, model) as teacher,
     ):
         found = await teacher.capabilities(deadline=soon())
-        scores = await teacher.score(prompt, response, top_k=16, temperature=1.0, deadline=soon())
+        scores = await teacher.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=16)
         sampling = SamplingSettings(max_tokens=9, stop_token_ids=(2,), seed=7)
         written = await teacher.generate(prompt, sampling, deadline=soon())
     assert (found.token_id_prompts, found.sampled_token_ids) == (token_id_prompts, limit is None)
@@ -161,7 +161,7 @@ async def test_text_prompts_mask_what_the_server_tokenises_differently(
     response = np.array([*start, *spelt, *tokenizer.encode(": 12.\n<|im_end|>")], np.int32)
     assert len(spelt) == 6 > len(tokenizer.encode("equals"))
     async with limited_endpoint(server.url, ignores=()) as url, backend(url, model) as teacher:
-        scores = await teacher.score(prompt, response, top_k=4, temperature=1.0, deadline=soon())
+        scores = await teacher.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=4)
     assert scores.valid is not None
     assert not scores.valid[len(start) : len(start) + 6].any()
     assert scores.valid[-3:].all()  # the end token, which text carries, among them
@@ -182,7 +182,7 @@ async def test_responses_carry_the_servers_token_ids_seeds_and_ends(server: Runn
         stop = int(first.token_ids[3])
         stopping = SamplingSettings(max_tokens=24, stop_token_ids=(2, stop), seed=7)
         ended = await teacher.generate(prompt, stopping, deadline=soon())
-        scores = await teacher.score(prompt, first.token_ids, top_k=3, temperature=1.0, deadline=soon())
+        scores = await teacher.score(ScoreRequest(prompt, first.token_ids, 1.0, soon()), top_k=3)
     np.testing.assert_array_equal(first.token_ids, again.token_ids)
     assert first.token_ids.tolist() != other.token_ids.tolist()
     np.testing.assert_allclose(first.logprobs, scores.logprobs, atol=TOLERANCE_NATS, rtol=0)
@@ -206,7 +206,7 @@ async def test_endpoints_that_only_write_say_so_and_write(server: RunningServer,
         written = await teacher.generate(prompt, sampling, deadline=soon())
         assert 0 < len(written.token_ids) <= 12
         with pytest.raises(PermanentError, match=r"teacher\.backend only writes"):
-            await teacher.score(prompt, response, top_k=1, temperature=1.0, deadline=soon())
+            await teacher.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=1)
     async with backend(server.url, model) as direct:
         ids = (await direct.generate(prompt, sampling, deadline=soon())).token_ids
     text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -220,11 +220,11 @@ async def test_refusals_are_one_clear_line(server: RunningServer, model: Path) -
             await teacher.capabilities(deadline=soon())
     async with backend(server.url, model) as teacher:
         with pytest.raises(PermanentError, match="a token id lies outside the vocabulary of 512"):
-            await teacher.score(prompt, np.array([600], np.int32), top_k=1, temperature=1.0, deadline=soon())
+            await teacher.score(ScoreRequest(prompt, np.array([600], np.int32), 1.0, soon()), top_k=1)
         with pytest.raises(PermanentError, match="serves top-40 at most, not 41"):
-            await teacher.score(prompt, prompt, top_k=41, temperature=1.0, deadline=soon())
+            await teacher.score(ScoreRequest(prompt, prompt, 1.0, soon()), top_k=41)
         with pytest.raises(PermanentError, match="scores at temperature 1 only"):
-            await teacher.score(prompt, prompt, top_k=4, temperature=0.5, deadline=soon())
+            await teacher.score(ScoreRequest(prompt, prompt, 0.5, soon()), top_k=4)
         long = np.resize(prompt, 3000).astype(np.int32)
         with pytest.raises(PermanentError, match="serves a context of 2047 tokens"):
-            await teacher.score(prompt, long, top_k=1, temperature=1.0, deadline=soon())
+            await teacher.score(ScoreRequest(prompt, long, 1.0, soon()), top_k=1)

@@ -39,6 +39,7 @@ from spot_async.errors import (
     PermanentError,
     TransientError,
 )
+from spot_async.types import ScoreRequest
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +122,12 @@ async def test_the_longest_sequence_that_is_promised_is_served(
         async def fill_the_context() -> float:
             response = (await backend.generate(prompt, settings, deadline=soon())).token_ids
             assert len(response) == limit - 100
-            scores = await backend.score(prompt, response, top_k=4, temperature=1.0, deadline=soon())
+            scores = await backend.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=4)
             wanted = rows(sglang_student.model, np.concatenate([prompt, response]), 1.0)[99:-1]
             return float(np.abs(scores.logprobs - own(wanted, response)).max())
 
         await expect_of_samples(fill_the_context)
-        empty = await backend.score(prompt, prompt[:0], top_k=4, temperature=1.0, deadline=soon())
+        empty = await backend.score(ScoreRequest(prompt, prompt[:0], 1.0, soon()), top_k=4)
         assert empty.topk_ids.shape == (0, 4)
         with pytest.raises(PermanentError, match=f"exceed the server's context of {limit}"):
             await backend.generate(prompt, sampling(limit - 99), deadline=soon())
@@ -158,21 +159,21 @@ async def test_what_would_end_the_server_is_refused_before_it_is_sent(
             with pytest.raises(PermanentError, match="out of the vocabulary of 512"):
                 await backend.generate(bad, sampling(4), deadline=soon())
             with pytest.raises(PermanentError, match="out of the vocabulary"):
-                await backend.score(prompt, bad, top_k=4, temperature=1.0, deadline=soon())
+                await backend.score(ScoreRequest(prompt, bad, 1.0, soon()), top_k=4)
             with pytest.raises(PermanentError, match="out of the vocabulary"):
                 await backend.candidate_logprobs(
-                    prompt, response, position, bad[None], temperature=1.0, expected_version=FIRST, deadline=soon()
+                    ScoreRequest(prompt, response, 1.0, soon()), position, bad[None], expected_version=FIRST
                 )
         with pytest.raises(PermanentError, match="top_k=513 is not one of 0 to 512"):
-            await backend.score(prompt, response, top_k=VOCAB + 1, temperature=1.0, deadline=soon())
+            await backend.score(ScoreRequest(prompt, response, 1.0, soon()), top_k=VOCAB + 1)
         with pytest.raises(PermanentError, match="top_k=513"):
             await backend.generate(prompt, sampling(4), top_k=VOCAB + 1, deadline=soon())
         with pytest.raises(PermanentError, match="at least one token"):
-            await backend.score(prompt[:0], response, top_k=4, temperature=1.0, deadline=soon())
+            await backend.score(ScoreRequest(prompt[:0], response, 1.0, soon()), top_k=4)
         with pytest.raises(PermanentError, match="positions are not all of the response's 4"):
-            await backend.score_at(prompt, response, position + 3, top_k=4, temperature=1.0, deadline=soon())
+            await backend.score_at(ScoreRequest(prompt, response, 1.0, soon()), position + 3, top_k=4)
         with pytest.raises(PermanentError, match="temperature 1 only"):
-            await backend.score(prompt, response, top_k=4, temperature=0.7, deadline=soon())
+            await backend.score(ScoreRequest(prompt, response, 0.7, soon()), top_k=4)
         assert len((await backend.generate(prompt, sampling(4), deadline=soon())).token_ids)
 
 

@@ -39,7 +39,7 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
-from spot_async.types import Generation, WeightSnapshot, WeightVersion
+from spot_async.types import Generation, ScoreRequest, WeightSnapshot, WeightVersion
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ async def test_new_weights_are_served_whole_and_named(
         one = np.zeros(1, np.int32)
         with pytest.raises(VersionMismatchError, match=r"holds weights 0\.1, not the 0\.0 asked for"):
             await backend.candidate_logprobs(
-                tokens(4, 0), tokens(2, 1), one, one[None] + 9, temperature=1.0, expected_version=FIRST, deadline=soon()
+                ScoreRequest(tokens(4, 0), tokens(2, 1), 1.0, soon()), one, one[None] + 9, expected_version=FIRST
             )
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
         await check_everything(backend, models.student, rows, FIRST)

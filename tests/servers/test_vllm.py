@@ -46,7 +46,7 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
-from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
+from spot_async.types import SamplingSettings, ScoreRequest, VersionSpan, WeightSnapshot, WeightVersion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -170,7 +170,7 @@ async def test_scores_are_the_models_from_the_first_response_token_to_the_last(
 ) -> None:
     response = np.random.default_rng(8).integers(0, VOCAB, CONTEXT - len(PROMPT) - 1).astype(np.int32)  # the longest
     rows = decisions(dense_logprobs(models.student, [*PROMPT.tolist(), *response.tolist()]), PROMPT, response)
-    scores = await backend.score(PROMPT, response, top_k=16, temperature=1.0, deadline=soon())
+    scores = await backend.score(ScoreRequest(PROMPT, response, 1.0, soon()), top_k=16)
     np.testing.assert_allclose(scores.logprobs, own(rows, response), rtol=0, atol=PARITY_NATS)
     assert scores.topk_ids.shape == (len(response), 16)
     expect_topk(scores.topk_ids, scores.topk_logprobs, rows)
@@ -179,8 +179,8 @@ async def test_scores_are_the_models_from_the_first_response_token_to_the_last(
     assert (entropy <= scores.entropy_upper + 1e-4).all()
     longer = np.append(response, np.int32(5))
     with pytest.raises(PermanentError, match="exceed the server's context of 2048 tokens"):
-        await backend.score(PROMPT, longer, top_k=16, temperature=1.0, deadline=soon())
-    empty = await backend.score(PROMPT, response[:0], top_k=16, temperature=1.0, deadline=soon())
+        await backend.score(ScoreRequest(PROMPT, longer, 1.0, soon()), top_k=16)
+    empty = await backend.score(ScoreRequest(PROMPT, response[:0], 1.0, soon()), top_k=16)
     assert empty.topk_logprobs.shape == (0, 16)
 
 
@@ -201,9 +201,9 @@ async def test_single_positions_are_served_wider(
 ) -> None:
     response, positions = PROMPT[::-1].copy(), np.array([0, 3, 150], np.int32)
     rows = decisions(dense_logprobs(models.student, [*PROMPT.tolist(), *response.tolist()]), PROMPT, response)
-    reply = await backend.score_at(PROMPT, response, positions, top_k=64, temperature=1.0, deadline=soon())
+    reply = await backend.score_at(ScoreRequest(PROMPT, response, 1.0, soon()), positions, top_k=64)
     expect_topk(reply.topk_ids, reply.topk_logprobs, rows[positions])
-    scores = await backend.score(PROMPT, response, top_k=16, temperature=1.0, deadline=soon())
+    scores = await backend.score(ScoreRequest(PROMPT, response, 1.0, soon()), top_k=16)
     assert (reply.entropy_upper - reply.entropy_lower < (scores.entropy_upper - scores.entropy_lower)[positions]).all()
 
 
@@ -217,7 +217,7 @@ async def test_candidates_are_exact_whatever_their_rank_and_of_the_version_asked
 
     async def ask(version: WeightVersion) -> Any:
         return await backend.candidate_logprobs(
-            PROMPT, response, positions, candidates, temperature=1.0, expected_version=version, deadline=soon()
+            ScoreRequest(PROMPT, response, 1.0, soon()), positions, candidates, expected_version=version
         )
 
     # Beside requests with log-probabilities of their own, which vLLM's way of asking for many tokens at once corrupts.
@@ -244,12 +244,12 @@ async def test_new_weights_serve_everything_and_old_ones_again(
         rows = dense_logprobs(directory, [*PROMPT.tolist(), *reply.token_ids.tolist()])
         rows = decisions(rows, PROMPT, reply.token_ids)
         expect_rollout(reply, rows)
-        scores = await backend.score(PROMPT, reply.token_ids, top_k=16, temperature=1.0, deadline=soon())
+        scores = await backend.score(ScoreRequest(PROMPT, reply.token_ids, 1.0, soon()), top_k=16)
         np.testing.assert_allclose(scores.logprobs, own(rows, reply.token_ids), rtol=0, atol=PARITY_NATS)
         positions = np.array([0, 5], np.int32)
         candidates = np.array([[1, 500], [2, 7]], np.int32)
         served = await backend.candidate_logprobs(
-            PROMPT, reply.token_ids, positions, candidates, temperature=1.0, expected_version=version, deadline=soon()
+            ScoreRequest(PROMPT, reply.token_ids, 1.0, soon()), positions, candidates, expected_version=version
         )
         expected = np.take_along_axis(rows[positions], candidates.astype(np.int64), axis=1)
         np.testing.assert_allclose(served, expected, rtol=0, atol=PARITY_NATS)

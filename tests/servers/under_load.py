@@ -15,7 +15,15 @@ from spot_async.base.tasks import both, watched
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage
 from spot_async.tools.conformance.checks import A_LITTLE
-from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, WeightSnapshot, WeightVersion
+from spot_async.types import (
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    ScoreRequest,
+    WeightSnapshot,
+    WeightVersion,
+)
 
 ROLLOUTS = 8  # in flight, always
 BETWEEN = 6  # tokens that others sample between two updates
@@ -92,13 +100,7 @@ class Load:
             await self._candidates.ask(
                 (0,),
                 lambda student, deadline: student.candidate_logprobs(
-                    prompt_of(0),
-                    RESPONSE,
-                    POSITIONS,
-                    CANDIDATES,
-                    temperature=1.0,
-                    expected_version=None,
-                    deadline=deadline,
+                    ScoreRequest(prompt_of(0), RESPONSE, 1.0, deadline), POSITIONS, CANDIDATES, expected_version=None
                 ),
             )
         )

@@ -30,7 +30,7 @@ from spot_async.serving import api
 from spot_async.serving.http.access import Access, OtherApi
 from spot_async.serving.http.app import build_app
 from spot_async.serving.http.credentials import API_KEY_VARIABLE, Credentials
-from spot_async.types import WeightSnapshot, WeightVersion
+from spot_async.types import ScoreRequest, WeightSnapshot, WeightVersion
 
 ROOT = Path(__file__).parents[2]
 ATTACKER = Path(__file__).parents[1] / "support" / "attacker.py"
@@ -129,7 +129,7 @@ async def test_a_started_server_has_its_secrets_where_only_its_user_can_read_the
             assert not any(secret in word for secret in secrets for word in _read(pid, "cmdline"))
         assert not any(secret in repr(backend._server.address) for secret in secrets)
 
-        before = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+        before = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
         update = wire.encode(api.UpdateRequest(snapshot=snapshot(other, WeightVersion(0, 0)), timeout_s=9.0))
         async with httpx.AsyncClient(base_url=url) as client:
             shown = {"Authorization": f"Bearer {secrets[0]}"}
@@ -138,10 +138,10 @@ async def test_a_started_server_has_its_secrets_where_only_its_user_can_read_the
             for headers, status in (({}, 401), (shown, 403), ({**shown, api.UPDATE_TOKEN_HEADER: secrets[0]}, 403)):
                 reply = await client.post(api.UPDATE_WEIGHTS, content=update, headers={**NATIVE, **headers})
                 assert reply.status_code == status
-        after = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+        after = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
         np.testing.assert_array_equal(after.logprobs, before.logprobs)
         await backend.update_weights(snapshot(other, WeightVersion(0, 1)), deadline=soon())
-        new = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+        new = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
         assert not np.array_equal(new.logprobs, before.logprobs)
     _assert_in_no_file(tmp_path / "run", secrets)
 

@@ -44,6 +44,7 @@ from spot_async.types import (
     Problem,
     Prompt,
     SamplingSettings,
+    ScoreRequest,
     WeightSnapshot,
     WeightVersion,
 )
@@ -100,16 +101,13 @@ async def test_generation_scores_and_candidates_agree_over_the_wire(backend: Loc
     )
     assert len({tuple(reply.token_ids) for reply in replies}) == 12
     for reply in replies[:2]:
-        scores = await backend.score(PROMPT, reply.token_ids, top_k=3, temperature=1.0, deadline=soon())
+        scores = await backend.score(ScoreRequest(PROMPT, reply.token_ids, 1.0, soon()), top_k=3)
         version = reply.version_spans[0].version
         candidates = await backend.candidate_logprobs(
-            PROMPT,
-            reply.token_ids,
+            ScoreRequest(PROMPT, reply.token_ids, 1.0, soon()),
             np.array([6, 2], np.int32),
             reply.token_ids[[[6, 0], [2, 1]]],
-            temperature=1.0,
             expected_version=version,
-            deadline=soon(),
         )
         assert scores.version == version
         np.testing.assert_allclose(scores.logprobs, reply.logprobs, atol=1e-5)
@@ -152,28 +150,25 @@ async def test_a_students_end_token_is_scored_by_the_teachers_first_or_by_all_of
 async def test_an_update_changes_weights_and_version_or_nothing(
     backend: LocalBackend, new_weights: Path, tmp_path: Path
 ) -> None:
-    before = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+    before = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
     with pytest.raises(PermanentError, match=r"student: .*holds neither model\.safetensors"):
         await backend.update_weights(
             WeightSnapshot(directory=str(tmp_path), version=WeightVersion(9, 9)), deadline=soon()
         )
-    unchanged = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+    unchanged = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
     np.testing.assert_array_equal(unchanged.logprobs, before.logprobs)
     assert unchanged.version == before.version
     version = WeightVersion(1, 4)
     await backend.update_weights(WeightSnapshot(directory=str(new_weights), version=version), deadline=soon())
-    after = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+    after = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
     assert after.version == version
     assert not np.allclose(after.logprobs, before.logprobs)
     with pytest.raises(VersionMismatchError, match=rf"asked of weights {before.version}.*holds 1\.4"):
         await backend.candidate_logprobs(
-            PROMPT,
-            RESPONSE,
+            ScoreRequest(PROMPT, RESPONSE, 1.0, soon()),
             np.array([0], np.int32),
             np.array([[3]], np.int32),
-            temperature=1.0,
             expected_version=before.version,
-            deadline=soon(),
         )
 
 
@@ -193,7 +188,7 @@ async def test_updates_in_flight_leave_every_token_with_the_weights_that_it_name
             for seed in range(5)
         ]
         for snapshot in later:
-            await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())  # steps pass
+            await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)  # steps pass
             await backend.update_weights(snapshot, deadline=soon())
     met = set()
     for task in long:
@@ -215,7 +210,7 @@ async def test_bad_requests_are_refused_in_one_line_and_never_retried(backend: L
     with pytest.raises(PermanentError, match=r"^student: prompt_ids holds 53: the vocabulary has 53 tokens$"):
         await backend.generate(np.array([VOCAB], np.int32), sampling(), deadline=soon())
     with pytest.raises(PermanentError, match="exceed the context of 20000 tokens"):
-        await backend.score(PROMPT, np.zeros(20000, np.int32), top_k=0, temperature=1.0, deadline=soon())
+        await backend.score(ScoreRequest(PROMPT, np.zeros(20000, np.int32), 1.0, soon()), top_k=0)
     with pytest.raises(PermanentError, match="temperature=nan"):
         await backend.generate(PROMPT, sampling(temperature=float("nan")), deadline=soon())
 
@@ -433,12 +428,12 @@ def test_the_socket_file_of_a_dead_server_is_replaced_and_private(
 async def test_other_weights_than_those_of_the_run_are_not_loaded(
     backend: LocalBackend, new_weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+    before = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
     wrong = {"model.norm.weight": "0" * 64}
     monkeypatch.setattr("spot_async.backends.local.backend.file_digests", lambda directory: wrong)
     with pytest.raises(PermanentError, match=r"tensor 'model\.norm\.weight' is not the one that the run published"):
         await backend.update_weights(
             WeightSnapshot(directory=str(new_weights), version=WeightVersion(9, 9)), deadline=soon()
         )
-    after = await backend.score(PROMPT, RESPONSE, top_k=0, temperature=1.0, deadline=soon())
+    after = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
     assert after.version == before.version

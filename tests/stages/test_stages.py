@@ -38,14 +38,15 @@ class Recorder:
         self.top_k = top_k
         return generation([9])
 
-    async def score(self, prompt_ids, response_ids, *, top_k, temperature, deadline):
-        self.scored.append(response_ids.tolist())
-        self.temperatures.append(temperature)
-        return token_scores(np.zeros(len(response_ids)), topk_ids=np.tile([[6, 2, 1]], (len(response_ids), 1)))
+    async def score(self, request, *, top_k):
+        self.scored.append(request.response_ids.tolist())
+        self.temperatures.append(request.temperature)
+        tokens = len(request.response_ids)
+        return token_scores(np.zeros(tokens), topk_ids=np.tile([[6, 2, 1]], (tokens, 1)))
 
-    async def score_at(self, prompt_ids, response_ids, positions, *, top_k, temperature, deadline):
-        self.scored.append(response_ids.tolist())
-        self.temperatures.append(temperature)
+    async def score_at(self, request, positions, *, top_k):
+        self.scored.append(request.response_ids.tolist())
+        self.temperatures.append(request.temperature)
         topk_ids = np.tile(np.array([[6, 2, 1]], np.int32), (len(positions), 1))
         zeros = np.zeros(len(positions), np.float32)
         return ScoredPositions(
@@ -55,10 +56,8 @@ class Recorder:
             entropy_upper=zeros,
         )
 
-    async def candidate_logprobs(
-        self, prompt_ids, response_ids, positions, candidate_ids, *, temperature, expected_version, deadline
-    ):
-        self.temperatures.append(temperature)
+    async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
+        self.temperatures.append(request.temperature)
         self.asked_versions.append(expected_version)
 
     async def verify(self, problem, text, *, deadline):
@@ -162,9 +161,9 @@ async def test_end_tokens_are_summed_only_where_the_students_was_replaced(respon
     class Summing(Recorder):
         asked = None
 
-        async def candidate_logprobs(self, prompt_ids, response_ids, positions, candidate_ids, **settings):
-            assert (response_ids.tolist(), positions.tolist()) == ([5, 2], [1])
-            assert settings["expected_version"] == WeightVersion(0, 0)
+        async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
+            assert (request.response_ids.tolist(), positions.tolist()) == ([5, 2], [1])
+            assert expected_version == WeightVersion(0, 0)
             self.asked = candidate_ids[0].tolist()
             return np.full(candidate_ids.shape, -1.0, np.float32)
 
@@ -240,9 +239,9 @@ async def test_only_a_student_that_is_updated_under_way_has_longer_than_its_stag
             self.student_s = deadline
             return await super().generate(*arguments, deadline=deadline, **settings)
 
-        async def score(self, *arguments, deadline, **settings):
-            self.teacher_s = deadline
-            return await super().score(*arguments, deadline=deadline, **settings)
+        async def score(self, request, *, top_k):
+            self.teacher_s = request.deadline
+            return await super().score(request, top_k=top_k)
 
     recorder, now_s = Noting(), asyncio.get_running_loop().time()
     stages = bound(recorder, weights_may_change=may_change)

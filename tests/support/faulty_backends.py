@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from spot_async.errors import PermanentError, SpotError
-from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores, VersionSpan
+from spot_async.types import Capabilities, Generation, SamplingSettings, ScoreRequest, TokenScores, VersionSpan
 
 
 class Faulty:
@@ -28,8 +28,8 @@ class Faulty:
     async def generate(self, prompt_ids: Any, sampling: SamplingSettings, **more: Any) -> Generation:
         return await self.backend.generate(prompt_ids, sampling, **more)
 
-    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
-        return await self.backend.score(prompt_ids, response_ids, **more)
+    async def score(self, request: ScoreRequest, **more: Any) -> TokenScores:
+        return await self.backend.score(request, **more)
 
     async def candidate_logprobs(self, *arguments: Any, **more: Any) -> Any:
         return await self.backend.candidate_logprobs(*arguments, **more)
@@ -61,8 +61,8 @@ def of_generations(change: Callable[[Generation], dict[str, Any]]) -> type[Fault
 
 def of_scores(change: Callable[[TokenScores], dict[str, Any]]) -> type[Faulty]:
     class Scores(Faulty):
-        async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
-            reply = await super().score(prompt_ids, response_ids, **more)
+        async def score(self, request: ScoreRequest, **more: Any) -> TokenScores:
+            reply = await super().score(request, **more)
             return msgspec.structs.replace(reply, **change(reply))
 
     return Scores
@@ -86,19 +86,24 @@ class CapsTheResponse(Faulty):
         )
 
 
+def with_ids_below(limit: int, request: ScoreRequest) -> ScoreRequest:
+    prompt_ids, response_ids = (np.clip(ids, 0, limit - 1) for ids in (request.prompt_ids, request.response_ids))
+    return msgspec.structs.replace(request, prompt_ids=prompt_ids, response_ids=response_ids)
+
+
 class ForgivesIds(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
-        return await super().score(np.clip(prompt_ids, 0, 52), np.clip(response_ids, 0, 52), **more)
+    async def score(self, request: ScoreRequest, **more: Any) -> TokenScores:
+        return await super().score(with_ids_below(53, request), **more)
 
 
 class CutsTopK(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
-        return await super().score(prompt_ids, response_ids, top_k=min(top_k, 53), **more)
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        return await super().score(request, top_k=min(top_k, 53))
 
 
 class ScoresAtOne(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, *, temperature: float, **more: Any) -> TokenScores:
-        return await super().score(prompt_ids, response_ids, temperature=1.0, **more)
+    async def score(self, request: ScoreRequest, **more: Any) -> TokenScores:
+        return await super().score(msgspec.structs.replace(request, temperature=1.0), **more)
 
 
 class MixedUpUnderLoad(Faulty):
@@ -121,20 +126,20 @@ class IgnoresDeadlines(Faulty):
 
 
 class AnswersAnyVersion(Faulty):
-    async def candidate_logprobs(self, *arguments: Any, expected_version: Any, deadline: float, **more: Any) -> Any:
-        held = (await self.backend.stats(deadline=deadline)).version
-        return await super().candidate_logprobs(*arguments, expected_version=held, deadline=deadline, **more)
+    async def candidate_logprobs(self, request: ScoreRequest, *asked: Any, expected_version: Any) -> Any:
+        held = (await self.backend.stats(deadline=request.deadline)).version
+        return await super().candidate_logprobs(request, *asked, expected_version=held)
 
 
 class CandidatesAtOneOnly(Faulty):
-    async def candidate_logprobs(self, *arguments: Any, temperature: float, **more: Any) -> Any:
-        if temperature != 1.0:
+    async def candidate_logprobs(self, request: ScoreRequest, *asked: Any, **more: Any) -> Any:
+        if request.temperature != 1.0:
             raise PermanentError("candidates are at temperature 1 only")
-        return await super().candidate_logprobs(*arguments, temperature=temperature, **more)
+        return await super().candidate_logprobs(request, *asked, **more)
 
 
 class Breaks(Faulty):
-    async def score(self, prompt_ids: Any, response_ids: Any, **more: Any) -> TokenScores:
+    async def score(self, request: ScoreRequest, **more: Any) -> TokenScores:
         raise KeyError("input_top_logprobs")
 
 

@@ -32,7 +32,7 @@ class Timed:
         await asyncio.sleep(1.0 + int(session.removeprefix("prompt-")))
         return generation([5, 1])
 
-    async def score(self, prompt_ids, response_ids, **settings):
+    async def score(self, request, **settings):
         await asyncio.sleep(0.5)
         return token_scores([0.0, 0.0])
 

@@ -21,7 +21,7 @@ from spot_async.testing.fault_plan import planned_faults
 from spot_async.testing.faulty_run import shrunk
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, Update
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
+from spot_async.types import SamplingSettings, ScoreRequest, VersionSpan, WeightSnapshot, WeightVersion
 
 FIRST, SECOND = WeightVersion(0, 0), WeightVersion(0, 1)
 SNAPSHOT = WeightSnapshot(directory="weights", version=SECOND)
@@ -82,7 +82,7 @@ def test_candidates_are_of_one_version_each():
 
         def asked(version):
             return replica.candidate_logprobs(
-                PROMPT, PROMPT, positions, ids, temperature=1.0, expected_version=version, deadline=FAR
+                ScoreRequest(PROMPT, PROMPT, 1.0, FAR), positions, ids, expected_version=version
             )
 
         error, _ = await beside_an_update(replica, asked(None), at_s=1.0)

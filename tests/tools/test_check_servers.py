@@ -26,7 +26,7 @@ from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, PermanentError
 from spot_async.tools.check.servers import ROWS, show_servers
-from spot_async.types import Capabilities, Generation, SamplingSettings, TokenScores
+from spot_async.types import Capabilities, Generation, SamplingSettings, ScoreRequest, TokenScores
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
@@ -144,17 +144,19 @@ class RoundedScores(Other):
 class LateRows(Other):
     """Gives each token the row after it, as llama-cpp-python does."""
 
-    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        prompt_ids, response_ids = request.prompt_ids, request.response_ids
         earlier, later = np.append(prompt_ids, response_ids[:1]), np.append(response_ids[1:], response_ids[-1:])
-        rows = await self.backend.score(earlier, later, top_k=48, **more)
+        shifted = msgspec.structs.replace(request, prompt_ids=earlier, response_ids=later)
+        rows = await self.backend.score(shifted, top_k=48)
         own = rows.topk_logprobs[rows.topk_ids == response_ids[:, None]]
         top = {"topk_ids": rows.topk_ids[:, :top_k], "topk_logprobs": rows.topk_logprobs[:, :top_k]}
         return msgspec.structs.replace(rows, logprobs=own, **top)
 
 
 class Uniform(Other):
-    async def score(self, prompt_ids: Any, response_ids: Any, *, top_k: int, **more: Any) -> TokenScores:
-        scores = await self.backend.score(prompt_ids, response_ids, top_k=top_k, **more)
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        scores = await self.backend.score(*arguments, **more)
         values = {name: np.full_like(getattr(scores, name), -np.log(48)) for name in ("logprobs", "topk_logprobs")}
         return msgspec.structs.replace(scores, **values)
 

@@ -37,7 +37,7 @@ from spot_async.tools.simulate.simulation import Outcome, simulate
 from spot_async.tools.tune.measurement import Level, Ramp, StageLoad
 from spot_async.tools.tune.results import Tuning, as_yaml
 from spot_async.tools.tune.staleness import check_run, with_staleness
-from spot_async.types import IntArray, PolicyNeeds, TokenScores
+from spot_async.types import PolicyNeeds, ScoreRequest, TokenScores
 
 BATCH = 8
 RATES: dict[str, Any] = {
@@ -215,11 +215,11 @@ class SerialTeacher(SimulatedTeacher):
         self._latency_s = latency_s
         self._free_s = 0.0
 
-    async def score(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         now_s = asyncio.get_running_loop().time()
-        self._free_s = max(self._free_s, now_s) + (len(prompt_ids) + len(response_ids)) / self._tokens_per_s
+        self._free_s = max(self._free_s, now_s) + len(request.token_ids) / self._tokens_per_s
         await asyncio.sleep(self._free_s + self._latency_s - now_s)
-        return await super().score(prompt_ids, response_ids, **request)
+        return await super().score(request, top_k=top_k)
 
 
 @pytest.mark.parametrize(

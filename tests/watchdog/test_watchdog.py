@@ -53,11 +53,11 @@ class SlowTeacher(SimulatedTeacher):
         super().__init__()
         self.seconds, self.calls_left = seconds, after_calls
 
-    async def score(self, *args, deadline, **rest):
+    async def score(self, request, **rest):
         self.calls_left -= 1
         if self.calls_left < 0:
             await asyncio.sleep(self.seconds)
-        return await super().score(*args, deadline=deadline, **rest)
+        return await super().score(request, **rest)
 
 
 class ThrottledTeacher(SimulatedTeacher):
@@ -65,11 +65,11 @@ class ThrottledTeacher(SimulatedTeacher):
 
     opens_s = 5 * TIMEOUT_S
 
-    async def score(self, *args, deadline, **rest):
+    async def score(self, request, **rest):
         left_s = self.opens_s - asyncio.get_running_loop().time()
         if left_s > 0:
             raise ThrottledError("429: daily limit", retry_after_s=left_s)
-        return await super().score(*args, deadline=deadline, **rest)
+        return await super().score(request, **rest)
 
 
 class SlowTrainer(SimulatedTrainer):

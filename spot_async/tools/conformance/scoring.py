@@ -20,7 +20,7 @@ from spot_async.tools.conformance.comparison import (
 )
 from spot_async.tools.conformance.findings import Finding, NotOffered, Violation
 from spot_async.tools.conformance.subject import COOL, PROMPT_TOKENS, RESPONSE_TOKENS, Subject
-from spot_async.types import IntArray, TokenScores, WeightVersion
+from spot_async.types import IntArray, ScoreRequest, TokenScores, WeightVersion
 
 RESPONSES = 6
 CANDIDATES = 5
@@ -95,7 +95,7 @@ async def positions_again(subject: Subject) -> Finding:
     said = subject.capabilities
     prompt, response, positions, _ = _candidates(subject)
     served = await subject.backend.score_at(
-        prompt, response, positions, top_k=said.max_position_top_k, temperature=1.0, deadline=subject.deadline()
+        ScoreRequest(prompt, response, 1.0, subject.deadline()), positions, top_k=said.max_position_top_k
     )
     exact = (await subject.exact(prompt, response))[positions]
     nats = largest_of_topk(exact, served.topk_ids, served.topk_logprobs)

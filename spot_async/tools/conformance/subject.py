@@ -21,6 +21,7 @@ from spot_async.types import (
     IntArray,
     LogprobTemperature,
     SamplingSettings,
+    ScoreRequest,
     TokenScores,
     WeightSnapshot,
     WeightVersion,
@@ -121,11 +122,8 @@ class Subject:
         self, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int | None = None, temperature: float = 1.0
     ) -> TokenScores:
         reply: TokenScores = await self.backend.score(
-            prompt_ids,
-            response_ids,
+            ScoreRequest(prompt_ids, response_ids, temperature, self.deadline()),
             top_k=self.score_top_k if top_k is None else top_k,
-            temperature=temperature,
-            deadline=self.deadline(),
         )
         return reply
 
@@ -141,13 +139,10 @@ class Subject:
         is_live: bool = False,
     ) -> FloatArray:
         reply: FloatArray = await self.backend.candidate_logprobs(
-            prompt_ids,
-            response_ids,
+            ScoreRequest(prompt_ids, response_ids, temperature, self.deadline()),
             positions,
             candidate_ids,
-            temperature=temperature,
             expected_version=None if is_live else version or self.version or WeightVersion(0, 0),
-            deadline=self.deadline(),
         )
         return reply
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ from spot_async.types import (
     Problem,
     Prompt,
     SamplingSettings,
+    ScoreRequest,
     Supervision,
     TokenScores,
     TrainReport,
@@ -185,15 +186,15 @@ class RatedStudent(RatedServer, SimulatedStudent):
     def version(self) -> WeightVersion:  # type: ignore[override]
         return self._updates[-1][1]
 
-    async def score_base(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
+    async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         """Score a response for the reference: as fast as the reference's rates say, while no response is written."""
         own, base = self._rates, self._as_base
         assert own.tokens_per_s is not None
         assert base.tokens_per_s is not None
-        scored = self._workload.scored(ordinal_of(prompt_ids), len(response_ids))
+        scored = self._workload.scored(ordinal_of(request.prompt_ids), len(request.response_ids))
         shares = max(1, round(own.requests_at_whole_rate / base.requests_at_whole_rate))
         await self.work(scored * own.tokens_per_s / base.tokens_per_s, shares)
-        return await SimulatedTeacher(AT_ONCE).score(prompt_ids, response_ids, **request)
+        return await SimulatedTeacher(AT_ONCE).score(request, top_k=top_k)
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         """Take the time of candidates, the only request that its base class answers."""
@@ -207,9 +208,9 @@ class RatedTeacher(RatedServer, SimulatedTeacher):
         super().__init__(rates, workload, asked, update_s=0.0, in_flight_updates=False)
         self.latency = AT_ONCE
 
-    async def score(self, prompt_ids: IntArray, response_ids: IntArray, **request: Any) -> TokenScores:
-        await self.work(self._workload.scored(ordinal_of(prompt_ids), len(response_ids)))
-        return await super().score(prompt_ids, response_ids, **request)
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        await self.work(self._workload.scored(ordinal_of(request.prompt_ids), len(request.response_ids)))
+        return await super().score(request, top_k=top_k)
 
 
 class RatedTrainer(SimulatedTrainer):
