@@ -32,7 +32,7 @@ from spot_async.base.processes.resources import tune_gc
 from spot_async.config import StagesConfig
 from spot_async.config.loading import load_config
 from spot_async.stages.services import Services
-from spot_async.tools.tune.results import Tuning, read_tuning
+from spot_async.tools.simulate.measured import Tuning, read_tuning
 from spot_async.verification.boxed_match import BoxedMatch
 
 CONFIG = "configs/quickstart.yaml"

@@ -68,8 +68,8 @@ def report(
     It goes to RUN/report.html unless --html says otherwise.
     """
     from spot_async.tools.inspect import command as commands
-    from spot_async.tools.tune.results import read_tuning
-    from spot_async.tools.tune.view import tuning_section
+    from spot_async.tools.simulate.measured import read_tuning
+    from spot_async.tools.tune.results import tuning_section
 
     try:
         more = [] if tuning is None else [tuning_section(read_tuning(tuning))]

@@ -45,9 +45,9 @@ def tune(
     server after the other. The file that is written is a configuration to train with: it has CONFIG as its base.
     """
     from spot_async.checks.plan import plan_training
+    from spot_async.tools.tune.choice import check_run
+    from spot_async.tools.tune.command import TuneOptions, check_options, without_files
     from spot_async.tools.tune.results import check_output
-    from spot_async.tools.tune.running import TuneOptions, check_options, without_files
-    from spot_async.tools.tune.staleness import check_run
 
     output = output or config.with_name(f"{config.stem}.tuned.yaml")
     options = TuneOptions(seconds, limit_requests, paid, run)

@@ -102,7 +102,8 @@ class SharedProcessor:
     def _finish(self) -> None:
         self._timer = None
         self._advance()
-        while self._ends and self._ends[0][0] <= self._each_got + ROUNDING:
+        reached = max(self._each_got + ROUNDING, self._ends[0][0])  # the first job is due, whatever rounding says
+        while self._ends and self._ends[0][0] <= reached:
             job = self._take(heapq.heappop(self._ends)[1])
             if job is not None and not job.done.done():
                 job.done.set_result(None)

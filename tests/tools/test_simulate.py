@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.config import Config
-from spot_async.config.loading import config_from, load_config
+from spot_async.config.loading import config_from
 from spot_async.errors import ConfigError, DataError
 from spot_async.loop.events import IterationFinished
 from spot_async.policies.opd import OpdPolicy
@@ -30,13 +31,13 @@ from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.command import SimulateOptions, gathered
 from spot_async.tools.simulate.fit import Timed, speed
 from spot_async.tools.simulate.lengths import Asked, LogNormalLengths, Workload
+from spot_async.tools.simulate.measured import Level, Ramp, StageLoad
 from spot_async.tools.simulate.rates import ClusterRates, TrainerRates
 from spot_async.tools.simulate.reading import read_run
 from spot_async.tools.simulate.services import RatedStudent, RatedTrainer
-from spot_async.tools.simulate.simulation import Outcome, simulate
-from spot_async.tools.tune.measurement import Level, Ramp, StageLoad
-from spot_async.tools.tune.results import Tuning, as_yaml
-from spot_async.tools.tune.staleness import check_run, with_staleness
+from spot_async.tools.simulate.simulation import Outcome, simulate, sufficient
+from spot_async.tools.simulate.view import binding, staleness_words
+from spot_async.tools.tune.choice import check_run, choose
 from spot_async.types import PolicyNeeds, ScoreRequest, TokenScores
 
 BATCH = 8
@@ -285,7 +286,7 @@ def test_lengths_of_another_model_are_refused(tmp_path):
 
 
 def ramp(server: str, stage: str, tokens_per_s: float) -> Ramp:
-    """Return a ramp with its knee at 4 in flight."""
+    """Return a ramp of a server that gets no faster with more than 4 in flight."""
 
     def level(in_flight: int) -> Level:
         done = min(in_flight, 4)
@@ -295,25 +296,25 @@ def ramp(server: str, stage: str, tokens_per_s: float) -> Ramp:
             concurrency=in_flight, seconds=10.0, requests=done, tokens=tokens, p50_s=1.0, p95_s=1.0, stages=load
         )
 
-    levels = [level(in_flight) for in_flight in (1, 2, 4, 8)]
-    return Ramp(server=server, levels=levels, knee=4, ended="flat")
+    return Ramp(server=server, levels=[level(in_flight) for in_flight in (1, 2, 4, 8)], ended="flat")
 
 
-def test_tune_recommends_the_staleness_that_pays_and_writes_it(tmp_path):
-    recorded_run(tmp_path / "run", config := configuration("spot", sampling={"max_response_tokens": 64}))
-    ramps = [ramp("student", "rollout", 1000.0), ramp("teacher", "score", 1000.0)]
-    asked = {"student": 9.0, "teacher": 1.0}
-    nothing: dict[str, list[Any]] = {"recommendations": [], "advice": [], "warnings": []}
-    found = Tuning(measured="now", seconds=1.0, prompts=4, requests_per_prompt=asked, ramps=ramps, **nothing)
+def test_tune_and_simulate_say_the_same_of_the_same_run(tmp_path):
+    config = configuration(sampling={"max_response_tokens": 64})
+    recorded_run(tmp_path / "run", config, policy=OpdPolicy)
     check_run(tmp_path / "run", config)
-    tuned = with_staleness(found, config, PolicyNeeds(teacher_top_k=16, probes_per_prompt=8), tmp_path / "run")
-    assert tuned.recommendations[0].key == "max_staleness"
-    assert tuned.recommendations[0].recommended > 0
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    output = tmp_path / "c.tuned.yaml"
-    output.write_text(as_yaml(tuned, tmp_path / "c.yaml", output, []))
-    assert load_config(output).max_staleness == tuned.recommendations[0].recommended
-    assert load_config(output).stages.score.concurrency == 4
+    cut_short = ramp("student", "rollout", 1000.0)
+    ramps = [replace(cut_short, levels=cut_short.levels[:2], ended="time"), ramp("teacher", "score", 1000.0)]
+    tuned = choose(config, PolicyNeeds(teacher_top_k=16), ramps, [], tmp_path / "run")
+    limits = {each.key: each.recommended for each in tuned.recommendations}
+    assert "stages.rollout.concurrency" not in limits, "nobody knows how fast the student is with more in flight"
+    assert limits["max_staleness"] > 0
+    assert limits["stages.score.concurrency"] in (1, 2, 4, 8)
+    score = config.stages.score.model_copy(update={"concurrency": limits["stages.score.concurrency"]})
+    config = config.model_copy(update={"stages": config.stages.model_copy(update={"score": score})})
+    found = outcomes(config, tmp_path, run=tmp_path / "run", iterations=6)
+    assert tuned.advice[0] == staleness_words(found)
+    assert tuned.advice[1:] == binding(sufficient(found))
 
 
 def test_the_command_prints_json_and_writes_a_page(tmp_path):

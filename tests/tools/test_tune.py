@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from spot_async.cli import app
-from spot_async.config import Config, SamplingConfig, StageConfig, StagesConfig
+from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError, ThrottledError
 from spot_async.spending.account import Spending
@@ -24,12 +22,13 @@ from spot_async.stages.stages import Stages
 from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.testing.simulation import simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.tune.measurement import Level, Ramp, StageLoad
+from spot_async.tools.simulate.lengths import RecordedPrompt
+from spot_async.tools.simulate.measured import Level, Ramp, Recommendation, StageLoad, Tuning, read_tuning
+from spot_async.tools.tune.choice import choose
+from spot_async.tools.tune.command import TuneOptions, announcement, check_options, most_in_flight, without_files
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
-from spot_async.tools.tune.recommendation import conclude, demands, stage_limit
-from spot_async.tools.tune.results import Tuning, as_json, as_yaml, check_output, read_tuning
-from spot_async.tools.tune.running import TuneOptions, announcement, check_options, without_files
+from spot_async.tools.tune.results import as_json, as_yaml, check_output
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,6 @@ RUN: dict[str, Any] = {
     "policy": "spot",
     "training": {"iterations": 1, "batch_size": 64},
 }
-NEEDS = PolicyNeeds(teacher_top_k=16, probes_per_prompt=8)
 
 
 class TwoProbes:
@@ -139,84 +137,65 @@ def test_requests_are_those_of_the_policy_in_its_proportions_and_none_is_sent_tw
     assert len({session for _, _, session in asked}) == 40, "requests of one prompt share a session"
 
 
-def level(concurrency: int, throughput: float, **in_flight: float) -> Level:
-    """One second; each stage's mean requests in flight."""
-    stages = {stage: StageLoad(requests=1, busy_s=mean) for stage, mean in in_flight.items()}
-    latency_s = concurrency / throughput
-    return Level(concurrency=concurrency, seconds=1.0, requests=round(throughput), tokens=0, p50_s=latency_s,
-                 p95_s=latency_s, stages=stages)  # fmt: skip
+LENGTHS = [RecordedPrompt((40, 60), (20,), 10.0), RecordedPrompt((50,), (25, 30), 10.0)]
 
 
-def student_ramp(slots: int = 32, **changes: Any) -> Ramp:
-    levels = [
-        level(n, 10.0 * min(n, slots), rollout=n / 4, candidates=n / 32, probe=23 * n / 32)
-        for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    ]
-    return Ramp(**{"server": "student", "levels": levels, "knee": slots, "ended": "flat"} | changes)
+def level(concurrency: int, throughput: float, *stages: str) -> Level:
+    """Ten seconds of requests with 50 tokens each."""
+    load = {stage: StageLoad(requests=1, busy_s=1.0) for stage in stages}
+    requests, latency_s = round(10 * throughput), concurrency / throughput
+    return Level(concurrency=concurrency, seconds=10.0, requests=requests, tokens=50 * requests, p50_s=latency_s,
+                 p95_s=latency_s, stages=load)  # fmt: skip
 
 
-def limits(config: Config, *ramps: Ramp) -> dict[str, int]:
-    found = conclude(config, NEEDS, ramps, {ramp.server: 10.0 for ramp in ramps})
-    return {each.key: each.recommended for each in found.recommendations}
+def student_ramp(slots: int = 4, most: int = 16, **changes: Any) -> Ramp:
+    """A ramp of a server that gets no faster beyond its slots."""
+    doublings = [1 << power for power in range(most.bit_length())]
+    levels = [level(n, 2.0 * min(n, slots), "rollout") for n in doublings]
+    return Ramp(**{"server": "student", "levels": levels, "ended": "flat"} | changes)
 
 
-def test_in_a_strict_run_each_stage_may_fill_its_server():
-    assert limits(config_from(RUN), student_ramp()) == {
-        "stages.rollout.concurrency": 32,
-        "stages.candidates.concurrency": 32,
-        "stages.probe.concurrency": 32,
-    }
+def teacher_ramp(**changes: Any) -> Ramp:
+    levels = [level(n, 40.0, "score") for n in (1, 2, 4)]
+    return Ramp(**{"server": "teacher", "levels": levels, "ended": "flat"} | changes)
 
 
-def test_no_stage_gets_more_than_a_batch_can_ask_for_and_a_small_batch_is_warned_of():
-    config = config_from(RUN, ["training.batch_size=8", "training.mini_batch_size=8"])
-    found = conclude(config, NEEDS, [student_ramp(128)], {"student": 10.0})
-    assert [each.recommended for each in found.recommendations] == [8, 8, 64]
-    (warning,) = found.warnings
-    assert warning.startswith("training.batch_size=8: 8 rollout requests at a time cannot fill the student")
-    assert "16 times as large" in warning
+def chosen(*ramps: Ramp, **changes: Any) -> Any:
+    """What is chosen of a run of plain on-policy distillation, without an earlier run."""
+    training = {"iterations": 1, "batch_size": 16, "mini_batch_size": 16}
+    run = {**RUN, "policy": "opd", "training": training, **changes}
+    return choose(config_from(run), PolicyNeeds(teacher_top_k=16), ramps, LENGTHS, None)
+
+
+def limits(*ramps: Ramp, **changes: Any) -> dict[str, int]:
+    return {each.key: each.recommended for each in chosen(*ramps, **changes).recommendations}
+
+
+def test_the_limit_is_the_smallest_measured_one_that_keeps_the_server_busy():
+    assert limits(student_ramp(), teacher_ramp()) == {"stages.rollout.concurrency": 4, "stages.score.concurrency": 1}
+
+
+def test_a_server_that_gets_slower_with_more_in_flight_gets_fewer():
+    speeds = {1: 2.0, 2: 4.0, 4: 8.0, 8: 8.0, 16: 5.0, 32: 3.0, 64: 2.0}
+    thrashing = [level(n, speed, "rollout") for n, speed in speeds.items()]
+    assert limits(student_ramp(levels=thrashing))["stages.rollout.concurrency"] in (4, 8)
 
 
 def test_several_servers_of_a_role_take_as_much_each():
-    config = config_from({**RUN, "student": {"model": "s", "backend": {"kind": "local", "replicas": 2}}})
-    assert set(limits(config, student_ramp()).values()) == {64}
+    student = {"model": "s", "backend": {"kind": "local", "replicas": 2}}
+    assert limits(student_ramp(), student=student)["stages.rollout.concurrency"] in (2 * 4, 2 * 8)
 
 
-@given(
-    st.integers(1, 1000),
-    st.dictionaries(st.sampled_from(["rollout", "candidates", "probe"]), st.floats(1e-3, 1e3), min_size=1),
-    st.integers(1, 1000),
-)
-def test_stages_that_run_beside_each_other_share_the_knee_by_their_work(knee, busy, demand):
-    of_all = {stage: each / sum(busy.values()) for stage, each in busy.items()}
-    given_to = {stage: stage_limit(knee, share, demand, is_strict=False) for stage, share in of_all.items()}
-    assert all(1 <= limit <= demand for limit in given_to.values())
-    assert sum(given_to.values()) <= knee + len(busy)  # each is rounded up
-    assert all(given_to[some] <= given_to[other] for some in busy for other in busy if busy[some] <= busy[other]), (
-        "more work, a smaller share"
-    )
+def test_what_binds_is_said_as_simulate_says_it_and_what_was_not_measured_is_named():
+    found = chosen(student_ramp())
+    assert found.advice[0].startswith("Student bound: the trainer waited 100 % of the time")
+    assert found.advice[-1].endswith("since nobody has measured it: teacher, trainer")
 
 
-def test_the_slowest_server_is_named_and_what_would_help():
-    teacher = Ramp(server="teacher", levels=[level(n, 1000.0, score=n) for n in (1, 2, 4)], knee=1, ended="flat")
-    config = config_from({**RUN, "student": {"model": "s", "backend": {"kind": "local", "slots": 32}}})
-    found = conclude(config, NEEDS, [student_ramp(), teacher], {"student": 10.0, "teacher": 1.0})
-    bound, slots, replicas = found.advice
-    assert "student 31 ms, teacher 1 ms: so the student needs 2.0 s for a batch of 64" in bound
-    assert "student.backend.slots=64" in slots
-    assert "up to 512 requests for the student at a time, and 32 keep it busy: another replica" in replicas
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"ended": "throttled", "failure": "429 slow down"}, "asked to be left alone above 256 in flight: 429 slow"),
-        ({"levels": [], "knee": None, "ended": "time"}, "not one level was measured in time: give more --seconds"),
-    ],
-)
-def test_a_ramp_that_was_cut_short_is_told(changes, said):
-    found = conclude(config_from(RUN), NEEDS, [student_ramp(**changes)], {"student": 10.0})
-    assert said in found.warnings[0]
+def test_a_small_batch_is_warned_of():
+    found = chosen(student_ramp(1000, ended="demand"))
+    (warning,) = found.warnings
+    assert warning.startswith("training.batch_size=16: 16 requests at a time, the most that it has, do not fill the s")
 
 
 @pytest.mark.parametrize(
@@ -229,28 +208,37 @@ def test_a_ramp_that_was_cut_short_is_told(changes, said):
         ("budget", "requests failed above 8 in flight"),
     ],
 )
-def test_a_server_whose_throughput_still_rose_gets_no_limit(ended, said):
-    rising = student_ramp(levels=student_ramp().levels[:4], knee=None, ended=ended, failure="why")
-    teacher = Ramp(server="teacher", levels=[level(n, 1000.0, score=n) for n in (1, 2, 4)], knee=1, ended="flat")
-    found = conclude(config_from(RUN), NEEDS, [rising, teacher], {"student": 10.0, "teacher": 1.0})
+def test_a_ramp_that_was_cut_short_changes_no_limit(ended, said):
+    found = chosen(student_ramp(most=8, ended=ended, failure="why"), teacher_ramp())
     assert [each.key for each in found.recommendations] == ["stages.score.concurrency"]
+    assert [ramp.knee for ramp in found.ramps] == [None, 1]
     assert said in found.warnings[0]
     assert found.warnings[0].endswith("its throughput still rose, so its limits stay as configured")
-    assert found.advice == [], "the student may be faster than it was measured"
 
 
-def test_demand_is_what_all_running_prompts_can_ask_for():
-    asked = demands(config_from(RUN), PolicyNeeds(samples_per_prompt=4, probes_per_prompt=2))
-    assert (asked["rollout"], asked["probe"], asked["verify"], asked["teacher_response"]) == (256, 128, 384, 64)
+def test_a_server_of_which_nothing_was_measured_is_told():
+    found = chosen(student_ramp(levels=[], ended="time"))
+    assert found.recommendations == []
+    assert "not one level was measured in time: give more --seconds" in found.warnings[0]
+
+
+def test_a_ramp_has_as_many_in_flight_as_all_running_prompts_can_ask_for():
+    needs = PolicyNeeds(samples_per_prompt=4, probes_per_prompt=2)
+
+    def most(*stages: str) -> int:
+        templates = [Template(stage, next(prompts()), lambda stages: stages.rollout(), 1) for stage in stages]
+        return most_in_flight(config_from(RUN), needs, templates)
+
+    assert [most("rollout"), most("probe"), most("verify"), most("teacher_response")] == [256, 128, 384, 64]
+    assert most("rollout", "rollout", "probe") == 384
 
 
 def tuning(**changes: Any) -> Tuning:
-    ramps = [student_ramp()]
-    found = conclude(config_from(RUN), NEEDS, ramps, {"student": 10.0})
-    fields = {"measured": "2026-11-20T12:00+00:00", "seconds": 20.0, "prompts": 16, "ramps": ramps,
-              "requests_per_prompt": {"student": 10.0}, "recommendations": found.recommendations,
-              "advice": found.advice, "warnings": found.warnings}  # fmt: skip
-    return Tuning(**{**fields, **changes})
+    reason = "the student answers 32 requests a second with 16 in flight"
+    found = [Recommendation(key="stages.probe.concurrency", configured=256, recommended=16, reason=reason)]
+    fields = {"measured": "2026-11-20T12:00+00:00", "seconds": 20.0, "prompts": 16, "advice": [], "warnings": []}
+    measured = {"ramps": [student_ramp(knee=16)], "requests_per_prompt": {"student": 10.0}, "recommendations": found}
+    return Tuning(**{**fields, **measured, **changes})
 
 
 def test_what_is_written_is_a_configuration_over_the_tuned_one_whatever_servers_said(tmp_path):
@@ -261,24 +249,12 @@ def test_what_is_written_is_a_configuration_over_the_tuned_one_whatever_servers_
     hostile = "teacher: 429 \x1b[31m\nstages: {probe: {concurrency: 1}}\u2028student: null\x85data: null"
     output.write_text(as_yaml(tuning(warnings=[hostile]), source, output, ["run.seed=1"]))
     loaded = load_config(output)
-    assert loaded.stages.probe.concurrency == 32
+    assert loaded.stages.probe.concurrency == 16
     assert loaded.stages.probe.timeout_s == 7.0
     assert loaded.student.model == "s"
     text = output.read_text()
     assert "# Measured with run.seed=1: give these again." in text
-    assert "256 as configured; the student gives 100% of its best throughput (320 requests a second)" in " ".join(
-        text.replace("#", "").split()
-    )
-
-
-def test_a_row_above_the_best_throughput_is_explained_where_it_would_contradict_it():
-    calm = student_ramp()
-    lucky = level(128, 355.0, rollout=32.0, candidates=4.0, probe=92.0)
-    outlier = student_ramp(levels=[*calm.levels[:-2], lucky, calm.levels[-1]])
-    for ramp, said in ((calm, False), (outlier, True)):
-        reason = conclude(config_from(RUN), NEEDS, [ramp], {"student": 10.0}).recommendations[0].reason
-        assert "(320 requests a second" in reason
-        assert ("; 355 requests a second was a single row, running medians of three decide" in reason) == said
+    assert "256 as configured; the student answers 32 requests a second with 16 in" in " ".join(text.split())
 
 
 def test_results_are_read_back_and_others_are_refused(tmp_path):
@@ -301,7 +277,7 @@ def test_a_report_shows_a_tuning(tmp_path):
     assert CliRunner().invoke(app, arguments).exit_code == 0
     page = (tmp_path / "report.html").read_text()
     assert "student: throughput" in page
-    assert "320" in page
+    assert "The knee, 16, is marked." in page
     assert CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "config.yaml")]).exit_code == 2
 
 

@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spot_async.errors import BudgetSpentError, PermanentError, ThrottledError
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.tune.measurement import Ramp
+from spot_async.tools.simulate.measured import Ramp, is_flat
 from spot_async.tools.tune.mix import Request
 from spot_async.tools.tune.ramp import RampLimits, ramp
 
@@ -59,12 +61,13 @@ def ramped(make: Callable[[], Server], limits: RampLimits = LIMITS) -> tuple[Ram
 
 
 @pytest.mark.parametrize("slots", [1, 3, 24, 64, 100])
-def test_the_knee_of_a_server_with_slots_is_met_within_one_level(slots):
+def test_the_ramp_of_a_server_with_slots_ends_when_two_doublings_brought_nothing(slots):
     found, server = ramped(lambda: Server(slots))
-    assert slots / 2 <= found.knee <= max(2, 2 * slots)
-    assert found.ended == "flat"
+    assert found.ended == ("flat" if slots < 100 else "demand")
+    assert found.is_whole
+    assert 2 * slots <= found.levels[-1].concurrency <= max(4, 8 * slots)
     best = slots / ((0.4 + 4 * 0.1) / 5)  # requests per second
-    assert found.best == pytest.approx(best, rel=0.1)
+    assert max(level.throughput for level in found.levels) == pytest.approx(best, rel=0.1)
     for level in found.levels:  # Little's law holds of what was counted, stage by stage
         in_flight = sum(load.busy_s for load in level.stages.values()) / level.seconds
         assert in_flight == pytest.approx(level.concurrency, rel=0.15)
@@ -82,7 +85,8 @@ def test_answers_from_before_a_level_was_reached_are_left_out():
 
 def test_a_run_that_never_has_more_in_flight_ends_the_ramp():
     found, server = ramped(lambda: Server(1000), RampLimits(seconds=60.0, most=48))
-    assert (found.knee, found.ended, server.most_in_flight) == (48, "demand", 48)
+    assert (found.levels[-1].concurrency, found.ended, server.most_in_flight) == (48, "demand", 48)
+    assert found.is_whole
 
 
 def test_a_429_stops_the_ramp_and_is_named():
@@ -90,25 +94,25 @@ def test_a_429_stops_the_ramp_and_is_named():
     assert found.ended == "throttled"
     assert found.failure == "teacher: 429 slow down"
     assert [level.concurrency for level in found.levels] == [1, 2, 4, 8, 16]
-    assert found.knee is None, "16 is only the best that was measured: its throughput still rose"
+    assert not found.is_whole, "16 is only the best that was measured: its throughput still rose"
     assert server.most_in_flight <= 32
 
 
-def test_a_knee_that_was_met_before_the_server_refused_stands():
+def test_a_server_that_would_refuse_more_than_it_gains_from_is_measured_whole():
     refused = ThrottledError("teacher: 429 slow down")
     found, _ = ramped(lambda: Server(4, refuse_above=70, refusal=refused))
-    assert (found.ended, found.knee) in {("flat", 4), ("throttled", 4)}
+    assert found.ended == "flat"
 
 
 def test_a_server_that_fails_ends_its_own_ramp_only():
     found, server = ramped(lambda: Server(1000, refuse_above=0, refusal=PermanentError("teacher: 400 bad")))
-    assert (found.ended, found.failure, found.knee) == ("failed", "teacher: 400 bad", None)
+    assert (found.ended, found.failure, found.is_whole) == ("failed", "teacher: 400 bad", False)
     assert server.sent == 3
 
 
 def test_a_spent_budget_ends_the_ramp_with_what_was_measured():
     found, _ = ramped(lambda: Server(1000, refuse_above=4, refusal=BudgetSpentError("teacher: 10 of 10 spent")))
-    assert (found.ended, found.failure, found.knee) == ("budget", "teacher: 10 of 10 spent", None)
+    assert (found.ended, found.failure, found.is_whole) == ("budget", "teacher: 10 of 10 spent", False)
     assert found.levels[-1].concurrency == 4
 
 
@@ -117,12 +121,12 @@ def test_no_more_requests_are_sent_than_allowed():
     assert found.ended == "requests"
     assert server.sent == found.sent == 500
     assert found.levels
-    assert found.knee is None
+    assert not found.is_whole
 
 
 def test_a_slow_server_is_left_when_its_time_is_over():
     found, _ = ramped(lambda: Server(64), RampLimits(seconds=0.5, most=256))
-    assert (found.ended, found.knee) == ("time", None)
+    assert (found.ended, found.is_whole) == ("time", False)
 
 
 def test_answers_that_take_no_time_need_no_ramp():
@@ -133,10 +137,17 @@ def test_answers_that_take_no_time_need_no_ramp():
         return await ramp("verifier", requests(at_once), RampLimits(seconds=2.0, most=64), lambda server, level: None)
 
     found = asyncio.run(main())
-    assert (found.ended, found.knee, len(found.levels)) == ("instant", 1, 1)
+    assert (found.ended, len(found.levels)) == ("instant", 1)
 
 
 def test_a_bug_is_not_taken_for_a_failure_of_the_server():
     with pytest.raises(ExceptionGroup) as raised:
         ramped(lambda: Server(8, refuse_above=2, refusal=ZeroDivisionError()))
     assert raised.group_contains(ZeroDivisionError)
+
+
+@given(st.floats(1e-3, 1e3))
+def test_a_level_that_was_disturbed_on_the_way_up_does_not_end_it(unit):
+    assert not is_flat([unit * each for each in (1.0, 2.0, 4.0, 2.0)])
+    assert not is_flat([unit * each for each in (1.0, 2.0, 4.0, 2.0, 16.0)])
+    assert is_flat([unit * each for each in (1.0, 2.0, 4.0, 4.0, 4.1)])

@@ -15,11 +15,10 @@ from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
-from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates
+from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates, configured_slots
 from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
-from spot_async.tools.simulate.view import outcome_table, rate_lines, simulation_page
-from spot_async.types import PolicyNeeds
+from spot_async.tools.simulate.view import binding, outcome_table, rate_lines, simulation_page, staleness_words
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,12 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
         raise SpotError(f"the simulated run ended early: {root_cause(failures)}") from failures
     if len(outcomes) <= options.max_staleness:
         told.append("with student.backend.sleep_while_training only max_staleness=0 can be run: no other is simulated")
-    lines = [*advice(outcomes), *told, *rate_lines(rates, outcomes[0].response_tokens)]
+    lines = [
+        *([staleness_words(outcomes)] if len(outcomes) > 1 else []),
+        *binding(sufficient(outcomes)),
+        *told,
+        *rate_lines(rates, outcomes[0].response_tokens),
+    ]
     if options.is_json:
         found = Simulation(rates=rates.model_dump(), outcomes=outcomes)
         screen.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False, highlight=False,
@@ -103,26 +107,3 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
         return rates, recorded.lengths, told
     assert rates.lengths.median is not None
     return rates, LogNormalLengths(rates.lengths.median, rates.lengths.sigma, rates.lengths.prompts), told
-
-
-def configured_slots(config: Config, needs: PolicyNeeds) -> Tree:
-    """Return the slots of servers that generate, where the configuration names them. Scores need none."""
-    role = "teacher" if needs.teacher_responses else "student"
-    slots = getattr(getattr(config, role).backend, "slots", None)
-    return {role: {"slots": slots}} if slots else {}
-
-
-def advice(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return in words what staleness brings, and what binds then."""
-    strict, enough = outcomes[0], sufficient(outcomes)
-    binding = [enough.bottleneck, *(f"* {line}" for line in enough.advice[:2])]
-    if len(outcomes) == 1:
-        return binding
-    if not enough.max_staleness:
-        return ["staleness brings next to nothing here: stay with max_staleness=0", *binding]
-    return [
-        f"max_staleness={enough.max_staleness} brings an iteration from {strict.iteration_s:.3g} to "
-        f"{enough.iteration_s:.3g} s; at these rates none can be shorter than {enough.bound.seconds:.3g} s "
-        f"({enough.bound.by})",
-        *binding,
-    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from spot_async.checks.plan import served_models
@@ -20,6 +21,8 @@ from spot_async.errors import ConfigError
 from spot_async.types import PolicyNeeds
 
 Tree = dict[str, Any]
+ROLES = ("student", "teacher", "reference")
+RATES = ("tokens_per_s", "tokens_per_s_each")  # a source that has one of them has no use for levels of another
 
 
 class ServerRates(Section):
@@ -30,6 +33,15 @@ class ServerRates(Section):
     tokens_per_s_each: PositiveFloat | None = Field(None, description="tokens a second of one request at most")
     request_s: NonNegativeFloat = Field(0.0, description="seconds of a request besides its time at the server")
     slots: PositiveInt | None = Field(None, description="requests that one server works on at a time; default: all")
+    levels: dict[PositiveInt, PositiveFloat] | None = Field(
+        None, description="tokens a second by requests in flight, where `tune` measured them; in place of both rates"
+    )
+
+    def tokens_per_s_of_one(self, requests: int) -> float:
+        """Return the tokens a second of each of so many requests. Beyond what was measured nothing is gained."""
+        if self.levels is not None:
+            return float(np.interp(requests, [0, *self.levels], [0.0, *self.levels.values()])) / requests
+        return min(self.tokens_per_s_each or 0.0, (self.tokens_per_s or 0.0) / requests)
 
     @property
     def requests_at_whole_rate(self) -> float:
@@ -82,7 +94,10 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
     """
     tree: Tree = {}
     for source in sources:
-        tree = laid_over(source, tree)
+        stated = [
+            role for role in ROLES if isinstance(own := source.get(role), dict) and any(own.get(key) for key in RATES)
+        ]
+        tree = laid_over(source, laid_over({role: {"levels": None} for role in stated}, tree))
     rates = validate_as(ClusterRates, tree)
     roles = served_roles(config, needs)
     lacking = [f"{role}.tokens_per_s" for role in roles if rates.of(role).tokens_per_s is None]
@@ -117,6 +132,13 @@ def reference_is_base(config: Config, needs: PolicyNeeds) -> bool:
     return needs.reference and "reference" not in served_models(config, needs)
 
 
+def configured_slots(config: Config, needs: PolicyNeeds) -> Tree:
+    """Return the slots of servers that generate, where the configuration names them. Scores need none."""
+    role = "teacher" if needs.teacher_responses else "student"
+    slots = getattr(getattr(config, role).backend, "slots", None)
+    return {role: {"slots": slots}} if slots else {}
+
+
 def _whole(rates: ServerRates, configured: int) -> ServerRates:
     """Return a role's rates with nothing left out but the slots."""
     return rates.model_copy(
@@ -128,5 +150,5 @@ def _whole(rates: ServerRates, configured: int) -> ServerRates:
 
 
 def _tuned(lacking: list[str]) -> str:
-    servers = [key for key in lacking if key.split(".")[0] in ("student", "teacher", "reference")]
+    servers = [key for key in lacking if key.split(".")[0] in ROLES]
     return "; spot-async tune measures servers" if servers else ""

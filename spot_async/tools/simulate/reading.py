@@ -24,9 +24,8 @@ from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.totals import Rows, total, training_s
 from spot_async.tools.simulate.fit import Speed, Timed, speed
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt
+from spot_async.tools.simulate.measured import rates_of_ramps, read_tuning
 from spot_async.tools.simulate.rates import Tree
-from spot_async.tools.tune.measurement import Ramp
-from spot_async.tools.tune.results import read_tuning
 
 RESPONSES = ("rollout", "teacher_response")  # stages whose answers are the responses of samples
 SCORES = ("score", "reference")  # stages whose requests have a response's tokens and those of its prompt
@@ -102,19 +101,6 @@ def read_run(path: Path, config: Config) -> Recorded:
 def read_tune(path: Path) -> Tree:
     """Return the rates that `tune` measured. Raises DataError."""
     return rates_of_ramps(read_tuning(path).ramps)
-
-
-def rates_of_ramps(ramps: Sequence[Ramp]) -> Tree:
-    """Return the rates of servers that were ramped."""
-    rates: Tree = {}
-    for ramp in ramps:
-        speeds = [level.tokens_per_s for level in ramp.levels]
-        if ramp.server == "verifier" and ramp.levels:
-            rates["verdict_s"] = ramp.levels[0].p50_s
-        elif any(speeds):
-            each = max(level.tokens_per_s / level.concurrency for level in ramp.levels)
-            rates[ramp.server] = {"tokens_per_s": max(speeds), "tokens_per_s_each": each}
-    return rates
 
 
 def tune_beside(config: Path) -> Path | None:

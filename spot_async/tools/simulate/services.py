@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import Self
 
@@ -81,7 +82,6 @@ class RatedServer:
         self, rates: ServerRates, workload: Workload, asked: Asked, *, update_s: float, in_flight_updates: bool
     ) -> None:
         """Make a server. One without rates may be asked for nothing. All of a role have the same `asked`."""
-        most, each = (rates.tokens_per_s or 0.0) / workload.grain, (rates.tokens_per_s_each or 0.0) / workload.grain
         self._finished = 0.0  # grains of requests that are done
         # Shares of requests under way, by what the processor had done when these began.
         self._begun: Counter[float] = Counter()
@@ -90,7 +90,7 @@ class RatedServer:
         self._asked = asked
         self._update_s = update_s
         self._in_flight_updates = in_flight_updates
-        self._processor = SharedProcessor(lambda requests: min(each, most / requests))
+        self._processor = SharedProcessor(cache(lambda requests: rates.tokens_per_s_of_one(requests) / workload.grain))
         self._slots = asyncio.Semaphore(rates.slots or UNLIMITED)
         self._updates: list[tuple[float, WeightVersion]] = [(0.0, INITIAL_VERSION)]  # by what the processor had done
 

@@ -5,36 +5,49 @@ Policy, stages, replica pools, admission and the search for the bottleneck are t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from spot_async.base import registry
+from spot_async.base.events import Event
 from spot_async.base.tasks import watched
 from spot_async.checks.device_shares import sleeps_while_training
 from spot_async.config import Config
+from spot_async.loop.admission import AdmissionBook
+from spot_async.loop.events import IterationFinished
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.services import STAGE_SERVERS
+from spot_async.telemetry.bottleneck import Bottleneck
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
+from spot_async.telemetry.run_log import tokens_by_lag
 from spot_async.telemetry.totals import GENERATING
 from spot_async.testing.services import VOCAB_SIZE, SimulatedVerifier
 from spot_async.testing.simulation import make_run, policy_context
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.simulate.bound import Bound, bound
 from spot_async.tools.simulate.lengths import Asked, Workload
-from spot_async.tools.simulate.observer import Observed, Observer
 from spot_async.tools.simulate.rates import ClusterRates, reference_is_base, served_roles
 from spot_async.tools.simulate.services import RatedServer, RatedStudent, RatedTeacher, RatedTrainer, prompts
 
 WARM_UP = 2  # iterations for each n, and one more: until then a run has not found its rhythm
 
 NEARLY = 1.03  # times the fastest is as good
+
+
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
+    """A lower bound of an iteration's seconds, and what makes it."""
+
+    seconds: float
+    by: str
+    parts: dict[str, float]  # seconds of an iteration that each server and the trainer need for its work
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +77,60 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
 
 
+@dataclass(frozen=True)
+class Observed:
+    """One iteration."""
+
+    ended_s: float
+    train_s: float
+    queued_prompts_s: float  # seconds that finished prompts waited for their batch, all together
+    most_queued: int
+    worked: Mapping[str, float]  # by role: grains that its servers have worked off since the start
+    responses: int  # that were trained
+    lags: Mapping[int, int]  # grains of responses by the iterations that their weights are behind
+    bottleneck: Bottleneck  # since the iteration before
+
+
+class Observer:
+    """The listener that keeps finished iterations. Make it on the running loop."""
+
+    def __init__(
+        self, book: AdmissionBook, servers: Mapping[str, Sequence[RatedServer]], live: LiveBottleneck, judged: set[int]
+    ) -> None:
+        """`judged` are the iterations after which the bottleneck is asked for, each time since the last one."""
+        self.iterations: list[Observed] = []
+        self._book = book
+        self._servers = servers
+        self._live = live
+        self._judged = judged
+        self._since_s = asyncio.get_running_loop().time()
+        self._queued = self._most_queued = 0
+        self._queued_prompts_s = 0.0
+
+    def on(self, event: Event) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._queued_prompts_s += self._queued * (now_s - self._since_s)
+        self._since_s, self._queued = now_s, self._book.waiting
+        self._most_queued = max(self._most_queued, self._queued)
+        if isinstance(event, IterationFinished):
+            self._finish(event, now_s)
+
+    def _finish(self, event: IterationFinished, now_s: float) -> None:
+        self.iterations.append(
+            Observed(
+                ended_s=now_s,
+                train_s=event.times_s.train,
+                queued_prompts_s=self._queued_prompts_s,
+                most_queued=self._most_queued,
+                worked={role: sum(each.worked for each in servers) for role, servers in self._servers.items()},
+                responses=sum(sample.supervision is not None for sample in event.samples),
+                lags=tokens_by_lag(event),
+                bottleneck=self._live.judge() if event.iteration in self._judged else Bottleneck(""),
+            )
+        )
+        self._queued_prompts_s, self._most_queued = 0.0, self._queued
+
+
 def make_policy(config: Config) -> Policy:
     """Return the configured policy. It may ask for no more candidates than the simulated vocabulary has."""
     narrow = {
@@ -83,22 +150,35 @@ def simulate(
     """Return what each `max_staleness` from 0 to `most_staleness` comes to. `iterations` of each count.
 
     A student whose servers sleep while the trainer works can only be trained strictly.
+    """
+    outcomes: list[Outcome] = []
+    for staleness in range(1 if sleeps_while_training(config.student) else most_staleness + 1):
+        strict_s = outcomes[0].iteration_s if outcomes else None
+        outcomes.append(simulate_one(config, rates, workload, staleness, iterations, strict_s))
+    return outcomes
+
+
+def simulate_one(
+    config: Config,
+    rates: ClusterRates,
+    workload: Workload,
+    staleness: int,
+    iterations: int,
+    strict_s: float | None = None,
+) -> Outcome:
+    """Return what one `max_staleness` comes to; `strict_s` is the time of a strict iteration, where that is known.
 
     Before the iterations that count come some in which the run gets going, and after them some in which it comes to
     its end.
     """
     # What a run would log of single requests is nobody's concern here.
     logging.getLogger("spot_async").addHandler(logging.NullHandler())
-    outcomes: list[Outcome] = []
-    for staleness in range(1 if sleeps_while_training(config.student) else most_staleness + 1):
-        # Batches that were admitted together may finish together, which repeats every n + 1 iterations.
-        counted = max(1, iterations // (staleness + 1)) * (staleness + 1)
-        first = 1 + WARM_UP * staleness
-        last = first + counted
-        observed = observe(config, rates, workload, staleness, last + staleness, {first, last})
-        strict_s = outcomes[0].iteration_s if outcomes else None
-        outcomes.append(_outcome(staleness, rates, workload, observed[first - 1 : last], strict_s))
-    return outcomes
+    # Batches that were admitted together may finish together, which repeats every n + 1 iterations.
+    counted = max(1, iterations // (staleness + 1)) * (staleness + 1)
+    first = 1 + WARM_UP * staleness
+    last = first + counted
+    observed = observe(config, rates, workload, staleness, last + staleness, {first, last})
+    return _outcome(staleness, rates, workload, observed[first - 1 : last], strict_s)
 
 
 def sufficient(outcomes: Sequence[Outcome]) -> Outcome:
@@ -232,3 +312,16 @@ def _outcome(
 def _tokens_per_s(rates: ClusterRates, role: str) -> float:
     own = rates.of(role)
     return (own.tokens_per_s or 1.0) * (own.replicas or 1)
+
+
+def bound(
+    max_staleness: int, servers_s: Mapping[str, float], train_s: float, update_s: float, strict_s: float
+) -> Bound:
+    """Return the bound. `servers_s` are by role; `strict_s` is the time of a strict iteration."""
+    slowest = max(servers_s, key=lambda role: servers_s[role])
+    parts = {**servers_s, "trainer": train_s}
+    if max_staleness == 0:
+        return Bound(seconds=servers_s[slowest] + train_s + update_s, by=f"{slowest}, then trainer", parts=parts)
+    overlapped = {**parts, "one batch's way": strict_s / (max_staleness + 1)}
+    by = max(overlapped, key=lambda name: overlapped[name])
+    return Bound(seconds=overlapped[by], by=by, parts=parts)

@@ -13,7 +13,7 @@ from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, seconds, short_number
 from spot_async.tools.pages.templates import templates
 from spot_async.tools.simulate.rates import ClusterRates
-from spot_async.tools.simulate.simulation import Outcome
+from spot_async.tools.simulate.simulation import Outcome, sufficient
 
 
 def headings(outcomes: Sequence[Outcome]) -> list[str]:
@@ -51,6 +51,23 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
 
 def lag_shares(outcomes: Sequence[Outcome], lag: int) -> list[float]:
     return [outcome.lags.get(lag, 0) / max(1, sum(outcome.lags.values())) for outcome in outcomes]
+
+
+def staleness_words(outcomes: Sequence[Outcome]) -> str:
+    """Return what staleness brings."""
+    strict, enough = outcomes[0], sufficient(outcomes)
+    if not enough.max_staleness:
+        return f"staleness brings next to nothing here: an iteration takes {strict.iteration_s:.3g} s without"
+    return (
+        f"max_staleness={enough.max_staleness} brings an iteration from {strict.iteration_s:.3g} to "
+        f"{enough.iteration_s:.3g} s; at these rates none can be shorter than {enough.bound.seconds:.3g} s "
+        f"({enough.bound.by})"
+    )
+
+
+def binding(outcome: Outcome) -> list[str]:
+    """Return what holds the simulated run up, and what helps most against it."""
+    return [outcome.bottleneck, *(f"* {line}" for line in outcome.advice[:2])]
 
 
 def rate_lines(rates: ClusterRates, mean_tokens: float) -> list[str]:

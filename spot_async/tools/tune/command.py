@@ -1,22 +1,91 @@
-"""`spot-async tune`: measures, shows tables, and writes its recommendation with a page beside it."""
+"""`spot-async tune`: opens a run's servers as training does, notes its mix of requests, and ramps one after another.
+
+What follows from that is `choice.py`'s to say; here it is shown, and written with a page beside it.
+Only one of a role's servers is measured. They are alike (`check` compares them), and measuring all would take longer.
+The ramp asks the server directly, without the pool's concurrency limit, since that is what it looks for.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import datetime
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
+from spot_async.base import registry
+from spot_async.base.seeds import derive_seed
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
-from spot_async.tools.tune.measurement import Level
-from spot_async.tools.tune.recommendation import duration
-from spot_async.tools.tune.results import write
-from spot_async.tools.tune.running import TuneOptions, tune
-from spot_async.tools.tune.staleness import with_staleness
-from spot_async.tools.tune.view import terminal_tables, tuning_page
+from spot_async.errors import ConfigError
+from spot_async.protocols import Verifier
+from spot_async.running.assembly import make_stages
+from spot_async.running.backend_factories import core_shares
+from spot_async.running.initial_weights import SENDING_WEIGHTS
+from spot_async.running.services import StartListener, open_services
+from spot_async.spending.account import Account
+from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
+from spot_async.tools.pages.series import seconds, short_number
+from spot_async.tools.simulate.measured import Level, Ramp, Tuning
+from spot_async.tools.tune.choice import choose
+from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
+from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limits
+from spot_async.tools.tune.results import terminal_tables, tuning_page, write
+from spot_async.types import PolicyNeeds
+
+PROMPTS = 16  # for so many prompts requests are noted: enough for responses of many lengths
+PAID_KEYS = (
+    "prices",
+    "budget",
+    "token_budget",
+    "requests_per_minute",
+    "tokens_per_minute",
+)  # settings of a backend whose requests cost money or are counted
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options of the command."""
+
+    seconds: float  # for each server
+    limit_requests: int | None = None  # for each server
+    is_paid: bool = False  # whether to ramp endpoints with prices or rate limits too
+    run: Path | None = None  # whose trainer and lengths a recommended `max_staleness` is simulated with
+
+
+def without_files(config: Config) -> Config:
+    """Return the configuration of the same run without the files that it would keep, since this is not its data.
+
+    (`policy.save` is a key of KD's.)
+    """
+    if getattr(config.policy, "save", None) is None:
+        return config
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"save": None})})
+
+
+def paid_keys(config: Config) -> dict[str, list[str]]:
+    """Return the keys, by role, that say that a backend's requests cost money or are counted."""
+    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
+    found = {
+        role: [f"{role}.backend.{key}" for key in PAID_KEYS if getattr(model.backend, key, None) is not None]
+        for role, model in models.items()
+        if model is not None
+    }
+    return {role: keys for role, keys in found.items() if keys}
+
+
+def check_options(config: Config, options: TuneOptions) -> None:
+    """Raise ConfigError for a run that asks no teacher, and for a ramp of a paid endpoint without any bound."""
+    if config.teacher is not None and config.teacher.replay:
+        raise ConfigError("teacher.replay: a replay asks no teacher, so none can be tuned; set teacher.replay=false")
+    if options.is_paid and options.limit_requests is None and (paid := paid_keys(config)):
+        key = next(iter(paid.values()))[0]
+        raise ConfigError(f"--paid: {key} is set, so give --limit-requests too: nothing else bounds what is spent")
 
 
 def run(
@@ -30,7 +99,7 @@ def run(
     output: Path,
     overrides: Sequence[str],
 ) -> None:
-    """Tune, and show and write the results. Raises what `tune` raises, and DataError if they cannot be written."""
+    """Tune, and show and write the results. Raises what `measure` raises, and DataError if they cannot be written."""
     with screen.status("starting the servers") as status:
 
         def tell(line: str) -> None:
@@ -38,14 +107,24 @@ def run(
 
         def show(server: str, level: Level) -> None:
             status.update(
-                f"{server}: {level.throughput:.4g} requests/s with {level.concurrency} in flight, "
-                f"half of them within {duration(level.p50_s)}"
+                f"{server}: {short_number(level.throughput)} requests/s with {level.concurrency} in flight, half of "
+                f"them within {seconds(level.p50_s)}"
             )
 
-        tuning = asyncio.run(tune(config, plan, directory, options, tell=tell, on_level=show))
-    if options.run is not None:
-        with screen.status("simulating"):
-            tuning = with_staleness(tuning, config, plan.policy.needs, options.run)
+        found = asyncio.run(measure(config, plan, directory, options, tell, show))
+        status.update("simulating")
+        choice = choose(config, plan.policy.needs, found.ramps, recorded_prompts(found.templates), options.run)
+    asked = Counter(template.server for template in found.templates)
+    tuning = Tuning(
+        measured=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+        seconds=options.seconds,
+        prompts=found.prompts,
+        requests_per_prompt={server: count / found.prompts for server, count in asked.items()},
+        ramps=choice.ramps,
+        recommendations=choice.recommendations,
+        advice=choice.advice,
+        warnings=[*found.skipped, *choice.warnings],
+    )
     for table in terminal_tables(tuning):
         screen.print(table)
     for warning in tuning.warnings:
@@ -56,3 +135,95 @@ def run(
     train = " ".join(["spot-async train", str(output), *overrides])
     screen.print(Text(f"to train with these limits: {train}"), soft_wrap=True)
     screen.print(Text(f"page: {output.with_suffix('.html')}"), soft_wrap=True)
+
+
+class Measured(NamedTuple):
+    """What the servers did."""
+
+    prompts: int  # for how many requests were noted
+    templates: list[Template]
+    ramps: list[Ramp]
+    skipped: list[str]  # servers that were not ramped, and why
+
+
+async def measure(
+    config: Config,
+    plan: TrainPlan,
+    directory: Path,
+    options: TuneOptions,
+    tell: Callable[[str], None],
+    on_level: Callable[[str, Level], None],
+) -> Measured:
+    """Measure every server that the policy asks. Logs go under `directory`; `tell` gets what is about to be sent.
+
+    Raises what starting the servers raises, ConfigError if `check` would refuse them, and RequestError if a prompt
+    cannot be supervised.
+    """
+    verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
+    unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
+
+    cores = core_shares(plan.served)
+    for warning in cores.warnings:
+        tell(warning)
+
+    def step(name: str) -> None:
+        if name == SENDING_WEIGHTS:
+            tell(name)
+
+    async with open_services(
+        plan.served,
+        directory,
+        run=(config, plan),
+        directly=True,
+        cores=cores,
+        beside=[verifier],
+        listener=StartListener(step=step),
+    ) as services:
+        accounts = services.spending.accounts
+        schedule = iter(plan.schedule)
+        prompts = [next(schedule) for _ in range(min(PROMPTS, config.training.batch_size))]
+        tell(f"asking for {len(prompts)} prompts once, as the run would: their requests are what is sent again")
+        templates = await note_requests(plan.policy, make_stages(config, plan, services, verifier), prompts)
+        ramped = make_stages(unlimited, plan, services, verifier, NoRetries)
+        paid = paid_keys(config)
+        ramps: list[Ramp] = []
+        skipped: list[str] = []
+        for server, own in by_server(templates).items():
+            if server in paid and not options.is_paid:
+                skipped.append(
+                    f"{server}: not ramped, because {paid[server][0]} is set: --paid --limit-requests N does"
+                )
+                tell(skipped[-1])
+                continue
+            limits = RampLimits(options.seconds, most_in_flight(config, plan.policy.needs, own), options.limit_requests)
+            tell(announcement(server, own, limits, accounts.get(server)))
+            requests = endless(own, ramped, schedule, derive_seed(config.run.seed, "tune", server))
+            ramps.append(await ramp(server, requests, limits, on_level))
+        for role, account in accounts.items():
+            if account.prices is not None:
+                tell(f"{role}: {account.total.requests} requests cost {account.total.money:.4g} {account.currency}")
+        return Measured(len(prompts), templates, ramps, skipped)
+
+
+def announcement(server: str, templates: Sequence[Template], limits: RampLimits, account: Account | None) -> str:
+    """Return what a ramp is going to send, and what that costs if its requests cost as much as those so far."""
+    names = {template.stage for template in templates}
+    stages = ", ".join(stage for stage in STAGE_SERVERS if stage in names)
+    tokens = sum(template.tokens for template in templates) / len(templates)
+    parts = [
+        f"{server}: {stages} requests" + (f" of {tokens:.0f} tokens on average" if tokens else ""),
+        f"1 to {limits.most} at a time",
+        f"{limits.seconds:g} s at most",
+    ]
+    if limits.requests is not None:
+        parts.append(f"{limits.requests} requests in all at most")
+        if account is not None and account.prices is not None and account.total.requests:
+            each = account.total.money / account.total.requests
+            parts.append(f"about {limits.requests * each:.4g} {account.currency}")
+    return ", ".join(parts)
+
+
+def most_in_flight(config: Config, needs: PolicyNeeds, templates: Sequence[Template]) -> int:
+    """Return how many requests the run can have at one server at a time, from all prompts that run at a time."""
+    per_prompt = requests_per_prompt(samples=needs.samples_per_prompt, probes=needs.probes_per_prompt)
+    return config.queue_capacity_prompts * sum(per_prompt[stage] for stage in {each.stage for each in templates})

@@ -23,6 +23,7 @@ from spot_async.models.common_vocabulary import EndTokens
 from spot_async.protocols import Policy, PromptStages
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stages import Stages
+from spot_async.tools.simulate.lengths import RecordedPrompt
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -180,6 +181,22 @@ def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
         return tokens_of(await template.ask(stages.for_prompt(prompt)), prompt)
 
     return Request(template.stage, send)
+
+
+def recorded_prompts(templates: Sequence[Template]) -> list[RecordedPrompt]:
+    """Return the prompts, with the tokens that were generated for each."""
+    by_prompt: dict[int, list[Template]] = {}
+    for template in templates:
+        by_prompt.setdefault(template.prompt.ordinal, []).append(template)
+    return [
+        RecordedPrompt(
+            [template.tokens for template in own if template.stage in ABOUT_A_PROMPT],
+            [template.tokens for template in own if template.stage == "probe"],
+            len(own[0].prompt.token_ids),
+        )
+        for own in by_prompt.values()
+        if any(template.stage in ABOUT_A_PROMPT for template in own)
+    ]
 
 
 def by_server(templates: Sequence[Template]) -> dict[str, list[Template]]:

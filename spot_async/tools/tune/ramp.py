@@ -1,14 +1,14 @@
 """Measures one server at rising numbers of requests in flight.
 
 It is a closed loop: each answer is followed by the next request at once. Between two levels nothing is cancelled, since
-a server might go on computing it. `knee.py` decides which level comes next, and where the knee is. All times are those
-of the running loop.
+a server might continue to compute it. The number in flight doubles until the last two doublings gained nothing. All
+times are those of the running loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,11 +18,10 @@ from spot_async.base.retry import RetryPolicy
 from spot_async.config import StagesConfig
 from spot_async.errors import BudgetSpentError, RequestError, SpotError, ThrottledError
 from spot_async.stages.services import STAGE_SERVERS
-from spot_async.tools.tune.knee import is_passed, knee, next_concurrency
-from spot_async.tools.tune.measurement import Ending, Level, Ramp, StageLoad
+from spot_async.tools.simulate.measured import Ending, Level, Ramp, StageLoad, is_flat
 from spot_async.tools.tune.mix import Request
 
-LEVELS = 12  # how many levels share the time and the requests: 1 to 256 by doubling, and three to refine
+LEVELS = 12  # how many levels share the time and the requests: 1 to 2,048
 MIN_ANSWERS = 4  # per level, however long they take
 MAX_ANSWERS = 4000  # per level, however little time they take
 INSTANT_S = 1e-3  # a server that answers a single request faster than this needs no limit
@@ -164,51 +163,41 @@ async def ramp(
     server: str, requests: Iterator[Request], limits: RampLimits, on_level: Callable[[str, Level], None]
 ) -> Ramp:
     """Measure `server` with `requests`, which never end. A server that refuses or fails ends its ramp, and no more."""
-    levels: dict[int, Level] = {}
+    levels: list[Level] = []
     ended: Ending = "time"
     failure: str | None = None
     box_ends_s = asyncio.get_running_loop().time() + limits.seconds
     async with asyncio.TaskGroup() as group:
         closed = ClosedLoop(requests, group, limits.requests)
         try:
-            while (concurrency := _next(levels, limits.most)) is not None:
-                closed.keep_in_flight(concurrency)
+            while ended == "time":
+                closed.keep_in_flight(min(2 * levels[-1].concurrency, limits.most) if levels else 1)
                 level = await _measure(closed, limits, box_ends_s)
                 if level is None:
                     break
-                levels[concurrency] = level
+                levels.append(level)
                 on_level(server, level)
-                if concurrency == 1 and level.p50_s < INSTANT_S:
-                    ended = "instant"
-                    break
-            else:
-                ended = "demand" if knee_of(levels, limits.most) == limits.most else "flat"
+                ended = _ended(levels, limits.most)
         except StoppedError as stopped:
             ended, failure = stopped.ended, stopped.failure
         finally:
             closed.stop()
     return Ramp(
         server=server,
-        levels=[levels[concurrency] for concurrency in sorted(levels)],
-        knee=1 if ended == "instant" else knee_of(levels, limits.most),
+        levels=levels,
         ended=ended,
         failure=failure,
         sent=closed.sent,
     )
 
 
-def knee_of(levels: dict[int, Level], most: int) -> int | None:
-    """Return the concurrency at the knee; None while throughput still rises, or nothing is measured."""
-    rates = _rates(levels)
-    return rates[knee([throughput for _, throughput in rates])][0] if is_passed(rates, most) else None
-
-
-def _next(levels: dict[int, Level], most: int) -> int | None:
-    return next_concurrency(_rates(levels), most)
-
-
-def _rates(levels: dict[int, Level]) -> list[tuple[int, float]]:
-    return [(each, levels[each].throughput) for each in sorted(levels)]
+def _ended(levels: Sequence[Level], most: int) -> Ending:
+    """Return why no further level is worth measuring; "time" while one is."""
+    if levels[0].p50_s < INSTANT_S:
+        return "instant"
+    if is_flat([level.throughput for level in levels]):
+        return "flat"
+    return "demand" if levels[-1].concurrency >= most else "time"
 
 
 async def _measure(closed: ClosedLoop, limits: RampLimits, box_ends_s: float) -> Level | None:

@@ -1,4 +1,4 @@
-"""Writes what `tune` leaves behind: its measurements (JSON), a page with plots, and a configuration with the limits.
+"""What `tune` leaves behind: tables in the terminal, measurements (JSON), a page, and a configuration with the limits.
 
 That configuration has the tuned one as its `base`, so that `spot-async train` needs nothing else.
 """
@@ -7,37 +7,121 @@ from __future__ import annotations
 
 import os
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
-from spot_async.base.files import read_json
 from spot_async.errors import ConfigError, DataError
-from spot_async.tools.tune.measurement import Ramp
-from spot_async.tools.tune.recommendation import Recommendation
+from spot_async.tools.inspect.plots import Plot, Section
+from spot_async.tools.pages import svg
+from spot_async.tools.pages.series import Series, seconds, short_number
+from spot_async.tools.pages.templates import templates
+from spot_async.tools.simulate.measured import Ramp, Recommendation, Tuning
 
-FORMAT = 1  # raised when the JSON file can no longer be read as before
 FIRST_LINE = "# Limits that spot-async tune measured"
 COLUMNS = 110
+HEADINGS = ("in flight", "req/s", "tokens/s", "p50", "p95", "answers", "failed")
+ENDED = {
+    "flat": "more in flight gave no more",
+    "demand": "the run never has more in flight",
+    "instant": "answers at once",
+    "time": "its time was used up",
+    "requests": "its requests were used up",
+    "budget": "its budget is spent",
+    "throttled": "the server asked to be left alone",
+    "failed": "requests failed",
+}
 
 
-class Tuning(msgspec.Struct, frozen=True, kw_only=True):
-    """One tuning: everything that was measured, and what follows from it."""
+@dataclass(frozen=True)
+class RampTable:
+    """The levels of one server as rows of text."""
 
-    format: int = FORMAT
-    measured: str  # when, in ISO 8601 with the time zone
-    seconds: float  # how long each server was measured at most
-    prompts: int  # for how many prompts requests were noted
-    requests_per_prompt: dict[str, float]  # by server
-    ramps: list[Ramp]
-    recommendations: list[Recommendation]
-    advice: list[str]
-    warnings: list[str]
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    at_knee: int | None  # the row of the knee
+    note: str
 
 
-def read_tuning(path: Path) -> Tuning:
-    """Return a tuning from its JSON file. Raises DataError if it cannot be read, or is of a newer format."""
-    return read_json(path, Tuning, newest_format=FORMAT, otherwise="is no file of spot-async tune")
+def ramp_table(ramp: Ramp) -> RampTable:
+    rows = tuple(
+        (
+            str(level.concurrency),
+            short_number(level.throughput),
+            short_number(level.tokens_per_s),
+            seconds(level.p50_s),
+            seconds(level.p95_s),
+            str(level.requests),
+            str(level.failures),
+        )
+        for level in ramp.levels
+    )
+    at_knee = next((i for i, level in enumerate(ramp.levels) if level.concurrency == ramp.knee), None)
+    note = f"ended: {ENDED[ramp.ended]}{f' ({ramp.failure})' if ramp.failure else ''}"
+    return RampTable(ramp.server, rows, at_knee, note)
+
+
+def terminal_tables(tuning: Tuning) -> list[Table]:
+    """Return one table per server, with the knee marked, and one of what is recommended."""
+    tables = []
+    for found in map(ramp_table, tuning.ramps):
+        table = Table(title=found.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, caption=found.note)
+        for heading in (*HEADINGS, ""):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for i, row in enumerate(found.rows):
+            is_knee = i == found.at_knee
+            table.add_row(*row, "knee" if is_knee else "", style="bold green" if is_knee else None)
+        tables.append(table)
+    if tuning.recommendations:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("key", "configured", "recommended"):
+            table.add_column(heading, justify="left" if heading == "key" else "right")
+        for each in tuning.recommendations:
+            changed = each.recommended != each.configured
+            table.add_row(each.key, str(each.configured), Text(str(each.recommended), "bold" if changed else ""))
+        tables.append(table)
+    return tables
+
+
+def tuning_section(tuning: Tuning) -> Section:
+    """Return plots of throughput and latency against concurrency, with the knee as a vertical line.
+
+    Servers for which a limit does not matter have none.
+    """
+    plots: list[Plot] = []
+    for ramp in (each for each in tuning.ramps if each.ended != "instant"):
+        rates = [(float(level.concurrency), level.throughput) for level in ramp.levels]
+        halves, most = (
+            [(float(level.concurrency), getattr(level, name)) for level in ramp.levels] for name in ("p50_s", "p95_s")
+        )
+        figures = {
+            "throughput": ("Answers per second.", [Series("", rates)], short_number),
+            "latency": ("Of half of the answers, and of 95 %.", [Series("p50", halves), Series("p95", most)], seconds),
+        }  # fmt: skip
+        for what, (note, series, form) in figures.items():
+            knee = f" The knee, {ramp.knee}, is marked." if ramp.knee is not None else ""
+            figure = svg.level_plot(series, x_name="in flight", marked=ramp.knee, format_y=form)
+            plots.append(Plot(f"{ramp.server}: {what}", note + knee, figure))
+    return Section(f"Servers by requests in flight, measured {tuning.measured}", tuple(plots))
+
+
+def tuning_page(tuning: Tuning, name: str) -> str:
+    """Return the page about what `tune` measured."""
+    return (
+        templates()
+        .get_template("tuning.html")
+        .render(
+            name=name,
+            tuning=tuning,
+            section=tuning_section(tuning),
+            headings=HEADINGS,
+            tables=[ramp_table(ramp) for ramp in tuning.ramps],
+        )
+    )
 
 
 def as_json(tuning: Tuning) -> bytes:
