@@ -72,8 +72,7 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
     from spot_async.serving.engine.worker import EngineWorker
     from spot_async.serving.http.app import build_app
     from spot_async.serving.openai.app import openai_v1
-    from spot_async.serving.openai.completion import ServedModel
-    from spot_async.serving.openai.texts import TokenTexts
+    from spot_async.serving.openai.completion import ServedModel, TokenTexts
     from spot_async.types import Capabilities
 
     quiet_transformers()

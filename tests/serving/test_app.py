@@ -28,13 +28,12 @@ from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.model import load_model
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.app import build_app
-from spot_async.serving.http.bodies import MAX_BYTES, MAX_JSON_BYTES, MIB, Bodies
+from spot_async.serving.http.bodies import MAX_BYTES, MIB, Bodies
 from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.http.replies import TOGETHER_S, Replies
-from spot_async.serving.openai.api import ApiError, CompletionRequest
+from spot_async.serving.openai.app import MAX_BYTES as MAX_JSON_BYTES
 from spot_async.serving.openai.app import openai_v1
-from spot_async.serving.openai.completion import ServedModel, read_prompt
-from spot_async.serving.openai.texts import TokenTexts
+from spot_async.serving.openai.completion import ApiError, CompletionRequest, ServedModel, TokenTexts
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
 from spot_async.testing.services import capabilities
@@ -207,8 +206,6 @@ async def test_the_server_answers_while_a_text_is_tokenized(worker: EngineWorker
     answered, seen = threading.Event(), []
 
     class Slow:
-        is_fast = False
-
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             seen.append(answered.wait(timeout=60))
             return []
@@ -224,22 +221,20 @@ async def test_the_server_answers_while_a_text_is_tokenized(worker: EngineWorker
     assert seen == [True]
 
 
-def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(served: ServedModel) -> None:
+def test_a_text_that_is_far_too_long_is_not_read(served: ServedModel) -> None:
     read = []
 
     class Counting:
-        is_fast = False
-
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             read.append(len(text))
             return [5] * len(text)
 
-    model = dataclasses.replace(served, tokenizer=Counting())
-    with pytest.raises(ApiError, match="the prompt has more than") as refused:
-        read_prompt("w" * 10_000_000, CompletionRequest(prompt=""), model)
+    model, asked = dataclasses.replace(served, tokenizer=Counting()), CompletionRequest(prompt="")
+    with pytest.raises(ApiError, match="the prompt has at least 20001") as refused:
+        model.read("w" * 10_000_000, asked)
     assert refused.value.code == "context_length_exceeded"
-    assert sum(read) <= 3 * model.max_context_tokens
-    assert len(read_prompt("w" * 19_000, CompletionRequest(prompt=""), model).token_ids) == 19_000
+    assert not read
+    assert len(model.read("w" * 19_000, asked).token_ids) == 19_000
 
 
 async def test_an_engine_that_crashes_ends_the_server(worker: EngineWorker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The text of tokens: each character once, with the token that completes it, and nothing lost."""
+"""The text of tokens: of a response after its prompt, and of single ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from spot_async.serving.openai.texts import TokenTexts, decoder, pieces
+from spot_async.serving.openai.completion import TokenTexts
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -50,23 +50,18 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150)
 @given(prompt=TEXTS, response=TEXTS)
-def test_pieces_joined_continue_the_prompt_as_one_text(name: str, prompt: str, response: str):
+def test_a_response_continues_the_text_of_its_prompt(name: str, prompt: str, response: str):
     tokenizer = TOKENIZERS[name]
-    decode = decoder(tokenizer, skip_special_tokens=False)
     before, after = ids_of(tokenizer, "a" + prompt), ids_of(tokenizer, response)
-    found = pieces(decode, after, before)
-    assert len(found) == len(after)
-    assert not any("\ufffd" in piece for piece in found)
-    assert decode(before) + "".join(found) == decode([*before, *after])
+    found = TokenTexts(tokenizer).after(before, after)
+    assert "\ufffd" not in found
+    assert tokenizer.decode(before) + found == tokenizer.decode([*before, *after])
 
 
-def test_bytes_that_are_no_character_are_shown_in_the_end():
+def test_bytes_that_are_no_character_are_shown():
     tokenizer = TOKENIZERS["byte_level"]
-    decode = decoder(tokenizer, skip_special_tokens=False)
     half = ids_of(tokenizer, "漢")[:2]
-    assert pieces(decode, half, ids_of(tokenizer, "a")) == ["", "\ufffd"]
-    assert "".join(pieces(decode, half * 20)).count("\ufffd") >= 10
-    assert pieces(decode, [*half * 20, *ids_of(tokenizer, "a")])[-1].endswith("a")
+    assert TokenTexts(tokenizer).after(ids_of(tokenizer, "a"), half) == "\ufffd"
 
 
 def test_a_token_has_the_text_that_it_has_within_a_sentence():

@@ -12,9 +12,8 @@ from starlette.requests import Request
 from spot_async.errors import RequestTooLargeError, ThrottledError
 
 MIB = 1 << 20
-# Limits of one body, and of all bodies together that have not been decoded yet.
-MAX_BYTES, MAX_HELD_BYTES = 64 * MIB, 256 * MIB  # for our own messages, with many prompts or candidates
-MAX_JSON_BYTES, MAX_HELD_JSON_BYTES = 8 * MIB, 128 * MIB  # lower, since JSON grows up to 25 times as Python objects
+# Limits of one of our own messages, with many prompts or candidates, and of all that have not been decoded yet.
+MAX_BYTES, MAX_HELD_BYTES = 64 * MIB, 256 * MIB
 LARGE_SHARE = 1 / 8  # bodies above this share of the limit are large, and are decoded one at a time
 LONGEST_S = 300.0  # that a body may take
 SAFE_S = 5.0  # so long it is given up for no other

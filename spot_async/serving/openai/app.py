@@ -1,7 +1,6 @@
 """The routes under `/v1`: OpenAI's completions and models, over the same engine as the server's own API.
 
-It reads requests, awaits the engine, and writes replies. What a request means is in `completion.py`, and what its reply
-looks like is in `api.py`.
+It reads requests, awaits the engine, and writes replies. What a completion means is in `completion.py`.
 """
 
 from __future__ import annotations
@@ -27,20 +26,23 @@ from spot_async.errors import SpotError
 from spot_async.serving.api import GenerateRequest, ScoreRequest, status_of
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.access import OtherApi, Refusal
-from spot_async.serving.http.bodies import MAX_HELD_JSON_BYTES, MAX_JSON_BYTES, Bodies
+from spot_async.serving.http.bodies import MIB, Bodies
 from spot_async.serving.http.disconnect import ClientGone, no_reply, while_connected
-from spot_async.serving.openai import api as openai_api
-from spot_async.serving.openai.api import ApiError, CompletionRequest
 from spot_async.serving.openai.completion import (
     Answer,
+    ApiError,
+    CompletionRequest,
     Plan,
     Prompt,
     ServedModel,
-    check_served,
-    prompts_of,
-    read_prompt,
+    read_request,
 )
 
+COMPLETIONS = "/completions"
+MODELS = "/models"
+PREFIX = "/v1"
+# Of one body, and of all together that have not been decoded yet. JSON grows up to 25 times as Python objects.
+MAX_BYTES, MAX_HELD_BYTES = 8 * MIB, 128 * MIB
 JSON = "application/json"
 _HEADERS = {
     413: {"Connection": "close"},  # so that the rest of the body need not be read
@@ -52,16 +54,15 @@ T = TypeVar("T")
 
 def openai_v1(worker: EngineWorker, model: ServedModel, *, max_completions: int) -> OtherApi:
     """Return the routes under `/v1`. More than `max_completions` choices at a time are refused with 503."""
-    listed = openai_api.Model(
-        id=model.name, created=int(time.time()), root=model.directory, max_model_len=model.max_context_tokens
-    )
+    names = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "spot-async"}
+    listed = {**names, "root": model.directory, "max_model_len": model.max_context_tokens}
 
     async def models(request: Request) -> Response:
-        return _reply(openai_api.ModelList(data=[listed]))
+        return _reply({"object": "list", "data": [listed]})
 
     routes = [
-        Route(openai_api.MODELS, models),
-        Route(openai_api.COMPLETIONS, _Completions(worker, model, max_completions), methods=["POST"]),
+        Route(MODELS, models),
+        Route(COMPLETIONS, _Completions(worker, model, max_completions), methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {
         ApiError: _error_reply,
@@ -70,7 +71,7 @@ def openai_v1(worker: EngineWorker, model: ServedModel, *, max_completions: int)
         ClientGone: no_reply,
         ClientDisconnect: no_reply,
     }
-    mount = Mount(openai_api.PREFIX, app=Starlette(routes=routes, exception_handlers=handlers))
+    mount = Mount(PREFIX, app=Starlette(routes=routes, exception_handlers=handlers))
     return OtherApi(mount, _refused)
 
 
@@ -82,15 +83,15 @@ class _Completions:
         self._model = model
         self._places = places
         self._taken = 0
-        self._bodies = Bodies(MAX_JSON_BYTES, MAX_HELD_JSON_BYTES)
+        self._bodies = Bodies(MAX_BYTES, MAX_HELD_BYTES)
         self._texts = ThreadPoolExecutor(1, "texts")  # only one thread, to leave the engine its core
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.ExitStack() as until_sent:
             async with self._bodies.read(Request(scope, receive)) as body:
-                asked = openai_api.read_completion_request(body)
-                check_served(asked, self._model)
-                given = prompts_of(asked)
+                asked = read_request(body)
+                self._model.check(asked)
+                given = asked.prompts
                 until_sent.enter_context(self._hold(len(given)))
                 prompts = await while_connected(receive, self._read(given, asked))
             plan = Plan(asked, prompts, self._model)
@@ -126,7 +127,7 @@ class _Completions:
 
     async def _read(self, given: list[str | list[int]], asked: CompletionRequest) -> list[Prompt]:
         """Read prompts one by one, so that requests take turns, and one that is given up stops."""
-        return [await self._in_thread(functools.partial(read_prompt, each, asked, self._model)) for each in given]
+        return [await self._in_thread(functools.partial(self._model.read, each, asked)) for each in given]
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Return the result of work on texts, which would hold up the event loop."""
@@ -137,12 +138,12 @@ def _refused(refusal: Refusal) -> Response:
     return _error_response(ApiError(refusal.status, refusal.message, code=refusal.code))
 
 
-def _reply(message: object) -> Response:
-    return Response(msgspec.json.encode(message), media_type=JSON)
+def _reply(message: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(message), status, headers=_HEADERS.get(status), media_type=JSON)
 
 
 def _error_response(error: ApiError) -> Response:
-    return Response(error.body(), status_code=error.status, media_type=JSON, headers=_HEADERS.get(error.status))
+    return _reply(error.body(), error.status)
 
 
 def _error_reply(request: Request, error: Exception) -> Response:
@@ -150,6 +151,6 @@ def _error_reply(request: Request, error: Exception) -> Response:
 
 
 def _no_route(request: Request, error: HTTPException) -> Response:
-    served = f"{openai_api.PREFIX}{openai_api.COMPLETIONS} and {openai_api.PREFIX}{openai_api.MODELS}"
+    served = f"{PREFIX}{COMPLETIONS} and {PREFIX}{MODELS}"
     message = f"{request.method} {request.url.path}: is not served; of OpenAI's API there are {served}"
     return _error_response(ApiError(error.status_code, message))

@@ -1,46 +1,175 @@
-"""Translates a completion request into requests to the engine, and the engine's arrays into its choices.
+"""What a completion means: a JSON body becomes requests to the engine, and the engine's arrays become JSON again.
 
-There are no sockets and no engine here. Prompts become token ids, each choice a `GenerateRequest`, and each echoed
-prompt a `ScoreRequest`. Tokens and log-probabilities become text, columns and finish reasons.
+There are no sockets and no engine here. A field that is not served is refused by name if it would change the result.
+Other unknown fields are ignored, as by OpenAI's own clients and servers. `ignore_eos`, `add_special_tokens`,
+`stop_token_ids` and `return_*` are vLLM's additions, with vLLM's meaning.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
-from msgspec import UNSET
+from msgspec import Meta
 
 from spot_async.base.seeds import derive_seed
 from spot_async.serving.api import GenerateRequest, ScoreRequest
-from spot_async.serving.openai.api import (
-    LOWEST_LOGPROB,
-    ApiError,
-    Choice,
-    Completion,
-    CompletionRequest,
-    Logprobs,
-    Usage,
-)
-from spot_async.serving.openai.texts import TokenTexts, decoder, pieces
-from spot_async.types import FinishReason, FloatArray, Generation, IntArray, SamplingSettings, TokenScores
+from spot_async.serving.http.bodies import UNREADABLE
+from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, TokenScores
 
 # Below this the likeliest token is taken, as at 0: such a number means "almost 0", and float32 must divide by it.
 GREEDY_TEMPERATURE = 1e-4
+LOWEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not; vLLM sends it too
 MAX_REPLY_LOGPROBS = 1 << 22  # each takes 100 bytes while a reply is written
+CONTEXT_TOKENS = 6  # before a response, with which its text is decoded: a character and the space before it fit
 
-Answer = tuple[TokenScores | None, Generation | None]  # to `scoring` and to `generation`
+# Fields that are not served, by the values that would not change the result. None never would.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("stream", "use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("stop", "bad_words"), ([],)),
+    **dict.fromkeys(("stream_options", "prompt_logprobs", "truncate_prompt_tokens", "prompt_embeds"), ()),
+    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "structured_outputs", "guided_json"), ()),
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), ()),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "top_k": (0, -1),
+    "response_format": ({"type": "text"},),
+}
+_INSTEAD = {
+    "stream": "leave it out, and the whole reply comes at once",
+    "stop": "give stop_token_ids, or cut the text yourself",
+    "n": "repeat the prompt in a list of prompts",
+    "prompt_logprobs": "ask for echo with logprobs",
+}
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Answer = tuple[TokenScores | None, Generation | None]  # to `Plan.scoring` and to `Plan.generation`
+
+
+class ApiError(Exception):
+    """An error in OpenAI's shape, with its HTTP status."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a request that are served. One that is None counts as not given."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    seed: int | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def token_budget(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One text, several texts, one list of ids or several lists. Raises `ApiError`."""
+        given: Any = self.prompt
+        if isinstance(given, str):
+            return [given]
+        kinds = {type(item) for item in given}
+        if kinds == {int}:
+            return [given]
+        if kinds in ({str}, {list}):
+            return list(given)
+        raise ApiError(
+            400, "prompt: must be a text, token ids, or a list of either, not empty or mixed", param="prompt"
+        )
+
+
+def read_request(body: bytes | memoryview) -> CompletionRequest:
+    """Decode a request. Raises `ApiError` if it is malformed, or asks for something that is not served."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        for name, neutral in _NEUTRAL.items():
+            if (value := fields.get(name)) is not None and value not in neutral:
+                instead = _INSTEAD.get(name, "leave it out")
+                raise ApiError(400, f"{name}: is not served here; {instead}", param=name)
+        asked = msgspec.convert(fields, CompletionRequest)
+    except UNREADABLE as error:
+        raise _malformed(error) from None
+    if not asked.token_budget and not asked.echo:
+        raise ApiError(400, "max_tokens=0: scores a prompt, so it needs echo to be true", param="max_tokens")
+    return asked
+
+
+def _malformed(error: Exception) -> ApiError:
+    """Make one line of msgspec's message, which ends with the place of the error: "... - at `$.name[0]`"."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, "cannot read the request: it is nested too deep")
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"cannot read the request: not valid JSON: {error}")
+    what, _, place = str(error).partition(" - at ")
+    what, name = what[:1].lower() + what[1:], re.match(r"`\$\.(\w+)", place)
+    return ApiError(400, f"{name[1] if name else 'cannot read the request'}: {what}", param=name[1] if name else None)
+
+
+class TokenTexts:
+    """Turns token ids into text, also single ones: as inside a longer text, with the space before a word."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.longest = max(map(len, tokenizer.get_vocab()))  # characters, or more, that a token stands for
+        self._neighbour = tokenizer.encode("a", add_special_tokens=False)[-1:]  # any token will do
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.after(self._neighbour, [token_id])
+        return text
+
+    def after(self, context: Sequence[int], token_ids: Sequence[int], *, special: bool = True) -> str:
+        """Return the text that token ids add after others. `special`: special tokens have a text too."""
+        before = list(context[-CONTEXT_TOKENS:])
+        return self._decode([*before, *token_ids], special)[len(self._decode(before, special)) :]
+
+    def _decode(self, token_ids: list[int], special: bool) -> str:
+        """Decode without those clean-ups that depend on what follows."""
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class Prompt(NamedTuple):
+    token_ids: IntArray  # (P,)
+    text: str  # empty unless it is echoed
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What `/v1` knows about the model."""
+    """What `/v1` knows about the model, and what it refuses to ask of it."""
 
     name: str
     directory: str
@@ -50,19 +179,40 @@ class ServedModel:
     tokenizer: Any
     token_texts: TokenTexts
 
+    def check(self, asked: CompletionRequest) -> None:
+        """Raise `ApiError` for whatever can be refused before a prompt is read."""
+        if asked.model not in (None, self.name):
+            message = f"the model `{asked.model}` does not exist; this server has `{self.name}`"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if asked.logprobs is not None and asked.logprobs > self.max_logprobs:
+            message = f"logprobs={asked.logprobs}: at most {self.max_logprobs} are served"
+            raise ApiError(400, message, param="logprobs")
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    token_ids: IntArray  # (P,)
-    text: str  # empty unless it is echoed
-    offsets: list[int]  # where each token begins in the text
+    def read(self, given: str | list[int], asked: CompletionRequest) -> Prompt:
+        """Return a prompt's token ids and, for an echo, its text. Raises `ApiError`."""
+        ids = given
+        if isinstance(ids, str):
+            if len(ids) > self.max_context_tokens * self.token_texts.longest:  # it would take long to find out how many
+                self._check_length(self.max_context_tokens + 1, asked, least=True)
+            ids = self.tokenizer.encode(ids, add_special_tokens=asked.add_special_tokens is not False)
+        self._check_length(len(ids), asked)
+        text = given if isinstance(given, str) else self.token_texts.after([], ids) if asked.echo else ""
+        return Prompt(np.array(ids, np.int32), text if asked.echo else "")
+
+    def _check_length(self, length: int, asked: CompletionRequest, *, least: bool = False) -> None:
+        budget, limit = asked.token_budget, self.max_context_tokens
+        if not length:
+            raise ApiError(400, "prompt: has no tokens; give at least one, such as the begin token", param="prompt")
+        if length + budget > limit:
+            message = (
+                f"the model's context is {limit} tokens, but the prompt has {'at least ' * least}{length} and "
+                f"max_tokens asks for {budget} more: shorten one of them"
+            )
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
 
 class Plan:
-    """One request, checked and ready for the engine. `prompts` are its prompts as `read_prompt` returned them.
-
-    Raises `ApiError`.
-    """
+    """One request, checked and ready for the engine. Raises `ApiError`."""
 
     def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> None:
         self._asked = asked
@@ -70,37 +220,39 @@ class Plan:
         self._model = model
         self._seed = secrets.randbits(63) if asked.seed is None else asked.seed
         self._greedy = asked.temperature is not None and asked.temperature < GREEDY_TEMPERATURE
-        ends = () if asked.ignore_eos else model.end_token_ids
-        self._stop_token_ids = tuple(dict.fromkeys([*ends, *(asked.stop_token_ids or ())]))
-        self._check_reply()
+        # Of the log-probabilities that are reported. With greedy sampling it is 1.
+        self._temperature = 1.0 if self._greedy or asked.temperature is None else asked.temperature
+        echoed = sum(len(prompt.token_ids) for prompt in prompts) if asked.echo else 0
+        numbers = (tokens := echoed + len(prompts) * asked.token_budget) * (asked.logprobs or 0)
+        if numbers > MAX_REPLY_LOGPROBS:  # it would take too much memory on either side, or too long to write
+            message = (
+                f"logprobs={asked.logprobs}: of up to {tokens:,} tokens that makes a reply of {numbers:,} numbers; at "
+                f"most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer, or for fewer prompts at a time"
+            )
+            raise ApiError(400, message, param="logprobs")
 
     @property
     def choices(self) -> range:
         return range(len(self._prompts))
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of reported log-probabilities. With greedy sampling it is 1."""
-        return 1.0 if self._greedy or self._asked.temperature is None else self._asked.temperature
 
     def generation(self, index: int) -> GenerateRequest | None:
         """Return the engine's request for choice `index`; None if no token is wanted.
 
         Its seed depends only on its place in the request.
         """
-        if not self._asked.token_budget:
+        asked = self._asked
+        if not asked.token_budget:
             return None
+        ends = () if asked.ignore_eos else self._model.end_token_ids
         sampling = SamplingSettings(
-            temperature=0.0 if self._greedy else self.temperature,
-            top_p=self._asked.top_p or 1.0,
-            max_tokens=self._asked.token_budget,
-            stop_token_ids=self._stop_token_ids,
+            temperature=0.0 if self._greedy else self._temperature,
+            top_p=asked.top_p or 1.0,
+            max_tokens=asked.token_budget,
+            stop_token_ids=tuple(dict.fromkeys([*ends, *(asked.stop_token_ids or ())])),
             seed=derive_seed(self._seed, "prompt", index, "sample", 0),
         )
-        top_k = self._asked.logprobs or 0
-        return GenerateRequest(
-            prompt_ids=self._prompts[index].token_ids, sampling=sampling, top_k=top_k, timeout_s=math.inf
-        )
+        prompt_ids, top_k = self._prompts[index].token_ids, asked.logprobs or 0
+        return GenerateRequest(prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, timeout_s=math.inf)
 
     def scoring(self, index: int) -> ScoreRequest | None:
         """Return the engine's request to score a prompt's tokens after the first; None if that is not needed."""
@@ -111,163 +263,69 @@ class Plan:
             prompt_ids=token_ids[:1],
             response_ids=token_ids[1:],
             top_k=self._asked.logprobs,
-            temperature=self.temperature,
+            temperature=self._temperature,
             timeout_s=math.inf,
         )
 
-    def requests(self) -> Iterable[GenerateRequest | ScoreRequest]:
+    def requests(self) -> Iterator[GenerateRequest | ScoreRequest]:
         for index in self.choices:
             yield from filter(None, (self.scoring(index), self.generation(index)))
 
-    def reply(self, answers: Sequence[Answer]) -> Completion:
+    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the whole reply. `answers` are the engine's, one for each choice."""
         read = sum(len(prompt.token_ids) for prompt in self._prompts)
         written = sum(len(sampled.token_ids) for _, sampled in answers if sampled is not None)
-        return Completion(
-            id=f"cmpl-{secrets.token_hex(12)}",
-            created=int(time.time()),
-            model=self._model.name,
-            choices=[self._choice(index, *answer) for index, answer in enumerate(answers)],
-            usage=Usage(prompt_tokens=read, completion_tokens=written, total_tokens=read + written),
-        )
+        return {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model.name,
+            "choices": [self._choice(index, *answer) for index, answer in enumerate(answers)],
+            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+        }
 
-    def _choice(self, index: int, scores: TokenScores | None, sampled: Generation | None) -> Choice:
+    def _choice(self, index: int, scores: TokenScores | None, sampled: Generation | None) -> dict[str, Any]:
         """Write one choice: the prompt if it is echoed, then what was sampled. An end token adds no text."""
-        prompt = self._prompts[index]
-        prompt_ids: list[int] = prompt.token_ids.tolist()
-        text, columns = prompt.text, Logprobs()
-        token_ids: list[int] = []
-        finish_reason: FinishReason = "length"
-        if self._asked.echo:
-            columns.tokens.append(self._name(prompt_ids[0]))
-            columns.token_logprobs.append(None)
-            columns.top_logprobs.append(None)
-            columns.text_offset.append(0)
-        if scores is not None:
-            self._add(columns, prompt_ids[1:], prompt.offsets[1:], scores)
-        if sampled is not None:
-            token_ids, finish_reason = sampled.token_ids.tolist(), sampled.finish_reason
-            shown = token_ids[:-1] if finish_reason == "stop" else token_ids
-            new = pieces(decoder(self._model.tokenizer, skip_special_tokens=True), shown, prompt_ids)
-            offsets = [*accumulate(map(len, new), initial=len(text))][: len(token_ids)]
-            if self._asked.logprobs is not None:
-                self._add(columns, token_ids, offsets, sampled)
-            text += "".join(new)
-        by_id = self._asked.return_token_ids
-        return Choice(
-            index=index,
-            text=text,
-            logprobs=None if self._asked.logprobs is None else columns,
-            finish_reason=finish_reason,
-            token_ids=token_ids if by_id else UNSET,
-            prompt_token_ids=prompt_ids if by_id else UNSET,
-        )
+        asked, (prompt, text) = self._asked, self._prompts[index]
+        prompt_ids: list[int] = prompt.tolist()
+        token_ids: list[int] = [] if sampled is None else sampled.token_ids.tolist()
+        reason = "length" if sampled is None else sampled.finish_reason
+        shown = token_ids[:-1] if reason == "stop" else token_ids
+        rows: list[tuple[str, float | None, dict[str, float] | None]] = []
+        if asked.echo:  # nothing comes before a text's first token, so it has no numbers
+            rows.append((self._name(prompt_ids[0]), None, None))
+        rows += [] if scores is None else self._rows(prompt_ids[1:], scores)
+        rows += [] if sampled is None else self._rows(token_ids, sampled)
+        names = ("tokens", "token_logprobs", "top_logprobs")
+        columns = {name: [row[at] for row in rows] for at, name in enumerate(names)}
+        return {
+            "index": index,
+            "text": text + self._model.token_texts.after(prompt_ids, shown, special=False),
+            "logprobs": None if asked.logprobs is None else columns,
+            "finish_reason": reason,
+            **({"token_ids": token_ids, "prompt_token_ids": prompt_ids} if asked.return_token_ids else {}),
+        }
 
-    def _add(
-        self, columns: Logprobs, token_ids: Sequence[int], offsets: Sequence[int], found: TokenScores | Generation
-    ) -> None:
-        """Add tokens to the columns, with the engine's numbers of them."""
-        names, values = [self._name(token_id) for token_id in token_ids], _finite(found.logprobs)
-        for row, (name, value) in enumerate(zip(names, values, strict=True)):
+    def _rows(
+        self, token_ids: Sequence[int], found: TokenScores | Generation
+    ) -> Iterator[tuple[str, float, dict[str, float]]]:
+        """Yield name, log-probability and likeliest tokens of each token."""
+        if self._asked.logprobs is None:
+            return
+        for row, (token_id, value) in enumerate(zip(token_ids, _finite(found.logprobs), strict=True)):
             best: dict[str, float] = {}
             if found.topk_ids is not None and found.topk_logprobs is not None:
                 ids = found.topk_ids[row].tolist()
-                for token_id, logprob in zip(ids, _finite(found.topk_logprobs[row]), strict=True):
-                    best.setdefault(self._name(token_id), logprob)  # the likeliest of tokens with the same text
-            best.setdefault(name, value)
-            columns.top_logprobs.append(best)
-        columns.tokens.extend(names)
-        columns.token_logprobs.extend(values)
-        columns.text_offset.extend(offsets)
+                for each, logprob in zip(ids, _finite(found.topk_logprobs[row]), strict=True):
+                    best.setdefault(self._name(each), logprob)  # the likeliest of tokens with the same text
+            best.setdefault(self._name(token_id), value)
+            yield self._name(token_id), value, best
 
     def _name(self, token_id: int) -> str:
         by_id = self._asked.return_tokens_as_token_ids
         return f"token_id:{token_id}" if by_id else self._model.token_texts[token_id]
 
-    def _check_reply(self) -> None:
-        """Refuse a reply that would take too much memory on either side, or too long to write."""
-        echoed = sum(len(prompt.token_ids) for prompt in self._prompts) if self._asked.echo else 0
-        tokens = echoed + len(self._prompts) * self._asked.token_budget
-        numbers = tokens * (self._asked.logprobs or 0)
-        if numbers > MAX_REPLY_LOGPROBS:
-            message = (
-                f"logprobs={self._asked.logprobs}: of up to {tokens:,} tokens that makes a reply of {numbers:,} "
-                f"numbers; at most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer, or for fewer prompts at a time"
-            )
-            raise ApiError(400, message, param="logprobs")
-
 
 def _finite(logprobs: FloatArray) -> list[float]:
     values: list[float] = np.maximum(logprobs, np.float32(LOWEST_LOGPROB)).tolist()
     return values
-
-
-def check_served(asked: CompletionRequest, model: ServedModel) -> None:
-    """Raise `ApiError` for whatever can be refused before a prompt is read."""
-    if asked.model not in (None, model.name):
-        message = f"the model `{asked.model}` does not exist; this server has `{model.name}`"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    if asked.logprobs is not None and asked.logprobs > model.max_logprobs:
-        message = f"logprobs={asked.logprobs}: at most {model.max_logprobs} are served"
-        raise ApiError(400, message, param="logprobs")
-
-
-def prompts_of(asked: CompletionRequest) -> list[str | list[int]]:
-    """Return the prompts: one text, several texts, one list of ids or several lists. Raises `ApiError`."""
-    given: str | list[Any] = asked.prompt
-    if isinstance(given, str):
-        return [given]
-    kinds = {type(item) for item in given}
-    if kinds == {int}:
-        return [given]
-    if kinds in ({str}, {list}):
-        return given
-    raise ApiError(400, "prompt: must be a text, token ids, or a list of either, not empty or mixed", param="prompt")
-
-
-def read_prompt(given: str | list[int], asked: CompletionRequest, model: ServedModel) -> Prompt:
-    """Return a prompt's token ids and, for an echo, its text: as given, or decoded from the ids. Raises `ApiError`."""
-    if isinstance(given, list):
-        _check_length(len(given), asked, model)
-        text, offsets = _text_of(given, model) if asked.echo else ("", [])
-        return Prompt(np.array(given, np.int32), text, offsets)
-    _check_not_far_too_long(given, asked, model)
-    special = asked.add_special_tokens is not False
-    if not asked.echo or not model.tokenizer.is_fast:
-        token_ids = model.tokenizer.encode(given, add_special_tokens=special)
-        return read_prompt(token_ids, asked, model)
-    encoded = model.tokenizer(given, add_special_tokens=special, return_offsets_mapping=True)
-    _check_length(len(encoded["input_ids"]), asked, model)
-    ends = accumulate((end for _, end in encoded["offset_mapping"]), max)  # added special tokens end at 0
-    return Prompt(np.array(encoded["input_ids"], np.int32), given, [0, *ends][:-1])
-
-
-def _check_length(length: int, asked: CompletionRequest, model: ServedModel, *, least: bool = False) -> None:
-    budget, limit = asked.token_budget, model.max_context_tokens
-    if not length:
-        raise ApiError(400, "prompt: has no tokens; give at least one, such as the begin token", param="prompt")
-    if length + budget > limit:
-        message = (
-            f"the model's context is {limit} tokens, but the prompt has {'more than ' * least}{length} and max_tokens "
-            f"asks for {budget} more: shorten one of them"
-        )
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
-
-
-def _check_not_far_too_long(text: str, asked: CompletionRequest, model: ServedModel) -> None:
-    """Refuse a text of more than about twice the context without tokenizing all of it.
-
-    The text is tokenized in parts, so that one of any length takes no more time and memory than one that fits. The
-    limit is twice the context because a part may have a few more tokens than the same text within the whole.
-    """
-    context, tokens = model.max_context_tokens, 0
-    for start in range(0, len(text), context) if len(text) > context else ():
-        tokens += len(model.tokenizer.encode(text[start : start + context], add_special_tokens=False))
-        if tokens > 2 * context:
-            _check_length(tokens, asked, model, least=True)
-
-
-def _text_of(token_ids: Sequence[int], model: ServedModel) -> tuple[str, list[int]]:
-    """Return the text of token ids, and where each token begins in it."""
-    found = pieces(decoder(model.tokenizer, skip_special_tokens=False), token_ids)
-    return "".join(found), [0, *accumulate(map(len, found))][:-1]
