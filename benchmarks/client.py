@@ -33,7 +33,7 @@ from scoring import measure_scoring
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.shared.held_weights import HeldWeights
-from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.backends.shared.http import HttpEndpoint, Route
 from spot_async.base import wire
 from spot_async.base.processes.resources import tune_gc
 from spot_async.config import ScoreStageConfig, StageConfig, StagesConfig
@@ -78,7 +78,7 @@ async def make_backend(stack: AsyncExitStack, uds: str, directory: Path) -> Loca
     """Return a local backend that talks to the stub instead of starting a server."""
     settings = LocalBackend.Settings()
     backend = LocalBackend(settings, role="student", model=str(EXAMPLE / "student"), run_directory=directory)
-    backend._client.endpoint = await stack.enter_async_context(HttpEndpoint("student", URL, uds=uds))
+    backend._client.endpoint = await stack.enter_async_context(HttpEndpoint("student", URL, route=Route(uds)))
     backend._capabilities = Capabilities(
         model="stub",
         vocab_size=VOCAB,

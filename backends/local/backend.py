@@ -44,11 +44,11 @@ from spot_async.types import (
 )
 
 from ..shared.bodies import largest_reply_bytes
+from ..shared.discovery import may_be_other, other_kind
 from ..shared.held_weights import INITIAL, HeldWeights
 from ..shared.http import HttpEndpoint
 from ..shared.launch import Assignment
 from ..shared.lora import Adapters
-from ..shared.other_kind import may_be_other, other_kind
 from ..shared.replies import check_candidates, check_generation, check_scores
 from ..shared.witnesses import file_digests
 from .client import LocalClient, error_of, largest_generation, take_frames, time_left

@@ -17,11 +17,11 @@ from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, R
 from spot_async.serving import api
 from spot_async.types import WeightSnapshot
 
-from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes
+from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes, read_aside
 from ..shared.connection import proxy_for
-from ..shared.failures import UNREADABLE, FailedReply, classify
-from ..shared.http import HttpEndpoint
-from ..shared.stepwise import read_aside
+from ..shared.excerpts import UNREADABLE
+from ..shared.failures import FailedReply, classify
+from ..shared.http import HttpEndpoint, Route
 from .server import Address
 
 NOT_FOUND = 404
@@ -46,12 +46,11 @@ class LocalClient:
         return HttpEndpoint(
             self.name,
             address.url,
-            uds=address.uds,
+            route=Route(address.uds, proxy=proxy_for(self.name, address.url, None) if by_proxy else None),
             api_key=address.credentials.api_key,
             headers=headers,
             secret_headers={api.UPDATE_TOKEN_HEADER: token} if token is not None else None,
             read_error=functools.partial(read_error, self.name),
-            proxy=proxy_for(self.name, address.url, None) if by_proxy else None,
         )
 
     async def post(

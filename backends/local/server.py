@@ -27,7 +27,7 @@ from spot_async.serving.settings import EngineSettings
 
 from ..shared.connection import Url, address_of, check_different
 from ..shared.launch import Ask, Assignment, Command, Doorway, LaunchedServer, check_installed
-from ..shared.process_settings import ProcessSettings
+from ..shared.launch_settings import ProcessSettings
 
 READY_MESSAGE_BYTES = 256
 PACKAGE = "spot_async"

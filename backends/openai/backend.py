@@ -21,33 +21,49 @@ from pydantic import Field
 from spot_async.base.tasks import gather
 from spot_async.config import OneOrMore
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError, TransientError
-from spot_async.types import Capabilities, Generation, IntArray, SamplingSettings, ScoreRequest, TokenScores
+from spot_async.types import (
+    Capabilities,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    ScoreRequest,
+    TokenScores,
+    WeightVersion,
+)
 
+from ..shared.bodies import Steps
 from ..shared.connection import Url
 from ..shared.discovery import noise_nats
-from ..shared.masking import OPENAI_BAN, logit_bias
 from ..shared.remote import RemoteBackend, RemoteServer, ServerKind
-from ..shared.replies import check_generation, check_scores
+from ..shared.replies import bounded_scores, check_generation, check_scores
+from ..shared.request_limits import OPENAI_BAN, logit_bias
 from ..shared.settings import AttachedSettings
-from ..shared.stepwise import Steps
 from ..shared.token_texts import UNKNOWN, TokenTexts
-from .billing import request_size
-from .chat import ChatReply, user_message
-from .dialect import CHAT, COMPLETIONS, MODELS, PLAIN_TEXT, Dialect, UnsupportedError, failed_at, read_error
-from .discovery import discover
+from .dialect import (
+    CHAT,
+    COMPLETIONS,
+    MODELS,
+    PLAIN_TEXT,
+    Dialect,
+    UnsupportedError,
+    failed_at,
+    read_error,
+    request_size,
+    user_message,
+)
+from .discovery import discover, when_free
 from .replies import (
+    ChatReply,
     Completion,
     PromptRows,
     check_not_aborted,
     echoed_rows,
     generation,
-    no_scores,
     prompt_rows,
     retokenized,
     token_scores,
 )
 from .text_alignment import align, as_text
-from .throttling import when_free
 
 DEFAULT_TOP_K = 64  # asked for if the endpoint allows it, because each one more tightens the entropy bounds
 NOISE_READINGS = 3  # at the same time
@@ -168,7 +184,9 @@ class OpenAIBackend(RemoteBackend):
         if request.temperature != 1.0 and found.score_temperature == "one":
             raise PermanentError(f"{self._server.section} scores at temperature 1 only, not {request.temperature:g}")
         if not len(request.response_ids):
-            return no_scores(top_k)
+            none = np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32)
+            vocab_size, version = self._files.vocab_size, WeightVersion(0, 0)
+            return bounded_scores(np.zeros(0, np.float32), *none, top_k=top_k, vocab_size=vocab_size, version=version)
         return await self._score(request, top_k)
 
     async def _find(self, deadline: float) -> Capabilities:

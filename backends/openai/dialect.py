@@ -1,13 +1,19 @@
 """The dialects of OpenAI's API: makes request bodies in an endpoint's dialect, and reads its refusals.
 
 Pure. `discovery.py` finds out which dialect an endpoint understands.
+
+An endpoint that only chats renders messages with its own template. A rendered prompt is turned back into a message only
+if our template makes exactly the same prompt from that, token by token. Nothing is guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from spot_async.base.text import counted
 from spot_async.errors import (
@@ -17,7 +23,8 @@ from spot_async.errors import (
     RequestError,
     TransientError,
 )
-from spot_async.types import LogprobTemperature, SamplingSettings
+from spot_async.spending.prices import Size
+from spot_async.types import IntArray, LogprobTemperature, SamplingSettings
 
 from ..shared.advice import refuses_key, wants_tls
 from ..shared.failures import FailedReply
@@ -50,6 +57,11 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "mirostat": (0,),
     "mirostat_mode": (0,),
 }
+LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
+LOGPROB_KEYS = ("prompt_logprobs", "logprobs", "top_logprobs")
+TEMPLATE_TOKENS = 256  # more than a chat template or a provider's own system message adds
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}message\N{OBJECT REPLACEMENT CHARACTER}"
+TEMPLATE_ARGUMENTS: tuple[dict[str, bool], ...] = ({"enable_thinking": False}, {"enable_thinking": True}, {})
 MAX_STOP_TEXTS = 4  # the limit of OpenAI's API
 ANSWER_CHARACTERS = 160  # shown of each answer in a message with several answers
 
@@ -190,3 +202,77 @@ def _stop_texts(sampling: SamplingSettings, tokenizer: PreTrainedTokenizerBase) 
     """Return the end tokens as texts. Endpoints also end a response at their own end token."""
     texts = [tokenizer.decode([each], skip_special_tokens=False) for each in sampling.stop_token_ids]
     return [text for text in texts if text][:MAX_STOP_TEXTS]
+
+
+def request_size(body: Mapping[str, Any], prompt_tokens: int) -> Size:
+    """Return the size of a completion or chat request. `prompt_tokens` is counted by our own tokenizer.
+
+    The endpoint tokenises a text itself. It cannot make more tokens than bytes, and adds a template and start tokens.
+    """
+    longest = max([body.get(key) or 0 for key in LENGTH_KEYS])
+    prompt = body.get("prompt")
+    if prompt is None:
+        prompt = "".join(str(each.get("content", "")) for each in body["messages"])
+    at_most = len(prompt.encode()) + TEMPLATE_TOKENS if isinstance(prompt, str) else None
+    longest = max(1, longest)  # some endpoints generate a token even if none is asked for, and count it
+    per_token = 1 + max([int(body.get(key) or 0) for key in LOGPROB_KEYS])  # the token's own comes along
+    return Size(
+        prompt_tokens=prompt_tokens,
+        max_completion_tokens=longest,
+        max_prompt_tokens=at_most,
+        logprobs=per_token * (prompt_tokens + TEMPLATE_TOKENS + longest),
+    )
+
+
+def user_message(role: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: IntArray) -> str:
+    """Return the user message that is rendered as `prompt_ids` (P,). Raises PermanentError if there is none."""
+    text = tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
+    for arguments in TEMPLATE_ARGUMENTS if tokenizer.chat_template else ():
+        for message in _candidates(tokenizer, text, arguments):
+            if np.array_equal(_rendered(tokenizer, message, arguments, tokenize=True), prompt_ids):
+                return message
+    raise PermanentError(
+        f"{role}.backend only chats, and this prompt is no chat of one user message in {role}.model's template"
+    )
+
+
+def _candidates(tokenizer: PreTrainedTokenizerBase, text: str, arguments: dict[str, bool]) -> Iterator[str]:
+    """Yield possible messages: the text between the beginning and the end that the template writes."""
+    before, mark, after = _rendered(tokenizer, MARK, arguments, tokenize=False).partition(MARK)
+    if mark and text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
+        yield text[len(before) : len(text) - len(after)]
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, message: str, arguments: dict[str, bool], *, tokenize: bool) -> Any:
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}],
+        add_generation_prompt=True,
+        tokenize=tokenize,
+        **({"return_dict": True} if tokenize else {}),
+        **arguments,
+    )
+    return rendered["input_ids"] if tokenize else rendered
+
+
+async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | None]]) -> tuple[int, bool]:
+    """Return the largest K up to `limit` that is not refused, and whether any was. K = 1 counts as served.
+
+    `refusal` returns why a K is refused, or None. Its text often names the limit.
+    """
+    said = await refusal(limit)
+    if said is None:
+        return limit, False
+    low, high = 1, limit  # served, refused
+    for named in sorted({int(number) for number in re.findall(r"\d+", said)}, reverse=True):
+        if low < named < high and await refusal(named) is None:
+            if await refusal(named + 1) is not None:
+                return named, True
+            low = named + 1
+            break
+    while high - low > 1:
+        middle = (low + high) // 2
+        if await refusal(middle) is None:
+            low = middle
+        else:
+            high = middle
+    return low, True

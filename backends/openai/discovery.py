@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import re
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,14 +24,15 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
+from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import sent_again
 from spot_async.errors import ConfigError, DeadlineExceededError, RequestError, TransientError
 from spot_async.types import LogprobTemperature, SamplingSettings
 
+from ..shared.discovery import ModelList
 from ..shared.remote import RemoteServer
 from ..shared.replies import only
 from ..shared.token_texts import TOKEN_ID_PREFIX
-from .billing import request_size
-from .chat import ChatReply
 from .dialect import (
     CHAT,
     COMPLETIONS,
@@ -43,10 +44,11 @@ from .dialect import (
     UnsupportedError,
     as_said,
     failed_at,
+    largest_served,
     question,
+    request_size,
 )
-from .replies import Choice, Completion, Row, read_echoed_row, read_prompt_row
-from .throttling import when_free
+from .replies import ChatReply, Choice, Completion, Row, read_echoed_row, read_prompt_row
 
 LARGEST_K_ASKED = 256
 OTHER_TEMPERATURE = 0.5
@@ -55,8 +57,18 @@ CHAT_ANSWER_TOKENS = 16
 NO_SUCH_PATH = ("HTTP 404", "HTTP 405")
 PAUSE_S = 0.5  # the pause before everything is asked once more
 
+THROTTLED_ONLY = RetryPolicy(attempts=1)  # throttled requests have no limit but the deadline
+
 T = TypeVar("T")
 R = TypeVar("R", Completion, ChatReply)
+
+
+async def when_free(ask: Callable[[], Awaitable[T]], deadline: float) -> T:
+    """Return what `ask` gives once the endpoint no longer throttles. Raises other failures at once.
+
+    For requests outside of stages. `shared/failures.py` says which are throttled.
+    """
+    return await sent_again(ask, THROTTLED_ONLY, deadline, jitter=random.random, what="start")
 
 
 async def discover(
@@ -127,9 +139,9 @@ class _Discovery:
     async def _model(self) -> Dialect:
         """Find out the model's name, and the context length that the endpoint states (vLLM and SGLang do)."""
         wanted, role = self._server.settings.served_model, self._server.role
-        get = functools.partial(self._server.get, MODELS, _Models, deadline=self._deadline)
+        get = functools.partial(self._server.get, MODELS, ModelList, deadline=self._deadline)
         try:
-            listed: _Models | None = await self._understood(question(MODELS), get)
+            listed: ModelList | None = await self._understood(question(MODELS), get)
         except UnsupportedError:
             listed = None
         models = listed.data if listed is not None else []
@@ -352,39 +364,6 @@ class _Discovery:
             self._has_failed = self._has_failed or failed_at(error)
             self._refused.append((asked, str(error).partition(": ")[2]))
             raise error if isinstance(error, UnsupportedError) else UnsupportedError(str(error)) from None
-
-
-async def largest_served(limit: int, refusal: Callable[[int], Awaitable[str | None]]) -> tuple[int, bool]:
-    """Return the largest K up to `limit` that is not refused, and whether any was. K = 1 counts as served.
-
-    `refusal` returns why a K is refused, or None. Its text often names the limit.
-    """
-    said = await refusal(limit)
-    if said is None:
-        return limit, False
-    low, high = 1, limit  # served, refused
-    for named in sorted({int(number) for number in re.findall(r"\d+", said)}, reverse=True):
-        if low < named < high and await refusal(named) is None:
-            if await refusal(named + 1) is not None:
-                return named, True
-            low = named + 1
-            break
-    while high - low > 1:
-        middle = (low + high) // 2
-        if await refusal(middle) is None:
-            low = middle
-        else:
-            high = middle
-    return low, True
-
-
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 def _prompt_tokens(reply: Completion) -> int | None:

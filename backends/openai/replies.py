@@ -30,8 +30,8 @@ from spot_async.types import (
     WeightVersion,
 )
 
+from ..shared.bodies import Steps
 from ..shared.replies import only
-from ..shared.stepwise import Steps
 from ..shared.token_texts import TOKEN_ID_PREFIX, UNKNOWN, TokenTexts
 
 if TYPE_CHECKING:  # slow to import
@@ -75,6 +75,25 @@ class Completion(msgspec.Struct):
 
     @property
     def only(self) -> Choice:
+        return only(self.choices)
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    message: ChatMessage
+    finish_reason: str | None = None
+
+
+class ChatReply(msgspec.Struct):
+    """Reply of /v1/chat/completions."""
+
+    choices: list[ChatChoice]
+
+    @property
+    def only(self) -> ChatChoice:
         return only(self.choices)
 
 
@@ -177,9 +196,17 @@ def token_scores(
     missing = 1.0 - np.exp(shown).sum(axis=-1)
     complete = ~lost | (missing * math.exp(2 * noise_nats) < np.exp(shown[:, top_k - 1]))
     known = complete & (ids[:, :top_k] != UNKNOWN).all(axis=1)
-    rows_at = positions[known]
-    topk = ids[known, :top_k], values[known, :top_k]
-    return _scattered(len(at), rows_at, own[known], *topk, lower[known], upper[known], vocab_size)
+    bottom, top = lower[known].astype(np.float32), upper[known].astype(np.float32)
+    found = TokenScores(
+        logprobs=own[known].astype(np.float32),
+        topk_ids=ids[known, :top_k],
+        topk_logprobs=values[known, :top_k].astype(np.float32),
+        entropy=(bottom + top) / np.float32(2),
+        entropy_lower=bottom,
+        entropy_upper=top,
+        version=WeightVersion(0, 0),
+    )
+    return _scattered(found, positions[known], len(at), vocab_size)
 
 
 def served_entropy_bounds(shown: Float64Array, lost: BoolArray, vocab_size: int) -> tuple[Float64Array, Float64Array]:
@@ -254,35 +281,25 @@ def numbers(values: Sequence[float | None]) -> Float64Array:
     return numbers
 
 
-def _scattered(
-    count: int,
-    positions: npt.NDArray[Any],
-    logprobs: Float64Array,
-    topk_ids: IntArray,
-    topk_logprobs: Float64Array,
-    lower: Float64Array,
-    upper: Float64Array,
-    vocab_size: int,
-) -> TokenScores:
+def _scattered(known: TokenScores, positions: npt.NDArray[Any], count: int, vocab_size: int) -> TokenScores:
     """Put known rows at their positions, and placeholders elsewhere, whose entropy bounds are as wide as possible."""
 
-    def spread(values: npt.NDArray[Any], fill: float, dtype: type) -> npt.NDArray[Any]:
-        whole = np.full((count, *values.shape[1:]), fill, dtype=dtype)
+    def spread(values: npt.NDArray[Any], fill: float = 0.0) -> npt.NDArray[Any]:
+        whole = np.full((count, *values.shape[1:]), fill, dtype=values.dtype)
         whole[positions] = values
         return whole
 
     valid = np.zeros(count, dtype=np.bool_)
     valid[positions] = True
-    bottom: FloatArray = spread(lower, 0.0, np.float32)
-    top: FloatArray = spread(upper, math.log(vocab_size), np.float32)
+    widest = math.log(vocab_size)
     return TokenScores(
-        logprobs=spread(logprobs, 0.0, np.float32),
-        topk_ids=spread(topk_ids, 0, np.int32),
-        topk_logprobs=spread(topk_logprobs, 0.0, np.float32),
-        entropy=(bottom + top) / np.float32(2),
-        entropy_lower=bottom,
-        entropy_upper=top,
-        version=WeightVersion(0, 0),
+        logprobs=spread(known.logprobs),
+        topk_ids=spread(known.topk_ids),
+        topk_logprobs=spread(known.topk_logprobs),
+        entropy=spread(known.entropy, widest / 2),
+        entropy_lower=spread(known.entropy_lower),
+        entropy_upper=spread(known.entropy_upper, widest),
+        version=known.version,
         valid=None if valid.all() else valid,
     )
 
@@ -362,17 +379,3 @@ def check_not_aborted(role: str, finish_reason: str | None) -> None:
     """Raise `TransientError` if the server aborted the request, since the reply is then not complete."""
     if finish_reason in ABORTED:
         raise TransientError(f"{role}: the server aborted the request (finish reason {finish_reason!r})")
-
-
-def no_scores(top_k: int) -> TokenScores:
-    """Return the scores of an empty response."""
-    none = np.zeros(0, np.float32)
-    return TokenScores(
-        logprobs=none,
-        topk_ids=np.zeros((0, top_k), np.int32),
-        topk_logprobs=np.zeros((0, top_k), np.float32),
-        entropy=none,
-        entropy_lower=none,
-        entropy_upper=none,
-        version=WeightVersion(0, 0),
-    )

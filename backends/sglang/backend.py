@@ -40,15 +40,13 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from ..shared.discovery import differences, noise_nats, temperature_convention
+from ..shared.bodies import Steps
+from ..shared.discovery import differences, may_be_other, noise_nats, temperature_convention
 from ..shared.held_weights import ReplyNames
-from ..shared.other_kind import may_be_other
 from ..shared.remote import RemoteServer, ServerKind
-from ..shared.replies import check_candidates, check_rows
+from ..shared.replies import bounded_scores, check_candidates, check_rows, scored_positions
 from ..shared.request_limits import RequestLimits
-from ..shared.served_topk import bounded_scores, scored_positions
 from ..shared.settings import StudentServerSettings
-from ..shared.stepwise import Steps
 from ..shared.student_backend import Part, StudentBackend
 from . import process
 from .discovery import (
@@ -64,8 +62,7 @@ from .discovery import (
 from .generation import generate_below
 from .process import PACKAGE, sglang_command
 from .replies import Scores, TopK, read_scores
-from .requests import SglangRequests
-from .sampling import neutral
+from .requests import SglangRequests, neutral
 from .weights import ModelInfo, ServerInfo, SglangLora, SglangWeights
 
 READY = "/model_info"  # not /health, which generates a token, takes a second, and fails while the server is paused

@@ -16,8 +16,7 @@ import numpy as np
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, ThrottledError
 from spot_async.types import Generation, IntArray, SamplingSettings
 
-from ..shared.behind import PROCESS, Saying
-from ..shared.other_kind import may_be_other, other_kind
+from ..shared.discovery import PROCESS, Saying, may_be_other, other_kind
 from ..shared.remote import RemoteServer
 from .weights import GENERATE, ServerInfo
 

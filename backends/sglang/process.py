@@ -18,7 +18,8 @@ from spot_async.models.model_size import read_size
 from spot_async.types import WeightVersion
 
 from ..shared.held_weights import ReplyNames
-from ..shared.launch import Command, Doorway, LaunchSettings
+from ..shared.launch import Command, Doorway
+from ..shared.launch_settings import LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
 from ..shared.remote import RemoteServer
 from ..shared.student_backend import PARTS, Part, cannot_sleep

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from spot_async.errors import PoisonedReplyError, TransientError
 from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
 
+from ..shared.bodies import Steps
 from ..shared.held_weights import ReplyNames
-from ..shared.stepwise import Steps
 
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
 FirstEntry = tuple[float | None, int, Any]  # the same for input tokens, of which the first has no log-probability

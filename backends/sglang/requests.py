@@ -1,7 +1,7 @@
 """Sends requests to SGLang's `/generate`: each under an id of its own, for the weights that it names, and with all
-sampling parameters.
+sampling parameters. Replies are read by `replies.py`.
 
-Replies are read by `replies.py`.
+What a request leaves out, SGLang takes from `--preferred-sampling-params`. None of that is the policy's distribution.
 """
 
 from __future__ import annotations
@@ -17,21 +17,31 @@ from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.spending.prices import Size
 from spot_async.types import Generation, IntArray, SamplingSettings, WeightVersion
 
+from ..shared.bodies import Steps
 from ..shared.held_weights import ReplyNames
-from ..shared.masking import logit_bias
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_generation, check_logprobs, check_topk
-from ..shared.request_limits import RequestLimits
-from ..shared.stepwise import Steps
+from ..shared.request_limits import RequestLimits, logit_bias
 from ..shared.student_backend import ServedWeights
 from .discovery import check_end
 from .replies import NextToken, read_generation, read_next_token
-from .sampling import NEUTRAL
-from .weights import GENERATE
+from .weights import GENERATE, ModelInfo, ServerInfo
 
 ABORT = "/abort_request"
 ABORT_TIMEOUT_S = 2.0
 POSITIONS_IN_FLIGHT = 32  # requests at a time for one call about single positions
+
+NEUTRAL: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "n": 1,
+}
 
 T = TypeVar("T")
 
@@ -157,3 +167,13 @@ def output_top_k(top_k: int) -> dict[str, Any]:
         "return_flat_raw_output_top_logprobs": True,
         "return_flat_raw_top_logprobs_b64": True,
     }
+
+
+def neutral(model: ModelInfo, info: ServerInfo) -> dict[str, Any]:
+    """Return the parameters with which one server samples from the model's own distribution.
+
+    Whatever else it prefers is null, which SGLang takes for its own default: end texts, grammars, biases, and what
+    later versions may add. A version that does not know a parameter would refuse it, so only what it names is sent.
+    """
+    watermark = {"watermark": {"enabled": False}} if info.enable_watermark else {}
+    return {**dict.fromkeys(model.preferred_sampling_params or ()), **watermark, **NEUTRAL}

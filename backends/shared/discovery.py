@@ -1,15 +1,36 @@
-"""Discovers noise and temperature from replies to the same question asked in two ways. Pure: backends do the asking."""
+"""What every backend finds out about a server at its start: its noise, which kind it is of, how many answer there.
+
+To count servers, each request has a connection of its own, since balancers choose a server for a connection or for a
+request. Backends say where their server tells what only it has. Equal answers prove nothing, so a count is a least one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from spot_async.base.tasks import gather
+from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.models import precision
-from spot_async.types import FloatArray, Generation, IntArray, LogprobTemperature
+from spot_async.types import BehindUrl, FloatArray, Generation, IntArray, LogprobTemperature
+
+from .http import HttpEndpoint
+from .remote import RemoteServer
 
 LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities, since rows that were equal once may differ later
+MODELS = "/v1/models"
+NO_ROUTE = (404, 405)
+OWNERS = {"vllm": ("vLLM", "vllm"), "sglang": ("SGLang", "sglang"), "spot-async": ("`spot-async serve`", "local")}
+CONNECTIONS = 8  # two servers behind a balancer that chooses at random look like one once in 128 times
+SESSIONS = 3
+SESSION_HEADER = "X-Session-ID"
+OWN_CONNECTION = {"Connection": "close"}
+PROCESS = "process"  # which process answers; what else is asked may differ between servers, and should not
 
 
 def noise_nats(differences: Iterable[FloatArray]) -> float:
@@ -30,3 +51,101 @@ def differences(
 def temperature_convention(at_one: FloatArray, at_half: FloatArray) -> LogprobTemperature:
     """Return "request" if a row's top-K (K,) has doubled differences at temperature 1/2, else "one"."""
     return "one" if np.ptp(at_half) < 1.5 * np.ptp(at_one) else "request"
+
+
+class ListedModel(msgspec.Struct):
+    """What servers say of a model in /v1/models."""
+
+    id: str = ""
+    root: str | None = None  # vLLM's: its directory
+    owned_by: str = ""
+    max_model_len: int | None = None  # of vLLM and SGLang
+
+
+class ModelList(msgspec.Struct):
+    """The reply of /v1/models."""
+
+    data: list[ListedModel]
+
+
+def may_be_other(error: RequestError) -> bool:
+    """Return whether a request failed as it does at a server that does not know it."""
+    if isinstance(error, PermanentError):
+        return error.exchange is not None and error.exchange.status in NO_ROUTE
+    return isinstance(error, PoisonedReplyError)
+
+
+async def other_kind(
+    endpoint: HttpEndpoint, section: str, error: RequestError, *, expected: str, others: str, deadline: float
+) -> ConfigError:
+    """Return the refusal of a server that failed with `error`, and is none of the `expected` name.
+
+    It asks for the list of models, in which each server names itself. `others` are the kinds to choose from where that
+    tells nothing.
+    """
+    exchange = error.exchange
+    asked = "" if exchange is None else f" ({exchange.method} {exchange.path})"
+    line = f"{section}: {endpoint.name} does not answer as {expected} does{asked}"
+    try:
+        models = msgspec.json.decode(await endpoint.get(MODELS, deadline=deadline), type=ModelList).data
+    except (RequestError, msgspec.MsgspecError):
+        return ConfigError(f"{line}; for another server use kind: {others}{endpoint.through}")
+    name, kind = next((OWNERS[each.owned_by] for each in models if each.owned_by in OWNERS), ("", "openai"))
+    if name == expected:
+        return ConfigError(f"{line}, though it says that it is: update it, or give its own url, not a router's")
+    return ConfigError(f"{line}, but as {name or 'an OpenAI-compatible server'}: use kind: {kind}")
+
+
+@dataclass(frozen=True)
+class Saying:
+    """Where a server says something of itself."""
+
+    path: str
+    pattern: re.Pattern[bytes]  # what it says is the first group
+
+
+async def ask_behind(server: RemoteServer, sayings: Mapping[str, Saying], *, deadline: float) -> BehindUrl | None:
+    """Return what answered at an attached server's address; None for a server that we started."""
+    if not server.settings.is_attached:
+        return None
+    async with AsyncExitStack() as stack:
+        plain = await stack.enter_async_context(server.connection(OWN_CONNECTION))
+        said = {
+            what: await _said(plain, saying, CONNECTIONS, deadline=deadline)
+            for what, saying in sayings.items()  # not at once: each adds to the load of a server at work
+        }
+        found = behind(said)
+        if PROCESS not in found.differing:
+            return found
+        of_sessions = []
+        for number in range(SESSIONS):
+            session = OWN_CONNECTION | {SESSION_HEADER: f"spot-async-check-{number}"}
+            endpoint = await stack.enter_async_context(server.connection(session))
+            of_sessions.append(await _said(endpoint, sayings[PROCESS], CONNECTIONS, deadline=deadline))
+        return behind(said, of_sessions)
+
+
+def behind(said: Mapping[str, Sequence[str]], of_sessions: Sequence[Sequence[str]] = ()) -> BehindUrl:
+    """Conclude from what was `said` over several connections, and within each of several sessions."""
+    different = {what: len({*answers}) for what, answers in said.items()}
+    most = max(different.values(), default=0)
+    return BehindUrl(
+        servers=most if different.get(PROCESS) or most > 1 else None,
+        differing=tuple(what for what, count in different.items() if count > 1),
+        session_header=SESSION_HEADER if of_sessions else None,
+        session_keeps=all(len({*answers}) == 1 for answers in of_sessions) if of_sessions else None,
+    )
+
+
+async def _said(endpoint: HttpEndpoint, saying: Saying, times: int, *, deadline: float) -> list[str]:
+    """Ask so many times at once; leave out what was not answered."""
+    answers = await gather(_answer(endpoint, saying, deadline) for _ in range(times))
+    return [answer for answer in answers if answer is not None]
+
+
+async def _answer(endpoint: HttpEndpoint, saying: Saying, deadline: float) -> str | None:
+    try:
+        found = saying.pattern.search(await endpoint.get(saying.path, deadline=deadline))
+    except RequestError:  # no such route, most often
+        return None
+    return found and found[1].decode(errors="replace")

@@ -41,7 +41,7 @@ from spot_async.errors import (
 )
 
 from .advice import TLS_ALERT, Access, of_handshake, of_reply
-from .pages import is_page, page_text
+from .excerpts import UNREADABLE, is_page, page_text
 
 ERROR_EXCERPT_CHARACTERS = 300
 SHOWN_BYTES = re.compile(r"""b(['"]).*\1""")
@@ -59,8 +59,6 @@ SPENT = frozenset(
 # SGLang's answer to a request that was sent again after its connection broke, while it still works on the first.
 STILL_THERE = b"Duplicate request ID"
 NO_SUCH_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
-# What reading a damaged reply can raise, besides our own errors.
-UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, EOFError)
 
 
 @dataclass(frozen=True)

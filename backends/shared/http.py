@@ -18,8 +18,9 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import aiohttp
 import httpx
@@ -33,7 +34,7 @@ from spot_async.types import Traffic
 from .advice import Access
 from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, Turn, parts_of, stated_length
 from .connection import secret_parts
-from .exchange import excerpt, shortened
+from .excerpts import excerpt, shortened
 from .failures import UNKNOWN_ACCESS, FailedReply, classify
 
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # an open connection was closed
@@ -52,12 +53,31 @@ parsed_url = functools.lru_cache(maxsize=256)(httpx.URL)  # parsing is half the 
 ReadError = Callable[[int, bytes], RequestError | None]
 
 
+@dataclass(frozen=True)
+class Route:
+    """How a server is reached: by TCP, or by a Unix socket (`uds`). `verify` and `proxy` are httpx's."""
+
+    uds: str | None = None
+    verify: ssl.SSLContext | bool = True
+    proxy: httpx.Proxy | None = None
+    access: Access = UNKNOWN_ACCESS  # what advice in errors is based on
+
+
+class _Question(NamedTuple):
+    """A request as callers give it."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    content_type: str | None = None
+
+
 class HttpEndpoint:
     """A connection pool to one server, over TCP or a Unix socket. Enter it before use.
 
     The number of connections is not limited here, because stages decide how many requests are in flight. Requests go
     directly to httpx's transport. A client would add redirects and cookies, which nobody wants here, and double a
-    request's time. `verify` and `proxy` are httpx's. `access` is what advice in errors is based on.
+    request's time.
 
     The key, the secret headers' values and the proxy's password appear in no error. They are replaced even where the
     server repeats them.
@@ -68,23 +88,21 @@ class HttpEndpoint:
         name: str,
         base_url: str,
         *,
-        uds: str | None = None,
+        route: Route = Route(),
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         secret_headers: Mapping[str, str] | None = None,
         read_error: ReadError | None = None,
-        verify: ssl.SSLContext | bool = True,
-        proxy: httpx.Proxy | None = None,
-        access: Access = UNKNOWN_ACCESS,
     ) -> None:
+        proxy = route.proxy
         self.name = name
         self.traffic = Traffic()
         self._read_error = read_error
-        self._access = access
+        self._access = route.access
         # A proxy may answer in the server's place, so whatever cannot be the server's own words names it.
         self.through = "" if proxy is None else f"; asked through the proxy {_place(proxy.url)}: see NO_PROXY"
         self._base_url = base_url.rstrip("/")
-        self._uds = uds
+        self._uds = route.uds
         is_replaced = "authorization" in map(str.lower, secret_headers or {})
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key and not is_replaced else {}
         accepted = {"Accept-Encoding": "gzip, deflate"}  # the encodings that `bodies.py` decodes
@@ -95,9 +113,10 @@ class HttpEndpoint:
             SECRETS.learn(each)
         self._secrets = [each.encode() if isinstance(each, str) else each for each in secrets]
 
+        verify = route.verify
         context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
         # One that knew this object would keep it in memory, with its certificates, long after it was left.
-        session = functools.partial(_session, uds, context)
+        session = functools.partial(_session, route.uds, context)
         self._transport = AiohttpTransport(client=session, verify=context, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
         self._is_left = False
@@ -119,7 +138,7 @@ class HttpEndpoint:
 
     async def get(self, path: str, *, deadline: float) -> bytes:
         with io.BytesIO() as received, self.turn() as turn:
-            await self._request("GET", path, None, {}, deadline, received.write, turn=turn)
+            await self._request(_Question("GET", path), deadline, received.write, turn=turn)
             return received.getvalue()
 
     async def post(
@@ -139,26 +158,21 @@ class HttpEndpoint:
         `_respond`). A reply of more than `largest` bytes is refused. Give a `turn` to hold it until a long reply has
         been read.
         """
-        headers = {"Content-Type": content_type}
+        question = _Question("POST", path, body, content_type)
         # The buffer is closed in any case, because the traces of errors refer to it and live long.
         with io.BytesIO() as received, self.turn() if turn is None else contextlib.nullcontext(turn) as held:
-            await self._request(
-                "POST", path, body, headers, deadline, received.write, resend=resend, largest=largest, turn=held
-            )
+            await self._request(question, deadline, received.write, resend=resend, largest=largest, turn=held)
             return received.getvalue()
 
     async def stream(
         self, path: str, body: bytes, sink: Callable[[bytes], None], *, content_type: str, deadline: float, largest: int
     ) -> None:
         """Do as `post`, but give the reply's body to `sink` part by part as it comes."""
-        await self._request("POST", path, body, {"Content-Type": content_type}, deadline, sink, largest=largest)
+        await self._request(_Question("POST", path, body, content_type), deadline, sink, largest=largest)
 
     async def _request(
         self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
+        question: _Question,
         deadline: float,
         sink: Callable[[bytes], object],
         *,
@@ -166,12 +180,14 @@ class HttpEndpoint:
         largest: int = ANSWER_BYTES,
         turn: Turn | None = None,
     ) -> None:
+        method, path, body, content_type = question
         if self._is_left:  # for example, a lost replica is being entered again; another replica may answer
             raise TransientError(f"{self.name}{path}: the connection to this server was closed")
         url = parsed_url(self._base_url + path)
         # With a stream httpx leaves Host and Content-Length to aiohttp, which adds them faster.
         stream = httpx.ByteStream(body or b"")
-        request = httpx.Request(method, url, stream=stream, headers={**self._headers, **headers})
+        headers = {**self._headers, **({"Content-Type": content_type} if content_type is not None else {})}
+        request = httpx.Request(method, url, stream=stream, headers=headers)
         request.read()
         self.traffic.requests += 1
         self.traffic.sent_bytes += len(body or b"")

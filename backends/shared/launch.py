@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import random
 import socket
 import subprocess
@@ -17,25 +16,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-import pydantic
 import structlog
-from pydantic import Field
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess, foreign_environment
 from spot_async.base.processes.far_side import FarProgram
-from spot_async.base.processes.gpus import VISIBLE, has_instances, physical_gpus
 from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import while_alive
-from spot_async.config import PositiveFloat, PositiveInt, Probability
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.serving.http.credentials import new_secret
 
 from .far_side import FarSide
-from .process_settings import ProcessSettings
+from .launch_settings import ProcessSettings
 
 LOG_LINES = 10  # lines shown from the end of a failed server's log
 LOG_ERRORS = 3  # messages shown of exceptions above those lines
@@ -75,99 +70,6 @@ for each in importlib.metadata.distributions():
 T = TypeVar("T")
 
 
-def _numbers_too(value: Any) -> Any:
-    return str(value) if type(value) is int else value  # `devices: 0` is a number to YAML
-
-
-class LaunchSettings(ProcessSettings):
-    """The settings of a server to start. Its environment does not need this package."""
-
-    devices: Annotated[str | None, pydantic.BeforeValidator(_numbers_too)] = Field(
-        None,
-        description="GPUs of the server, such as `0,1`, counted as the trainer's ranks are: among those that this "
-        "command's CUDA_VISIBLE_DEVICES leaves; default: all",
-    )
-    tensor_parallel_size: PositiveInt = Field(1, description="devices that share the model")
-    replicas: PositiveInt = Field(
-        1,
-        description="so many servers alike, each on its own `tensor_parallel_size` of the `devices`; by default these "
-        "are the first ones",
-    )
-    memory_fraction: Probability | None = Field(
-        None,
-        description="share of each device's memory that the server takes: weights, workspace and cache; default: the "
-        "server's own",
-    )
-    cache_gib: PositiveFloat | None = Field(
-        None,
-        description="GiB of each device for keys and values; default: what memory_fraction leaves, where the devices "
-        "have numbers, else as the server measures it",
-    )
-    dtype: str = Field("auto", description="type of weights and activations, as the server spells it")
-    arguments: list[str] = Field([], description="further command-line arguments, as the server spells them")
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the server may compute in 16 bits. Its logits, rounded to those, would be up to 0.25 nats off.
-
-        A server in 32 bits changes nothing when it is told to compute them in float32, so `auto` may be either.
-        """
-        return self.dtype not in ("float32", "float")
-
-    @property
-    def variables(self) -> dict[str, str]:
-        if self.devices is None:
-            return super().variables
-        # The far side of a prefix has a variable of its own, which is not known here.
-        devices = self.devices if self.is_elsewhere else physical_gpus(self.devices, os.environ)
-        return {VISIBLE: devices, **super().variables}
-
-    def check_machine(self, section: str) -> None:
-        super().check_machine(section)
-        try:
-            _ = self.variables
-        except ValueError as error:
-            raise ConfigError(f"{section}.devices={self.devices} {error}") from None
-
-    @pydantic.model_validator(mode="after")
-    def _check_devices(self) -> Self:
-        if self.resources and self.devices is not None:
-            raise ValueError("devices: Ray chooses the devices of a server with resources: remove one of them")
-        if self.environment.get(VISIBLE) != "":  # so a server on the CPU may say
-            self.check_gpus_of_ray(self.tensor_parallel_size)
-        if self.resources and self.resources.get("GPU", self.tensor_parallel_size) < self.tensor_parallel_size:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices: set resources.GPU to that"
-            )
-        named = [] if self.devices is None else [each.strip() for each in self.devices.split(",")]
-        if twice := next((each for each in named if named.count(each) > 1), None):
-            raise ValueError(f"devices={self.devices} names {twice} twice: name each device once")
-        if self.tensor_parallel_size > 1 and has_instances(named):
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: a process sees one instance of MIG: set it to 1, "
-                "or name whole GPUs in devices"
-            )
-        given = None if self.devices is None else len(named)
-        taken = self.replicas * self.tensor_parallel_size
-        if given is not None and 1 < taken != given:
-            each = f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices"
-            words = each if self.replicas == 1 else f"replicas={self.replicas} take {taken} devices"
-            raise ValueError(f"{words}, but devices={self.devices} names {given}")
-        return self
-
-    def servers(self) -> list[Self]:
-        """Return the settings of each of the `replicas`, with its own devices. Ray chooses those of `resources`."""
-        if self.replicas == 1:
-            return [self]
-        size = self.tensor_parallel_size
-        devices = ",".join(map(str, range(self.replicas * size))) if self.devices is None else self.devices
-        names = [each.strip() for each in devices.split(",")]
-        shares = [",".join(names[first : first + size]) for first in range(0, len(names), size)]
-        return [
-            self.model_copy(update={"replicas": 1, "devices": None if self.resources else share}) for share in shares
-        ]
-
-
 def check_installed(settings: ProcessSettings, section: str, package: str) -> None:
     """Check that the server is installed, as `BackendSettings.check_installed`.
 
@@ -179,39 +81,6 @@ def check_installed(settings: ProcessSettings, section: str, package: str) -> No
         installed_version(settings.model_copy(update={"python": settings.interpreter}), package)
     except ConfigError as error:
         raise ConfigError(str(error).replace("launch", section, 1)) from None
-
-
-def check_together(launches: Sequence[LaunchSettings]) -> None:
-    """Raise ValueError, with the keys at fault, if one machine has no room for all of the servers.
-
-    If several servers name a device, each must give its share, and the shares may sum to at most 1. Which devices the
-    machine has is not known here. So servers pass if none of them names a device. Those of another prefix are taken to
-    run on another machine, and Ray gives those that it places their own devices.
-    """
-    ports = [(each.host, each.port) for each in launches if each.port is not None]
-    if twice := sorted({port for host, port in ports if ports.count((host, port)) > 1}):
-        raise ValueError(f"port={twice[0]} is given twice: give each server a port of its own, or none for free ones")
-    chosen = [each for each in launches if not each.resources]
-    for prefix in dict.fromkeys(tuple(each.prefix) for each in chosen):
-        _check_devices_of([each for each in chosen if tuple(each.prefix) == prefix])
-
-
-def _check_devices_of(launches: Sequence[LaunchSettings]) -> None:
-    """Check the servers of one machine."""
-    names = [None if each.devices is None else each.devices.split(",") for each in launches]
-    if None in names and any(names):
-        raise ValueError("devices: a server without this key uses all devices: set it for each server, or for none")
-    for device in sorted({device.strip() for each in names for device in each or []}):
-        shares = [
-            each.memory_fraction
-            for each, named in zip(launches, names, strict=True)
-            if device in map(str.strip, named or [])
-        ]
-        if len(shares) > 1 and sum(share if share is not None else 1.0 for share in shares) > 1.0:
-            raise ValueError(
-                f"devices: {device} is given to {len(shares)} servers: give each its own devices, or each a "
-                "memory_fraction, with a sum of at most 1"
-            )
 
 
 @dataclass(frozen=True)

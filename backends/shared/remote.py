@@ -1,7 +1,7 @@
 """A remote inference server that talks JSON, either running already or started by us.
 
 It knows no server's API. A backend has a `RemoteServer` and gives it paths, bodies, and functions that read replies.
-Large replies do not hold up the event loop (`stepwise.py`). Every failure is one of `spot_async.errors`.
+Large replies do not hold up the event loop (`bodies.py`). Every failure is one of `spot_async.errors`.
 
 Requests that the model works for have a size, and are charged to the role's account. The account decides when such a
 request may leave, and what it cost (`spot_async.spending`).
@@ -29,13 +29,23 @@ from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Traffic
 
-from .bodies import ANSWER_BYTES, Turn, largest_reply_bytes
+from .bodies import (
+    ANSWER_BYTES,
+    LARGE_REPLY_BYTES,
+    StepRunner,
+    Steps,
+    Turn,
+    largest_reply_bytes,
+    read_aside,
+    run_at_once,
+)
 from .connection import access, proxy_for, read_secret, tls_context
-from .failures import UNREADABLE, classify
-from .http import HttpEndpoint, ReadError, with_exchange
-from .launch import Assignment, LaunchedServer, LaunchSettings, MakeCommand
+from .excerpts import UNREADABLE
+from .failures import classify
+from .http import HttpEndpoint, ReadError, Route, with_exchange
+from .launch import Assignment, LaunchedServer, MakeCommand
+from .launch_settings import LaunchSettings
 from .settings import AttachedSettings
-from .stepwise import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
 
 JSON = "application/json"
 
@@ -283,14 +293,16 @@ class RemoteServer:
         return HttpEndpoint(
             self.name,
             url,
-            uds=launched.uds if launched is not None else None,
+            route=Route(
+                uds=launched.uds if launched is not None else None,
+                verify=tls_context(self.role, settings.ca_certificates),
+                proxy=proxy_for(self.role, url, settings.proxy) if launched is None else None,
+                access=access(section, url, settings.api_key_env, settings.secret_headers),
+            ),
             api_key=launched.key if launched is not None else self._configured_key,
             headers={**settings.headers, **headers},
             secret_headers={name: read_secret(section, each) for name, each in settings.secret_headers.items()},
             read_error=self._kind.read_error,
-            verify=tls_context(self.role, settings.ca_certificates),
-            proxy=proxy_for(self.role, url, settings.proxy) if launched is None else None,
-            access=access(section, url, settings.api_key_env, settings.secret_headers),
         )
 
 

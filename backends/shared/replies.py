@@ -2,6 +2,9 @@
 
 A NaN log-probability or a missing row would otherwise end up in a loss. If a reply says something twice, the numbers
 are compared: a row's probabilities with their sum, a token's own log-probability with that in its row.
+
+Servers that give no entropy serve a top-K, from which scores get bounds of it. All K served tokens tighten the bounds,
+also those beyond the requested k.
 """
 
 from __future__ import annotations
@@ -15,7 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.errors import PoisonedReplyError
-from spot_async.types import BoolArray, FloatArray, Generation, IntArray, SamplingSettings, TokenScores
+from spot_async.models.entropy import entropy_bounds
+from spot_async.types import (
+    BoolArray,
+    FloatArray,
+    Generation,
+    IntArray,
+    SamplingSettings,
+    ScoredPositions,
+    TokenScores,
+    WeightVersion,
+)
 
 LOGPROB_SLACK = 1e-3  # rounding may put the log-probability of a sure token above 0
 LEAST_NATS = -1e4  # least log-probability of a sampled or given token, because a loss takes its exponential
@@ -173,3 +186,51 @@ def _check_ids(name: str, ids: IntArray, shape: tuple[int, ...], vocab_size: int
 def _check_shape(name: str, array: npt.NDArray[np.generic], shape: tuple[int, ...]) -> None:
     if array.shape != shape:
         raise PoisonedReplyError(f"{name} have shape {array.shape} instead of {shape}")
+
+
+def bounded_scores(
+    logprobs: FloatArray,
+    topk_ids: IntArray,
+    topk_logprobs: FloatArray,
+    *,
+    top_k: int,
+    vocab_size: int,
+    version: WeightVersion,
+) -> TokenScores:
+    """Return scores of T tokens from log-probabilities (T,) and a served top-K (T, K), cut to the requested `top_k`.
+
+    Raises `PoisonedReplyError` for numbers that are not log-probabilities, from which no bounds could be computed.
+    """
+    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
+    lower, upper = _bounds(topk_logprobs, vocab_size)
+    return TokenScores(
+        logprobs=logprobs,
+        topk_ids=topk_ids[:, :top_k],
+        topk_logprobs=topk_logprobs[:, :top_k],
+        entropy=((lower + upper) / 2).astype(np.float32),
+        entropy_lower=lower,
+        entropy_upper=upper,
+        version=version,
+    )
+
+
+def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_size: int) -> ScoredPositions:
+    """Return positions from a top-K (N, K) that was asked for singly.
+
+    Raises `PoisonedReplyError`, as `bounded_scores`.
+    """
+    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
+    lower, upper = _bounds(topk_logprobs, vocab_size)
+    return ScoredPositions(topk_ids=topk_ids, topk_logprobs=topk_logprobs, entropy_lower=lower, entropy_upper=upper)
+
+
+def _bounds(topk_logprobs: FloatArray, vocab_size: int) -> tuple[FloatArray, FloatArray]:
+    """Return bounds (T,) of the served row's entropy. Whoever means another computation of it widens them by noise."""
+    if not topk_logprobs.size:  # nothing was served
+        rows = len(topk_logprobs)
+        return np.zeros(rows, np.float32), np.full(rows, math.log(vocab_size), np.float32)
+    lower, upper = (
+        np.clip(each, 0.0, math.log(vocab_size)).astype(np.float32)
+        for each in entropy_bounds(topk_logprobs, vocab_size)
+    )
+    return np.minimum(lower, upper), upper

@@ -1,14 +1,19 @@
 """Refuses requests that would crash a server, or that it would answer only in part, before they are sent. Pure.
 
-Some servers crash on a single token outside their vocabulary. Others silently sample fewer tokens than requested.
+Some servers crash on a single token outside their vocabulary. Others silently sample fewer tokens than requested. And
+servers know more ids than a model has tokens: these are banned by a bias.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from spot_async.errors import PermanentError
-from spot_async.types import IntArray
+from spot_async.types import IntArray, SamplingSettings
+
+BAN = -1e4  # outweighs any logit
+OPENAI_BAN = -100.0  # the lowest bias that OpenAI's API allows
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,9 @@ class RequestLimits:
             raise PermanentError(
                 f"{self.server}: token {outside.flat[0]} is out of the vocabulary of {self.vocab_size}"
             )
+
+
+def logit_bias(sampling: SamplingSettings, vocab_size: int, ban: float = BAN) -> dict[str, Any]:
+    """Return the request fields of OpenAI's API that ban ids from `vocab_limit` on; none if there are no such ids."""
+    left_out = range(sampling.vocab_limit or vocab_size, vocab_size)
+    return {"logit_bias": {str(token_id): ban for token_id in left_out}} if left_out else {}

@@ -25,7 +25,8 @@ from spot_async.spending.account import Account
 from spot_async.spending.prices import Prices
 
 from .connection import Url, address_of, check_different, check_headers, check_proxy, read_secret
-from .launch import LaunchSettings, check_installed, check_together, installed_nccl
+from .launch import check_installed, installed_nccl
+from .launch_settings import LaunchSettings, check_together
 from .weight_transport import WeightSettings, check_reachable
 
 T = TypeVar("T")

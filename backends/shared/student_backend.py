@@ -26,7 +26,7 @@ from typing import ClassVar, Literal, Self, get_args
 from spot_async.errors import ConfigError, PermanentError, RequestError
 from spot_async.types import BehindUrl, ScoreRequest, TokenScores, WeightSnapshot, WeightVersion
 
-from .behind import Saying, ask_behind
+from .discovery import Saying, ask_behind
 from .held_weights import INITIAL, ReplyNames, WeightNames
 from .lora import Adapters, AdapterServer
 from .remote import RemoteBackend, RemoteServer

@@ -32,12 +32,10 @@ from spot_async.types import (
 )
 
 from ..shared.held_weights import INITIAL, ReplyNames
-from ..shared.launch import LaunchSettings
-from ..shared.masking import logit_bias
+from ..shared.launch_settings import LaunchSettings
 from ..shared.remote import RemoteServer, ServerKind
-from ..shared.replies import check_candidates, check_generation
-from ..shared.request_limits import RequestLimits
-from ..shared.served_topk import bounded_scores, scored_positions
+from ..shared.replies import bounded_scores, check_candidates, check_generation, scored_positions
+from ..shared.request_limits import RequestLimits, logit_bias
 from ..shared.settings import StudentServerSettings
 from ..shared.student_backend import Part, StudentBackend
 from . import process

@@ -16,9 +16,9 @@ from spot_async.models.alignment import branch_prefix_length
 from spot_async.spending.prices import Size
 from spot_async.types import FloatArray, IntArray
 
+from ..shared.bodies import Steps
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_logprobs, check_rows
-from ..shared.stepwise import Steps
 from .replies import Answer, CompletionsRoute, Dialect, GenerateRoute, NamedSpan, read_npy, read_prompt_row, read_table
 
 UNFINISHED = frozenset({"abort", "error"})  # finish reasons of incomplete responses in replies of status 200

@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import structlog
 
@@ -18,9 +17,7 @@ from spot_async.errors import ConfigError, DataError, PermanentError, PoisonedRe
 from spot_async.models.alignment import decision_row
 from spot_async.models.precision import precision
 
-from ..shared.behind import PROCESS, Saying
-from ..shared.discovery import noise_nats
-from ..shared.other_kind import may_be_other, other_kind
+from ..shared.discovery import PROCESS, ListedModel, ModelList, Saying, may_be_other, noise_nats, other_kind
 from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, Sampled, VllmClient
 from .weights import DEVELOPER_MODE
@@ -69,15 +66,6 @@ class ServerFacts:
         return f"{DEVELOPER_MODE} in its environment"
 
 
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
 async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     """Ask the server everything. Raises `ConfigError`, with what to change, if it cannot serve the role's model."""
     version = await _software_version(client, deadline)
@@ -103,7 +91,7 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     spoken = await _responses(client, max_logprobs, deadline)
     return ServerFacts(
         version=version,
-        max_model_len=model.max_model_len,
+        max_model_len=model.max_model_len or client.server.files.max_context_tokens,
         max_logprobs=max_logprobs,
         processed=await _is_processed(client, deadline),
         chosen_tokens=await _has_chosen_tokens(client, spoken[0], dtype, deadline),
@@ -147,8 +135,8 @@ async def _refuse_paused(client: VllmClient, deadline: float) -> None:
         )
 
 
-async def _served_model(client: VllmClient, deadline: float) -> _Model:
-    models = (await client.server.get("/v1/models", _Models, deadline=deadline)).data
+async def _served_model(client: VllmClient, deadline: float) -> ListedModel:
+    models = (await client.server.get("/v1/models", ModelList, deadline=deadline)).data
     wanted = client.server.settings.served_model
     for model in models:
         if wanted in (None, model.id):

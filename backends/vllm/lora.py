@@ -10,21 +10,13 @@ from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
 from spot_async.types import WeightSnapshot
 
+from ..shared.discovery import ModelList
 from ..shared.lora import LOADED_AT_ONCE
 from .client import NoSuchRouteError, VllmClient
 from .process import ALLOW_ADAPTERS, KEPT_AT_ONCE, ONE_TOKEN
 from .weights import DEVELOPER_MODE
 
 SMALLER_RANK = "greater than max_lora_rank"
-
-
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Flags(msgspec.Struct):
@@ -105,7 +97,7 @@ class VllmLora:
                 f"--max-lora-rank: {error}"
             ) from None
         await self._client.naming(name).sample([0], ONE_TOKEN, top_k=0, logprobs=0, deadline=deadline)
-        listed = (await server.get("/v1/models", _Models, deadline=deadline)).data
+        listed = (await server.get("/v1/models", ModelList, deadline=deadline)).data
         if not any(each.id == name and each.root == adapter.directory for each in listed):
             raise PoisonedReplyError(f"{server.name}/v1/models: does not list the adapter {name} that it was given")
 

@@ -22,7 +22,8 @@ from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, TransientError
 
 from ..shared.held_weights import ReplyNames
-from ..shared.launch import Command, Doorway, LaunchSettings, installed_version, is_installed
+from ..shared.launch import Command, Doorway, installed_version, is_installed
+from ..shared.launch_settings import LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
 from ..shared.remote import RemoteServer
 from ..shared.student_backend import Part, cannot_sleep

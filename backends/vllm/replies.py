@@ -1,6 +1,6 @@
 """Makes bodies for vLLM's two token routes, and reads their replies into arrays.
 
-Pure. Large replies are read in steps (`shared/stepwise.py`). Of a scored sequence only the requested rows are parsed,
+Pure. Large replies are read in steps (`shared/bodies.py`). Of a scored sequence only the requested rows are parsed,
 and the others are skipped. Anything unexpected raises `PoisonedReplyError` or one of msgspec's errors.
 """
 
@@ -18,9 +18,9 @@ import numpy as np
 from spot_async.errors import PoisonedReplyError
 from spot_async.types import FloatArray, IntArray, VersionSpan
 
+from ..shared.bodies import Steps
 from ..shared.held_weights import ReplyNames
 from ..shared.replies import only
-from ..shared.stepwise import Steps
 from ..shared.token_texts import TOKEN_ID_PREFIX
 
 ROWS_PER_STEP = 256  # these take half a millisecond with 16 log-probabilities per row

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 from vllm_stand_in import StandIn
 
-from spot_async.backends.shared.behind import behind
+from spot_async.backends.shared.discovery import behind
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.checks.diagnosis import _ServerDiagnosis
 from spot_async.models.vocabulary import load_tokenizer

@@ -18,7 +18,7 @@ from deadlines import soon
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.shared.connection import access, proxy_for, tls_context
-from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.backends.shared.http import HttpEndpoint, Route
 from spot_async.backends.shared.remote import RemoteServer
 from spot_async.backends.shared.settings import AttachedSettings
 from spot_async.config.loading import dump_yaml, validate
@@ -125,7 +125,9 @@ async def test_only_certificates_that_are_trusted_are_spoken_to(
     certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ask(url: str, ca_certificates: str | None) -> bytes:
-        async with HttpEndpoint("teacher", url, verify=tls_context("teacher", ca_certificates)) as endpoint:
+        async with HttpEndpoint(
+            "teacher", url, route=Route(verify=tls_context("teacher", ca_certificates))
+        ) as endpoint:
             return await endpoint.get("/x", deadline=soon())
 
     async with http_server(hello, certificate) as url:
@@ -174,7 +176,7 @@ async def test_who_speaks_something_else_than_the_address_says_is_told_so(
     async with mute_server(first_bytes) as address:
         url = f"{scheme}://{address}"
         reached = access("teacher.backend", url, None, {})
-        async with HttpEndpoint("teacher", url, access=reached) as endpoint:
+        async with HttpEndpoint("teacher", url, route=Route(access=reached)) as endpoint:
             with pytest.raises(kind) as caught:
                 await endpoint.get("/x", deadline=soon())
     assert type(caught.value) is kind
@@ -185,7 +187,9 @@ async def test_who_speaks_something_else_than_the_address_says_is_told_so(
 async def test_plain_http_to_a_server_that_speaks_tls_is_named_as_that(certificate: Path) -> None:
     async with http_server(hello, certificate) as url:
         plain = url.replace("https:", "http:")
-        async with HttpEndpoint("teacher", plain, access=access("teacher.backend", plain, None, {})) as endpoint:
+        async with HttpEndpoint(
+            "teacher", plain, route=Route(access=access("teacher.backend", plain, None, {}))
+        ) as endpoint:
             with pytest.raises(TransientError, match="is it https, not http"):
                 await endpoint.get("/x", deadline=soon())
 
@@ -208,7 +212,7 @@ async def test_a_proxy_tunnels_tls_and_forwards_the_rest(certificate: Path) -> N
     ):
         for url in (secure, plain):
             verify, through = tls_context("teacher", str(certificate)), proxy_for("teacher", url, proxy)
-            async with HttpEndpoint("teacher", url, verify=verify, proxy=through) as endpoint:
+            async with HttpEndpoint("teacher", url, route=Route(verify=verify, proxy=through)) as endpoint:
                 assert (await endpoint.get("/x", deadline=soon())).startswith(b"hello ")
     assert seen == [f"CONNECT {secure.removeprefix('https://')} HTTP/1.1", f"GET {plain}/x HTTP/1.1"]
 
@@ -227,7 +231,7 @@ async def test_a_proxys_password_goes_to_the_proxy_only_and_into_no_error(
         monkeypatch.setenv("http_proxy", proxy.replace("//", "//user:word-of-pass@"))
         through = proxy_for("teacher", "http://models.example/v1", None)
         assert through is not None
-        async with HttpEndpoint("teacher", url, proxy=through) as endpoint:
+        async with HttpEndpoint("teacher", url, route=Route(proxy=through)) as endpoint:
             with pytest.raises(PermanentError) as caught:
                 await endpoint.get("/x", deadline=soon())
     assert any(line.startswith("Proxy-Authorization: Basic ") for line in seen)
@@ -237,7 +241,7 @@ async def test_a_proxys_password_goes_to_the_proxy_only_and_into_no_error(
 async def test_a_proxy_that_is_not_there_is_what_the_error_names_not_the_server_behind_it() -> None:
     async with proxy_server([]) as proxy:
         through = proxy_for("teacher", "http://models.example", proxy)
-    async with HttpEndpoint("teacher", "http://models.example", proxy=through) as endpoint:
+    async with HttpEndpoint("teacher", "http://models.example", route=Route(proxy=through)) as endpoint:
         with pytest.raises(PermanentError, match=f"nothing answers at the proxy {proxy.removeprefix('http://')}: "):
             await endpoint.get("/x", deadline=soon())
 

@@ -16,7 +16,8 @@ from deadlines import soon
 from launched_server import serve
 from process_trees import is_alive
 
-from spot_async.backends.shared.launch import Assignment, Command, LaunchedServer, LaunchSettings, free_port
+from spot_async.backends.shared.launch import Assignment, Command, LaunchedServer, free_port
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.remote import RemoteServer, ServerKind
 from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.errors import ConfigError, ProcessDiedError

@@ -18,7 +18,8 @@ from process_trees import gone, is_alive
 from ssh_server import ssh_server
 
 from spot_async.backends.local import LocalBackend
-from spot_async.backends.shared.launch import LaunchSettings, check_together, free_port
+from spot_async.backends.shared.launch import free_port
+from spot_async.backends.shared.launch_settings import LaunchSettings, check_together
 from spot_async.backends.shared.remote import RemoteServer, ServerKind
 from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.backends.vllm.backend import VllmBackend

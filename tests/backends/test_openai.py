@@ -17,9 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.openai.backend import OpenAIBackend
-from spot_async.backends.openai.chat import user_message
-from spot_async.backends.openai.dialect import Dialect, read_error
-from spot_async.backends.openai.discovery import largest_served
+from spot_async.backends.openai.dialect import Dialect, largest_served, read_error, user_message
 from spot_async.backends.openai.replies import (
     Completion,
     PromptRows,
@@ -30,9 +28,9 @@ from spot_async.backends.openai.replies import (
     token_scores,
 )
 from spot_async.backends.openai.text_alignment import align, as_text
+from spot_async.backends.shared.bodies import run_at_once
 from spot_async.backends.shared.failures import FailedReply, classify
 from spot_async.backends.shared.launch import free_port
-from spot_async.backends.shared.stepwise import run_at_once
 from spot_async.backends.shared.token_texts import UNKNOWN, TokenTexts
 from spot_async.errors import Exchange, PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.types import SamplingSettings, ScoreRequest

@@ -33,9 +33,10 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.sglang.backend import _prefixes
 from spot_async.backends.sglang.discovery import check_exact, check_ready, check_vocabulary
 from spot_async.backends.sglang.process import sglang_command
-from spot_async.backends.sglang.sampling import NEUTRAL, neutral
+from spot_async.backends.sglang.requests import NEUTRAL, neutral
 from spot_async.backends.sglang.weights import ModelInfo, ServerInfo
-from spot_async.backends.shared.launch import Doorway, LaunchSettings
+from spot_async.backends.shared.launch import Doorway
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.errors import (
     ConfigError,

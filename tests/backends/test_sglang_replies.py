@@ -20,9 +20,9 @@ from sglang_stand_in import (
 )
 
 from spot_async.backends.sglang.replies import STEP_BYTES, read_generation, read_next_token, read_scores
+from spot_async.backends.shared.bodies import run_at_once
 from spot_async.backends.shared.discovery import LEAST_NOISE_NATS, differences, noise_nats, temperature_convention
 from spot_async.backends.shared.held_weights import WeightNames
-from spot_async.backends.shared.stepwise import run_at_once
 from spot_async.errors import (
     PoisonedReplyError,
     ServerRestartedError,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spot_async.backends.shared.stepwise import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
+from spot_async.backends.shared.bodies import LARGE_REPLY_BYTES, StepRunner, Steps, read_aside, run_at_once
 
 
 def counting(name: str, count: int, log: list[str]) -> Steps[str]:

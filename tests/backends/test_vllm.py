@@ -25,7 +25,8 @@ from vllm_stand_in import (
     connecting,
 )
 
-from spot_async.backends.shared.launch import Doorway, LaunchSettings
+from spot_async.backends.shared.launch import Doorway
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import process as vllm_process
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.client import NEUTRAL

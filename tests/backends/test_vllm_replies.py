@@ -14,7 +14,7 @@ from vllm_stand_in import (
     recorded,
 )
 
-from spot_async.backends.shared.stepwise import run_at_once
+from spot_async.backends.shared.bodies import run_at_once
 from spot_async.backends.vllm.client import NoSuchRouteError, read_error
 from spot_async.backends.vllm.replies import (
     CompletionsRoute,

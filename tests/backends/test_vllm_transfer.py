@@ -23,7 +23,8 @@ from deadlines import soon
 
 from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.backends.shared import settings as server_settings
-from spot_async.backends.shared.launch import Doorway, LaunchSettings
+from spot_async.backends.shared.launch import Doorway
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.remote import RemoteServer, ServerKind
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
 from spot_async.backends.vllm import process as vllm_process

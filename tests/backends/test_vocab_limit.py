@@ -10,7 +10,7 @@ import pytest
 
 from spot_async.backends.sglang.generation import MASKED_TOKENS, generate_below
 from spot_async.backends.sglang.replies import NextToken, TopK
-from spot_async.backends.shared.masking import logit_bias
+from spot_async.backends.shared.request_limits import logit_bias
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
 V0, V1 = WeightVersion(0, 0), WeightVersion(0, 1)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from key_spellings import SPELLINGS, json_escaped
 
-from spot_async.backends.shared.process_settings import ProcessSettings
+from spot_async.backends.shared.launch_settings import ProcessSettings
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.secrets import SECRETS, STRUCK, Secrets, looks_secret, names_secret
 from spot_async.errors import ProcessDiedError

@@ -11,7 +11,8 @@ from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang.discovery import check_cache
 from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.sglang.weights import ServerInfo
-from spot_async.backends.shared.launch import Doorway, LaunchSettings
+from spot_async.backends.shared.launch import Doorway
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.base.processes.gpus import GpuMemory, read_gpu_memory
 from spot_async.checks import device_shares

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spot_async.backends.openai.replies import Completion, echoed_rows, token_scores
 from spot_async.backends.openai.text_alignment import align, as_text
-from spot_async.backends.shared.stepwise import run_at_once
+from spot_async.backends.shared.bodies import run_at_once
 from spot_async.backends.shared.token_texts import TokenTexts
 from spot_async.checks.discovery import Asked
 from spot_async.checks.score_rows import RIGHT, RowFindings, check_score_rows, order_words, row_offset

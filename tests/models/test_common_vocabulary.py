@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.backends.shared.served_topk import bounded_scores
+from spot_async.backends.shared.replies import bounded_scores
 from spot_async.models.common_vocabulary import CommonVocabulary, known_positions
 from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds

@@ -13,7 +13,8 @@ from shared_device import GIB, Device, Sglang, Trainer, Vllm
 
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang.process import sglang_command
-from spot_async.backends.shared.launch import Doorway, LaunchSettings
+from spot_async.backends.shared.launch import Doorway
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.base.tasks import leaves, running, watching

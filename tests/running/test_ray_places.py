@@ -15,7 +15,7 @@ from kill_drill import ROOT
 
 import spot_async.running.placed_nodes as placed_nodes_module
 from spot_async.backends.local.server import LocalSettings
-from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.ray_helper import Request, not_placed, refused

@@ -24,7 +24,8 @@ from server_process import RunningServer, run_server
 from tiny_models import make_model
 
 from spot_async.backends.sglang.process import sglang_command
-from spot_async.backends.shared.launch import Doorway, LaunchSettings, free_port
+from spot_async.backends.shared.launch import Doorway, free_port
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.config import LoraConfig
 

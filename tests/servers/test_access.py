@@ -16,7 +16,7 @@ from parity import soon
 from server_process import command_line
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.base.processes.guard import process_tree
 from spot_async.types import SamplingSettings, WeightSnapshot, WeightVersion

@@ -16,7 +16,8 @@ from tiny_models import make_model
 from typer.testing import CliRunner
 
 from spot_async.backends.sglang.process import sglang_command
-from spot_async.backends.shared.launch import Command, Doorway, LaunchSettings
+from spot_async.backends.shared.launch import Command, Doorway
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.weight_transport import WeightSettings
 from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.backends.vllm.transfer import transfer_config

@@ -31,7 +31,8 @@ from parity import PARITY_NATS, Dense, decisions, own
 from server_process import command_line, expect_gone, name_of, run_server
 from tiny_models import TOKENS
 
-from spot_async.backends.shared.launch import LaunchSettings, free_port
+from spot_async.backends.shared.launch import free_port
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.base.events import Event
 from spot_async.base.processes.guard import process_tree
 from spot_async.base.tasks import gather, watched

@@ -22,7 +22,8 @@ from ssh_server import ssh_client, ssh_server
 from under_load import expect_rounding, nats_off_spans
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.backends.shared.launch import LaunchSettings, free_port
+from spot_async.backends.shared.launch import free_port
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.weight_transport import WeightSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.base.retry import RetryPolicy

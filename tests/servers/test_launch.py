@@ -15,7 +15,7 @@ from parity import soon
 from server_process import command_line, expect_gone
 
 from spot_async.backends.sglang.backend import SglangBackend
-from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.base.processes.guard import process_tree
 from spot_async.errors import ConfigError, ProcessDiedError
@@ -122,7 +122,7 @@ async def test_an_environment_without_vllm_is_refused_before_anything_starts(
 ORCHESTRATOR = """
 import asyncio, sys
 from pathlib import Path
-from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.vllm import VllmBackend
 

@@ -16,7 +16,7 @@ from conftest import StartServer, TinyModels
 from parity import PARITY_NATS
 from served_versions import largest_difference_nats
 
-from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.tools.forecast.results import read_forecast
 
 HERE = Path(__file__).parent

@@ -34,7 +34,7 @@ from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 from vllm_metrics import ENDED_BY_LENGTH, SAMPLED, UNDER_WAY, metric, until_metric
 
-from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import weights as vllm_weights
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.client import VllmClient

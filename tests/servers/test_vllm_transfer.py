@@ -16,7 +16,7 @@ import pytest_asyncio
 from conftest import TinyModels
 from parity import Dense, decisions, expect_rollout, soon
 
-from spot_async.backends.shared.launch import LaunchSettings
+from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.errors import ProcessDiedError, SpotError, TransientError

@@ -254,9 +254,9 @@ async def test_requests_of_one_session_share_one_http_request_and_nothing_else(
     sent: list[str] = []
     request = HttpEndpoint._request
 
-    async def counted(self: HttpEndpoint, method: str, path: str, *args: Any, **more: Any) -> None:
-        sent.append(path)
-        await request(self, method, path, *args, **more)
+    async def counted(self: HttpEndpoint, question: Any, *args: Any, **more: Any) -> None:
+        sent.append(question.path)
+        await request(self, question, *args, **more)
 
     settings = [sampling(max_tokens=tokens, seed=tokens) for tokens in (3, 40, 8)]
     alone = [await backend.generate(PROMPT, each, deadline=soon()) for each in settings]

@@ -1,18 +1,24 @@
-"""Shortens bodies of requests and replies for people who read about a failure. It keeps their structure. Pure."""
+"""Shortens what people read about a failure: bodies of requests and replies, and the HTML pages of proxies. Pure."""
 
 from __future__ import annotations
 
+import html
+import re
 from typing import Any
 
 import msgspec
-
-from .failures import UNREADABLE
 
 EXCERPT_CHARACTERS = 500
 SHOWN_ITEMS = 8  # of a list, since nobody reads thousands of token ids
 SHOWN_KEYS = 40
 SHOWN_CHARACTERS = 300  # of a text
 DEEPEST = 6
+TAG = re.compile(r"<([^<>]*)>")
+BEGINNINGS = ("<html", "<!doctype", "<head", "<body", "<?xml", "<h1", "<!--")
+NOT_SHOWN = ("script", "style")
+LARGEST_PAGE_CHARACTERS = 1 << 14  # only a page's beginning is read, which says what it is about
+# What reading a damaged reply can raise, besides our own errors.
+UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, EOFError)
 
 
 def excerpt(body: bytes) -> str:
@@ -48,3 +54,21 @@ def _shortened(value: Any, depth: int) -> Any:
             return f"{len(value)} bytes"
         case _:
             return value
+
+
+def is_page(text: str) -> bool:
+    """Return whether a text that begins like this is an HTML page."""
+    return text.lstrip("\ufeff \t\r\n").lower().startswith(BEGINNINGS)
+
+
+def page_text(page: str) -> str:
+    """Return the page's text without tags. Text that occurs twice, like title and heading, is kept once."""
+    shown: dict[str, None] = {}
+    hidden = ""
+    for number, part in enumerate(TAG.split(page[:LARGEST_PAGE_CHARACTERS])):
+        if number % 2:  # every second part is a tag
+            name = part.split(maxsplit=1)[0].lower() if part.strip() else ""
+            hidden = name if not hidden and name in NOT_SHOWN else "" if name == f"/{hidden}" else hidden
+        elif not hidden:
+            shown[" ".join(html.unescape(part).split())] = None
+    return " ".join(line for line in shown if line)
