@@ -126,9 +126,9 @@ class Orchestrator:
         )
         self._unanswered_in_a_row: set[str] = set()  # the problems of these prompts
         self._last_death = ""
-        self._waits = WaitClock(stages.all)
+        self.waits = WaitClock(stages.all)
         self._events = stages.events
-        self._events.subscribe(self._waits)
+        self._events.subscribe(self.waits)
         self._phases = Phases("train", stages.events)
         self.state.iteration = self._trained.step
         for ordinal, state in self._resumption.settled.items():
@@ -294,7 +294,7 @@ class Orchestrator:
             if batch is None:
                 return
             ordinals = [ordinal for ordinal, _ in batch]
-            waits = self._waits.take(phase.at_s, asyncio.get_running_loop().time())
+            waits = self.waits.take(phase.at_s, asyncio.get_running_loop().time())
             times.waited_for = seconds_by_stage(waits)
             times.wait_for_batch = self._phases.end(phase, ordinals, waits)
             samples = [sample for _, group in batch for sample in group]

@@ -31,7 +31,6 @@ from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.services import Services
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
-from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room, stage_slots
 from spot_async.trainer.settings import ResumePoint, TrainerSettings
 
 
@@ -128,16 +127,13 @@ def make_live_bottleneck(
     cores: int | None,
 ) -> LiveBottleneck:
     """Make the live search for what holds a run up. `backends` are by role; `cores` is how many the run may use."""
-    tree = config.model_dump()
     return LiveBottleneck(
         orchestrator,
         say,
+        config.model_dump(),
         every_s=config.run.verdict_every_s,
-        batch_size=config.training.batch_size,
+        cores=cores,
         replicas=partial(replica_states, backends),
-        slots=partial(stage_slots, tree),
-        roles_with_room=roles_with_room(tree, cores),
-        may_be_asynchronous=may_be_asynchronous(tree, cores),
     )
 
 

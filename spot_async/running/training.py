@@ -65,7 +65,7 @@ from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import FailureLog
 from spot_async.telemetry.live_bottleneck import replica_lines
-from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.mismatch import MismatchWarning
 from spot_async.telemetry.run_log import RunLog, evaluation_metrics, log_events_to
 from spot_async.telemetry.side_sink import MetricSink

@@ -61,15 +61,19 @@ class WaitClock:
 
     def take(self, started_s: float, ended_s: float) -> list[Wait]:
         """Return what was waited for between two times, in order, and forget everything before the second."""
+        waits = self.between(started_s, ended_s)
+        self._changes.clear()
+        return waits
+
+    def between(self, started_s: float, ended_s: float) -> list[Wait]:
+        """Return what was waited for between two times, in order. The second is now or later."""
         self._extend(ended_s)
         ends = [since_s for _, since_s in self._changes[1:]] + [self._until_s]
-        waits = [
+        return [
             Wait(stage, max(since_s, started_s), min(end_s, ended_s))
             for (stage, since_s), end_s in zip(self._changes, ends, strict=True)
             if end_s > started_s and since_s < ended_s
         ]
-        self._changes.clear()
-        return waits
 
     def _extend(self, until_s: float) -> None:
         if until_s <= self._until_s:

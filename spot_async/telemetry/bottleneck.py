@@ -1,19 +1,19 @@
-"""Says in words what holds a run up, and what to change about it. Pure arithmetic on times that were measured.
+"""Says in words what holds a run up, and what to change about it. Pure: it reads times that were measured.
 
 The bottleneck is whatever the trainer mostly did, or waited for. For a wait, three questions follow: which stage were
-most prompts at, which server does that stage keep busy, and was the stage's limit full? By Little's law, a stage needs
-as many requests in flight as come in while one is answered. A limit below that makes a queue.
+most prompts at, which server does that stage keep busy, and was the stage's limit full? How many requests in flight
+would be enough is not answered here: `spot-async tune` measures that. Nor is how long an iteration would take with
+staleness: `spot-async simulate` does that.
 
 The report uses this for whole runs, the console for the last minute. The console's line ends with the first remedy of
 the report's list, in the same words.
 
 In an asynchronous run a "weight update" of the trainer's is a wait until publishing is no further behind than it may
-be. What publishing does meanwhile says why. Of a strict run it is said what staleness would bring.
+be. What publishing does meanwhile says why.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from spot_async.base.text import rough_time
 from spot_async.errors import DeadlineExceededError
 from spot_async.loop.events import Phase
 from spot_async.stages.services import STAGE_SERVERS
-from spot_async.telemetry.staleness_gain import StrictTimes, gain_words
 
 TRAINER_BOUND = 0.5  # training is the bottleneck from this share of the time on
 UPDATE_BOUND = 0.25
@@ -44,6 +43,7 @@ PUBLISHES: dict[Phase, tuple[str, str]] = {
 }
 FAILED = 0.05  # failed attempts are named from this share of what is sent on
 LOST = 0.15  # and hold a stage up from this share of its requests' time on
+WORTH = 0.15  # staleness is spoken of from this share of the time on in which the trainer does not train
 THROTTLED = 0.05  # an endpoint's refusals hold the stage up from this share of what is sent on
 
 
@@ -55,8 +55,6 @@ class StageUse:
     queued: float  # mean number of requests that waited for their turn
     limit: int  # the stage's own, or what its servers let in if that is less
     slots: int | None = None  # how many requests its servers generate at once; None if unknown, or it does not generate
-    asked_per_s: float | None = None  # rate at which requests came in
-    latency_s: float | None = None  # mean time of a request from its turn to its answer
     throttled_share: float = 0.0  # share of what was sent that was refused for now (429, 503)
     is_limit_of_servers: bool = False
     failed_share: float = 0.0  # share of the attempts that failed otherwise
@@ -72,13 +70,6 @@ class StageUse:
     @property
     def failed_words(self) -> str:
         return f"{percent(self.failed_share)} of the attempts failed" + (f" ({self.failures})" if self.failures else "")
-
-    @property
-    def needed(self) -> int | None:
-        """The requests in flight that would keep the queue from growing, by Little's law."""
-        if self.asked_per_s is None or self.latency_s is None:
-            return None
-        return math.ceil(self.asked_per_s * self.latency_s)
 
     @property
     def has_full_slots(self) -> bool:
@@ -116,7 +107,8 @@ class RunTimes:
     servers: Mapping[str, ServerUse] = field(default_factory=dict)  # by role, as far as it is known
     roles_with_room: Collection[str] = ()  # those that could have one more server
     publish_s: Mapping[Phase, float] = field(default_factory=dict)  # of the publish pump; empty for a strict run
-    strict: StrictTimes | None = None  # of a strict run that could be an asynchronous one
+    iterations: int = 0  # that they are of, evaluations left out; 0: of less than a whole one
+    may_be_asynchronous: bool = False  # whether it is a strict run whose student could sample while it trains
 
     @property
     def of_requests(self) -> str:
@@ -131,16 +123,25 @@ class Bottleneck:
     sentence: str
     advice: tuple[str, ...] = ()
     brief: str = ""
-    staleness: str = ""  # what it would bring a strict run; the last of the advice too
+    staleness: str = ""  # where a strict run finds what it would bring; the last of the advice too
     is_of_failures: bool = False  # servers that fail, are down or refuse: no figure says what a healthy run would do
 
 
 def judge(times: RunTimes) -> Bottleneck:
     """Return what held the run up."""
-    found, staleness = _judge(times), gain_words(times.strict)
+    found, staleness = _judge(times), _staleness_words(times)
     if found.is_of_failures:
         return found
     return replace(found, advice=(*found.advice, staleness), staleness=staleness) if staleness else found
+
+
+def _staleness_words(times: RunTimes) -> str:
+    """Return where to find what staleness would bring a strict run; empty where that is not worth a question."""
+    total_s = times.wait_s + times.train_s + times.update_s
+    if not times.may_be_asynchronous or total_s <= 0 or times.train_s > (1 - WORTH) * total_s:
+        return ""
+    taken = f"an iteration takes {total_s / times.iterations:.3g} s: " if times.iterations else ""
+    return f"{taken}spot-async simulate CONFIG --from RUN says how long it would take with max_staleness=1"
 
 
 def _judge(times: RunTimes) -> Bottleneck:
@@ -179,7 +180,10 @@ def _judge_publishing(publish_s: Mapping[Phase, float], share: float) -> Bottlen
     return Bottleneck(
         f"Publishing bound: the trainer waited {percent(share)} of the time until its weights were served. "
         f"Publishing spent {of_it} of its work on {what}.",
-        (remedy, "a higher max_staleness: the trainer goes on, and weights that are replaced meanwhile are never sent"),
+        (
+            remedy,
+            "a higher max_staleness: the trainer continues, and weights that are replaced meanwhile are never sent",
+        ),
         f"publishing bound: trainer idle {percent(share)} until its weights are served, mostly for {what}; {remedy}",
     )
 
@@ -326,11 +330,10 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
                 f"the {server}'s servers take no more",
                 faster,
             )
-        up_to = f" to {use.needed}" if use.needed is not None and use.needed > use.limit else ""
         return _Finding(
             f"the limit of {use.limit} requests was {full}",
             "its limit is full",
-            (f"raise stages.{stage}.concurrency{up_to} if the server can take more", *faster),
+            (f"raise stages.{stage}.concurrency as far as spot-async tune says", *faster),
         )
     if use.has_stragglers(times.batch_size):
         return _Finding(
@@ -345,15 +348,6 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
         "the server itself works at full speed",
         faster,
     )
-
-
-def stage_load(busy_s: float, queued_s: float, over_s: float, limit: int) -> tuple[float, float]:
-    """Return the mean numbers of requests in flight and queued, from the seconds that all requests took together.
-
-    These are divided by `over_s`. In a strict run that is the time that the trainer waited for the stage, since its
-    requests mostly run then. In an asynchronous one they run all the time.
-    """
-    return min(busy_s / over_s, limit), queued_s / over_s
 
 
 def _fullness(in_flight: float, limit: int) -> str:

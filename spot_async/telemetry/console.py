@@ -40,9 +40,9 @@ from spot_async.stages.stages import Stages
 from spot_async.stages.wait_clock import busiest
 from spot_async.telemetry.evaluation_history import BestCheckpoint
 from spot_async.telemetry.figures_table import estimate_words
-from spot_async.telemetry.performance import performance_words
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
+from spot_async.telemetry.totals import performance_words
 from spot_async.types import Verdict
 
 REFRESH_PER_S = 4

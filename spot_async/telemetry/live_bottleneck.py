@@ -1,17 +1,16 @@
 """Says now and then what holds a running run up.
 
-It measures the time since it last said so, and leaves the judgement to `bottleneck.py`, as the report does. Requests
-that have not ended count for the part of that time in which they were there, so it may be shorter than a request.
-
-What staleness would bring a strict run is measured on whole iterations since the start, and said once.
+It measures the time since it last said so, as metrics of an iteration are measured, and leaves the judgement to
+`bottleneck.py`, as the report does. Requests that have not ended count for the part of that time in which they were
+there, so it may be shorter than a request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -19,18 +18,16 @@ import structlog
 from spot_async.base.events import Event
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
-from spot_async.loop.events import IterationFinished, Phase
+from spot_async.loop.events import Phase, PhaseEnded
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.stages.services import STAGE_SERVERS
-from spot_async.stages.stage import Stage
-from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
-from spot_async.telemetry.bottleneck import Bottleneck, RunTimes, ServerUse, StageUse, judge, stage_load
+from spot_async.stages.stage import Stage, StageCounters
+from spot_async.stages.wait_clock import Wait, WaitClock
+from spot_async.telemetry.bottleneck import Bottleneck, ServerUse, judge
 from spot_async.telemetry.failures import Tally, kinds_words
-from spot_async.telemetry.pump_clock import PumpClock
-from spot_async.telemetry.replica_metrics import Pool
-from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes
+from spot_async.telemetry.meters import Pool, PumpClock, phase_metrics, stage_metrics
+from spot_async.telemetry.totals import run_times
 
 DOWN = frozenset({State.OPEN, State.RECOVERING, State.DEAD})  # states in which a replica serves nothing
 
@@ -52,83 +49,31 @@ def replica_lines(backends: Mapping[str, object]) -> list[str]:
 
 
 class TrainerClock(PumpClock):
-    """Measures what the trainer does, and which stages it waits for."""
+    """Measures what the trainer does, and which stages it waits for, by the orchestrator's own clock of waits."""
 
-    def __init__(self, stages: Sequence[Stage[Any]], now_s: float) -> None:
+    def __init__(self, waits: WaitClock, now_s: float) -> None:
         super().__init__("train", "wait for batch", now_s)
-        self._waits = WaitClock(stages)
+        self._waits = waits
         self._waited_for: dict[str, float] = defaultdict(float)
 
     def on(self, event: Event) -> None:
-        self._waits.on(event)
+        if isinstance(event, PhaseEnded) and event.pump == "train":
+            self._add(event.waits)
         super().on(event)
 
-    def take_waits(self) -> Mapping[str, float]:
-        """Return the seconds of the wait for batches by stage, for the time that was taken last."""
+    def take(self, now_s: float) -> Mapping[Phase, float]:
+        if self._phase == "wait for batch":
+            self._add(self._waits.between(self._since_s, now_s))
+        return super().take(now_s)
+
+    def take_waits(self) -> dict[str, float]:
+        """Return the metrics `wait/...` of the time that was taken last."""
         waited_for, self._waited_for = self._waited_for, defaultdict(float)
-        return waited_for
+        return {f"wait/{stage}_s": seconds for stage, seconds in waited_for.items()}
 
-    def _count(self, phase: Phase, started_s: float, ended_s: float) -> None:
-        super()._count(phase, started_s, ended_s)
-        if phase == "wait for batch" and ended_s > started_s:
-            for stage, seconds in seconds_by_stage(self._waits.take(started_s, ended_s)).items():
-                self._waited_for[stage] += seconds
-
-
-class IterationSums:
-    """Adds up the times of finished iterations, and their requests. It is a listener."""
-
-    def __init__(self, stages: Sequence[Stage[Any]]) -> None:
-        self._stages = stages
-        self.times = StrictTimes(0, 0.0, 0.0, 0.0)
-
-    def on(self, event: Event) -> None:
-        match event:
-            case IterationFinished(times_s=added):
-                self.times = StrictTimes(
-                    self.times.iterations + 1,
-                    self.times.wait_s + added.wait_for_batch,
-                    self.times.train_s + added.train,
-                    self.times.update_s + added.update_weights,
-                    {
-                        stage.name: StageTotal(stage.counters.busy_s, stage.counters.completed, stage.concurrency)
-                        for stage in self._stages
-                        if stage.counters.completed
-                    },
-                )
-
-
-@dataclass(frozen=True)
-class StageReading:
-    """A stage's totals at one moment, including those of open requests."""
-
-    asked: int
-    answered: int
-    busy_s: float
-    answered_busy_s: float
-    queued_s: float
-    sent: int
-    throttled: int
-    failed: int  # attempts, throttled ones left out
-    lost_s: float  # by these
-
-    @classmethod
-    def of(cls, stage: Stage[Any], now_s: float) -> StageReading:
-        done, open_ = stage.counters, [*stage.open]
-        started = [now_s - each.started_s for each in open_ if each.started_s is not None]
-        waiting = [now_s - each.asked_s for each in open_ if each.started_s is None]
-        answered = done.completed + done.failed
-        return cls(
-            asked=answered + len(open_),
-            answered=answered,
-            busy_s=done.busy_s + sum(started),
-            answered_busy_s=done.busy_s,
-            queued_s=done.waited_s + sum(waiting),
-            sent=answered + done.retried + len(started),
-            throttled=done.throttled,
-            failed=done.permanent + done.transient + done.poisoned,
-            lost_s=done.lost_s,
-        )
+    def _add(self, waits: Sequence[Wait]) -> None:
+        for wait in waits:
+            self._waited_for[wait.stage or "nothing"] += max(0.0, wait.ended_s - max(wait.started_s, self._since_s))
 
 
 class LiveBottleneck:
@@ -138,36 +83,30 @@ class LiveBottleneck:
         self,
         orchestrator: Orchestrator,
         say: Callable[[str], None],
+        config: Mapping[str, Any],
         *,
         every_s: float,
-        batch_size: int,
+        cores: int | None = None,
         replicas: Callable[[], Mapping[str, Sequence[ReplicaStatus]]] = dict,
-        slots: Callable[[str, int], int | None] = lambda stage, down: None,
-        roles_with_room: Collection[str] = (),
-        may_be_asynchronous: bool = False,
     ) -> None:
         """Begin to measure. Call it on the running loop.
 
-        `replicas` returns those of each role as they are now. `slots(stage, down)` returns how many requests the
-        stage's servers generate at once while `down` of them are down. `roles_with_room` is that of `RunTimes`. With
-        `may_be_asynchronous` it says what staleness would bring.
+        `config` is the resolved configuration, and `cores` how many the run may use. `replicas` returns those of each
+        role as they are now.
         """
-        now_s = asyncio.get_running_loop().time()
         self._orchestrator = orchestrator
         self._say = say
+        self._config = config
         self._every_s = every_s
-        self._batch_size = batch_size
+        self._cores = cores
         self._replicas = replicas
-        self._slots = slots
-        self._roles_with_room = roles_with_room
-        self._clock = TrainerClock(orchestrator.stages.all, now_s)
+        self._now_s = now_s = asyncio.get_running_loop().time()
+        self._clock = TrainerClock(orchestrator.waits, now_s)
         self._publishing = PumpClock("publish", "wait for weights", now_s)
-        self._sums = IterationSums(orchestrator.stages.all) if may_be_asynchronous else None
-        self._said_staleness = False
-        self._read_s = now_s
-        self._readings = self._read(now_s)
+        self._counters = {stage.name: with_open(stage, now_s) for stage in orchestrator.stages.all}
         self._failures = Tally()
-        orchestrator.stages.events.subscribe(self, self._clock, self._publishing, *([self._sums] if self._sums else []))
+        self._said_staleness = False
+        orchestrator.stages.events.subscribe(self, self._clock, self._publishing)
 
     def on(self, event: Event) -> None:
         self._failures.on(event)
@@ -186,66 +125,38 @@ class LiveBottleneck:
 
     def judge(self) -> Bottleneck:
         """Return what held the run up since the last call."""
-        now_s = asyncio.get_running_loop().time()
-        phases, publish_s = self._clock.take(now_s), self._publishing.take(now_s)
-        waited_for = self._clock.take_waits()
-        before, after = self._readings, self._read(now_s)
-        elapsed_s, self._read_s, self._readings = now_s - self._read_s, now_s, after
+        row = self._take()
+        failures, self._failures = self._failures, Tally()
+        words = {stage: kinds_words(tally.failed) for stage, tally in failures.stages.items()}
         servers = {role: server_use(states) for role, states in self._replicas().items() if states}
-        uses = {
-            stage.name: self._use(stage, before[stage.name], after[stage.name], waited_for, elapsed_s, servers)
-            for stage in self._orchestrator.stages.all
-            if waited_for.get(stage.name, 0.0) > 0
+        return judge(run_times([row], self._config, self._cores, words, servers))
+
+    def _take(self) -> dict[str, float]:
+        """Return metrics as those of an iteration, of the time since the last call."""
+        before_s, self._now_s = self._now_s, asyncio.get_running_loop().time()
+        elapsed_s = self._now_s - before_s
+        phases = self._clock.take(self._now_s)
+        row = {
+            "time/iteration_s": elapsed_s,
+            "time/wait_for_batch_s": phases.get("wait for batch", 0.0),
+            "time/train_s": phases.get("train", 0.0),
+            "time/update_weights_s": phases.get("update weights", 0.0),
+            **self._clock.take_waits(),
+            **phase_metrics(self._publishing.take(self._now_s)),
         }
-        self._failures = Tally()
-        return judge(
-            RunTimes(
-                wait_s=phases.get("wait for batch", 0.0),
-                train_s=phases.get("train", 0.0),
-                update_s=phases.get("update weights", 0.0),
-                waited_for_s=waited_for,
-                stages=uses,
-                batch_size=self._batch_size,
-                servers=servers,
-                roles_with_room=self._roles_with_room,
-                publish_s={} if self._orchestrator.is_strict else publish_s,
-                strict=self._sums.times if self._sums is not None else None,
-            )
-        )
+        for stage in self._orchestrator.stages.all:
+            now = with_open(stage, self._now_s)
+            row |= stage_metrics(stage.name, now, self._counters[stage.name], elapsed_s)
+            self._counters[stage.name] = now
+        return row
 
-    def _use(
-        self,
-        stage: Stage[Any],
-        before: StageReading,
-        after: StageReading,
-        waited_for: Mapping[str, float],
-        elapsed_s: float,
-        servers: Mapping[str, ServerUse],
-    ) -> StageUse:
-        server = servers.get(STAGE_SERVERS[stage.name])
-        limit = stage.concurrency if server is None else min(stage.concurrency, max(1, server.let_in))
-        over_s = waited_for[stage.name] if self._orchestrator.is_strict else elapsed_s
-        in_flight, queued = stage_load(after.busy_s - before.busy_s, after.queued_s - before.queued_s, over_s, limit)
-        answered, sent = after.answered - before.answered, after.sent - before.sent
-        busy_s, lost_s = after.busy_s - before.busy_s, after.lost_s - before.lost_s
-        failed = after.failed - before.failed
-        tally = self._failures.stages.get(stage.name)
-        return StageUse(
-            in_flight,
-            queued,
-            limit,
-            self._slots(stage.name, 0 if server is None else server.down),
-            asked_per_s=(after.asked - before.asked) / elapsed_s,
-            latency_s=(after.answered_busy_s - before.answered_busy_s) / answered if answered else None,
-            throttled_share=min(1.0, (after.throttled - before.throttled) / sent) if sent > 0 else 0.0,
-            is_limit_of_servers=limit < stage.concurrency,
-            failed_share=min(1.0, failed / sent) if sent > 0 else 0.0,
-            lost_share=min(1.0, lost_s / busy_s) if busy_s > 0 else 0.0,
-            failures=kinds_words(tally.failed) if tally is not None else "",
-        )
 
-    def _read(self, now_s: float) -> dict[str, StageReading]:
-        return {stage.name: StageReading.of(stage, now_s) for stage in self._orchestrator.stages.all}
+def with_open(stage: Stage[Any], now_s: float) -> StageCounters:
+    """Return a stage's counters, with the time that its open requests have had so far."""
+    started = [now_s - each.started_s for each in stage.open if each.started_s is not None]
+    waiting = [now_s - each.asked_s for each in stage.open if each.started_s is None]
+    done = stage.counters
+    return replace(done, busy_s=done.busy_s + sum(started), waited_s=done.waited_s + sum(waiting))
 
 
 def server_use(replicas: Sequence[ReplicaStatus]) -> ServerUse:

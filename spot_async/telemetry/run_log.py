@@ -22,7 +22,7 @@ import structlog
 from spot_async.base.events import Event
 from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
-from spot_async.errors import FailureClass, PluginError, RequestError
+from spot_async.errors import PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, WeightsServed
 from spot_async.protocols import Backend, TrafficSource
@@ -31,9 +31,7 @@ from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_who
 from spot_async.run_directory.reading import EVALUATION_ITERATION
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages.stages import Stages
-from spot_async.telemetry.loop_lag import LoopLag
-from spot_async.telemetry.pump_clock import PumpClock
-from spot_async.telemetry.replica_metrics import ReplicaMetrics
+from spot_async.telemetry.meters import LoopLag, PumpClock, ReplicaMetrics, phase_metrics, stage_metrics
 from spot_async.telemetry.side_sink import MetricSink
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Prompt, Sample
@@ -124,7 +122,7 @@ class RunLog:
         seconds = self._publishing.take(asyncio.get_running_loop().time())
         return {
             "weights/served": float(self._served_step),
-            **{f"publish/{phase.replace(' ', '_')}_s": each for phase, each in seconds.items()},
+            **phase_metrics(seconds),
             **{f"lag/{lag}": float(tokens) for lag, tokens in sorted(tokens_by_lag(result).items())},
         }
 
@@ -138,10 +136,7 @@ class RunLog:
         return metrics
 
     def _generation_metrics(self, elapsed_s: float) -> dict[str, float]:
-        """Return the metrics of generated tokens and of each stage's requests in the iteration that has just finished.
-
-        Mean numbers of requests are the time that all requests spent together, divided by the time that passed.
-        """
+        """Return the metrics of generated tokens and of each stage's requests in the iteration that has just ended."""
         metrics: dict[str, float] = {}
         tokens = self._stages.tokens_generated
         if tokens and elapsed_s > 0:  # a run in which no model generates has no such metric
@@ -150,18 +145,7 @@ class RunLog:
         for stage in self._stages.all:
             now, last = stage.counters, self._last_counters[stage.name]
             self._last_counters[stage.name] = replace(now)
-            requests = now.completed - last.completed
-            metrics[f"stage/{stage.name}/requests"] = float(requests)
-            metrics[f"stage/{stage.name}/retried"] = float(now.retried - last.retried)
-            metrics[f"stage/{stage.name}/failed"] = float(now.failed - last.failed)
-            for failure in FailureClass:
-                metrics[f"stage/{stage.name}/{failure}"] = float(getattr(now, failure) - getattr(last, failure))
-            metrics[f"stage/{stage.name}/lost_s"] = now.lost_s - last.lost_s
-            if ended := now.ended - last.ended:
-                metrics[f"stage/{stage.name}/mean_latency_s"] = (now.busy_s - last.busy_s) / ended
-            if elapsed_s > 0:
-                metrics[f"stage/{stage.name}/mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
-                metrics[f"stage/{stage.name}/mean_queued"] = (now.waited_s - last.waited_s) / elapsed_s
+            metrics |= stage_metrics(stage.name, now, last, elapsed_s)
         return metrics
 
 

@@ -1,4 +1,4 @@
-"""Sums a run up for its report: statistics of its samples, and where its time went.
+"""Sums a run up from its rows of metrics and its samples: for the report, and for what is said while it trains.
 
 Samples may be many, so they are read once, one at a time. Rows of metrics are few, and all held in memory.
 """
@@ -13,11 +13,12 @@ from typing import Any
 
 from spot_async.run_directory.reading import SampleSummary
 from spot_async.stages.services import STAGE_SERVERS
-from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, StageUse, stage_load
-from spot_async.telemetry.staleness_gain import StageTotal, StrictTimes
+from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, StageUse
 
 RELATIVE_BINS = 20
 GENERATING = ("rollout", "probe", "teacher_response")  # stages whose requests take slots; scores take none
+PERFORMANCE = ("tokens_per_s_per_rank", "mfu")  # of the metrics `perf/...`: rates
+PEAK = "max_memory_allocated_gib"
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -51,53 +52,64 @@ class SampleStatistics:
 
 
 def run_times(
-    rows: Rows, config: Mapping[str, Any], cores: int | None = None, failures: Mapping[str, str] = MappingProxyType({})
+    rows: Rows,
+    config: Mapping[str, Any],
+    cores: int | None = None,
+    failures: Mapping[str, str] = MappingProxyType({}),
+    servers: Mapping[str, ServerUse] = MappingProxyType({}),
 ) -> RunTimes:
-    """Return where the time of all iterations went, and how each stage was used while the trainer waited for it.
+    """Return where the time of all rows went, and how each stage was used while the trainer waited for it.
 
     `cores` is how many the run could use, if that is known. `failures` says by stage what failed attempts met.
+    `servers` are those of each role as they are now, where the run still has them.
     """
     waited_for = {
-        stage: total(rows, f"wait/{stage}_s")
-        for stage in (*stage_names(rows), "nothing")
-        if total(rows, f"wait/{stage}_s")
+        stage: seconds for stage in (*STAGE_SERVERS, "nothing") if (seconds := total(rows, f"wait/{stage}_s"))
     }
-    stages: dict[str, StageUse] = {}
-    for stage in stage_names(rows):
-        over_s = waited_for.get(stage, 0.0)
-        if over_s > 0:
-            over_s = over_s if is_strict(config) else sum(map(training_s, rows))
-            busy_s, queued_s = (
-                sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * training_s(row) for row in rows)
-                for what in ("in_flight", "queued")
-            )
-            limit, own = effective_limit(rows, config, stage), stage_limit(config, stage)
-            in_flight, queued = stage_load(busy_s, queued_s, over_s, limit)
-            failed, attempts = failed_attempts(rows, stage)
-            has_lost = any(f"stage/{stage}/lost_s" in row for row in rows)  # older runs did not write it
-            stages[stage] = StageUse(
-                in_flight,
-                queued,
-                limit,
-                stage_slots(config, stage),
-                is_limit_of_servers=limit < own,
-                throttled_share=total(rows, f"stage/{stage}/throttled") / attempts if attempts else 0.0,
-                failed_share=failed / attempts if attempts else 0.0,
-                lost_share=min(1.0, total(rows, f"stage/{stage}/lost_s") / busy_s) if has_lost and busy_s else None,
-                failures=failures.get(stage, ""),
-            )
     return RunTimes(
         wait_s=total(rows, "time/wait_for_batch_s"),
         train_s=total(rows, "time/train_s"),
         update_s=total(rows, "time/update_weights_s"),
         waited_for_s=waited_for,
-        stages=stages,
+        stages={
+            stage: _stage_use(rows, config, stage, failures.get(stage, ""), servers.get(STAGE_SERVERS[stage]))
+            for stage in waited_for
+            if stage in STAGE_SERVERS
+        },
         batch_size=int(config.get("training", {}).get("batch_size", 1)),
+        servers=servers,
         roles_with_room=roles_with_room(config, cores),
         publish_s={phase: total(rows, f"publish/{phase.replace(' ', '_')}_s") for phase in PUBLISHES}
         if not is_strict(config)
         else {},
-        strict=strict_times(rows, config) if may_be_asynchronous(config, cores) else None,
+        iterations=sum("iteration" in row for row in rows),
+        may_be_asynchronous=may_be_asynchronous(config, cores),
+    )
+
+
+def _stage_use(rows: Rows, config: Mapping[str, Any], stage: str, failures: str, servers: ServerUse | None) -> StageUse:
+    """Return how a stage was used. In a strict run its requests mostly run while the trainer waits for them; in an
+    asynchronous one they run all the time.
+    """
+    over_s = total(rows, f"wait/{stage}_s") if is_strict(config) else sum(map(training_s, rows))
+    busy_s, queued_s = (
+        sum(row.get(f"stage/{stage}/mean_{what}", 0.0) * training_s(row) for row in rows)
+        for what in ("in_flight", "queued")
+    )
+    own = stage_limit(config, stage)
+    limit = effective_limit(rows, config, stage) if servers is None else min(own, max(1, servers.let_in))
+    failed, attempts = failed_attempts(rows, stage)
+    has_lost = any(f"stage/{stage}/lost_s" in row for row in rows)  # older runs did not write it
+    return StageUse(
+        min(busy_s / over_s, limit),
+        queued_s / over_s,
+        limit,
+        stage_slots(config, stage, 0 if servers is None else servers.down),
+        is_limit_of_servers=limit < own,
+        throttled_share=total(rows, f"stage/{stage}/throttled") / attempts if attempts else 0.0,
+        failed_share=failed / attempts if attempts else 0.0,
+        lost_share=min(1.0, total(rows, f"stage/{stage}/lost_s") / busy_s) if has_lost and busy_s else None,
+        failures=failures,
     )
 
 
@@ -105,24 +117,6 @@ def failed_attempts(rows: Rows, stage: str) -> tuple[float, float]:
     """Return how many of a stage's attempts failed, throttled ones left out, and how many there were."""
     failed = sum(total(rows, f"stage/{stage}/{each}") for each in ("permanent", "transient", "poisoned"))
     return failed, failed + total(rows, f"stage/{stage}/throttled") + total(rows, f"stage/{stage}/requests")
-
-
-def strict_times(rows: Rows, config: Mapping[str, Any]) -> StrictTimes:
-    """Return the times of strict iterations, from which `gain_words` says what staleness would bring."""
-    return StrictTimes(
-        iterations=len(rows),
-        wait_s=total(rows, "time/wait_for_batch_s"),
-        train_s=total(rows, "time/train_s"),
-        update_s=total(rows, "time/update_weights_s"),
-        stages={
-            stage: StageTotal(
-                sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows),
-                total(rows, f"stage/{stage}/requests"),
-                effective_limit(rows, config, stage),
-            )
-            for stage in stage_names(rows)
-        },
-    )
 
 
 def is_strict(config: Mapping[str, Any]) -> bool:
@@ -241,3 +235,29 @@ def masked_share(rows: Iterable[Mapping[str, float]]) -> float | None:
 
 def total(rows: Iterable[Mapping[str, float]], metric: str) -> float:
     return sum(row.get(metric, 0.0) for row in rows)
+
+
+def run_performance(rows: Rows) -> dict[str, float]:
+    """Return the performance of a whole run: rates over the time that the trainer was busy, and the highest peak."""
+    found = {}
+    for name in PERFORMANCE:
+        parts = [(row[f"perf/{name}"], row["train/train_s"])
+                 for row in rows if f"perf/{name}" in row and row.get("train/train_s")]  # fmt: skip
+        if parts:
+            found[name] = sum(rate * train_s for rate, train_s in parts) / sum(train_s for _, train_s in parts)
+    peaks = [row[f"perf/{PEAK}"] for row in rows if f"perf/{PEAK}" in row]
+    return found | ({PEAK: max(peaks)} if peaks else {})
+
+
+def performance_words(performance: Mapping[str, float]) -> str:
+    """Return a performance in words; empty where nothing was measured. GPUs are told by their memory."""
+    if "tokens_per_s_per_rank" not in performance:
+        return ""
+    memory_gib, mfu = performance.get(PEAK), performance.get("mfu")
+    rank = "rank" if memory_gib is None else "GPU"
+    parts = [
+        f"{performance['tokens_per_s_per_rank']:,.0f} tokens/s a {rank}",
+        "" if mfu is None else f"MFU {100 * mfu:.1f} %",
+        "" if memory_gib is None else f"peak {memory_gib:.1f} GiB",
+    ]
+    return ", ".join(filter(None, parts))

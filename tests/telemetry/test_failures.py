@@ -261,7 +261,8 @@ def test_a_teacher_that_fails_two_in_five_is_what_console_and_report_blame(tmp_p
     run.stages.events.subscribe(log)
 
     async def main():
-        verdict = LiveBottleneck(run.orchestrator, said.append, every_s=5.0, batch_size=16, may_be_asynchronous=True)
+        config = {"training": {"batch_size": 16}, "stages": same_limits().model_dump()}
+        verdict = LiveBottleneck(run.orchestrator, said.append, config, every_s=5.0)
         async with asyncio.TaskGroup() as group:
             speaking = group.create_task(verdict.speak())
             await run.orchestrator.run()

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from spot_async.telemetry.loop_lag import LagHistogram, LoopLag
+from spot_async.telemetry.meters import LagHistogram, LoopLag
 
 
 def test_percentiles_are_those_of_the_lags_within_a_tenth():

@@ -28,7 +28,7 @@ from spot_async.spending.account import Account
 from spot_async.spending.prices import Prices
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.spending.score_cache import CacheCounters
-from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.run_log import RunLog
 from spot_async.testing.services import (
     VOCAB_SIZE,

@@ -43,7 +43,7 @@ from spot_async.loop.events import (
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.loop_lag import LoopLag
+from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import check_packages, open_sinks
 from spot_async.types import Sample, TrainReport, Verdict, WeightSnapshot, WeightVersion

@@ -156,7 +156,8 @@ def test_a_strict_run_says_nothing_of_staleness_but_what_it_would_bring(tmp_path
     assert "Staleness" not in [section.title for section in report.sections]
     assert "staleness" not in dict(report.facts)
     assert report.bottleneck.advice[-1] == (
-        "the trainer idles 85 %: max_staleness=1 would bring an iteration from 10 s to 5.0 s at best"
+        "an iteration takes 10 s: spot-async simulate CONFIG --from RUN says how long it would take with "
+        "max_staleness=1"
     )
 
 

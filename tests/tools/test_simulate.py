@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.loop.events import IterationFinished
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
+from spot_async.run_directory.reading import RunFiles
+from spot_async.telemetry.bottleneck import judge
 from spot_async.telemetry.run_log import iteration_metrics, sample_line
+from spot_async.telemetry.totals import run_times
 from spot_async.telemetry.trace import trace_to
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer
 from spot_async.testing.services import Latency, SimulatedTeacher
@@ -299,9 +303,9 @@ def ramp(server: str, stage: str, tokens_per_s: float) -> Ramp:
     return Ramp(server=server, levels=[level(in_flight) for in_flight in (1, 2, 4, 8)], ended="flat")
 
 
-def test_tune_and_simulate_say_the_same_of_the_same_run(tmp_path):
+def test_tune_simulate_and_the_verdict_say_the_same_of_the_same_run(tmp_path):
     config = configuration(sampling={"max_response_tokens": 64})
-    recorded_run(tmp_path / "run", config, policy=OpdPolicy)
+    recorded_run(tmp_path / "run", config, policy=OpdPolicy, iterations=8)
     check_run(tmp_path / "run", config)
     cut_short = ramp("student", "rollout", 1000.0)
     ramps = [replace(cut_short, levels=cut_short.levels[:2], ended="time"), ramp("teacher", "score", 1000.0)]
@@ -315,6 +319,11 @@ def test_tune_and_simulate_say_the_same_of_the_same_run(tmp_path):
     found = outcomes(config, tmp_path, run=tmp_path / "run", iterations=6)
     assert tuned.advice[0] == staleness_words(found)
     assert tuned.advice[1:] == binding(sufficient(found))
+    files = RunFiles(tmp_path / "run")
+    verdict = judge(run_times(files.metrics(), files.config()))
+    assert verdict.sentence.split(":")[0] == found[0].bottleneck.split(":")[0]
+    (taken_s,) = re.findall(r"^an iteration takes ([\d.]+) s: spot-async simulate", verdict.staleness)
+    assert found[0].iteration_s == pytest.approx(float(taken_s), rel=0.15)
 
 
 def test_the_command_prints_json_and_writes_a_page(tmp_path):

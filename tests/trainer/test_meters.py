@@ -30,9 +30,9 @@ from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.models.model_size import read_size, size_of, training_operations
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.performance import performance_words, run_performance
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.sinks import open_sinks
+from spot_async.telemetry.totals import performance_words, run_performance
 from spot_async.tools.inspect.report import read_report
 from spot_async.trainer import metrics
 from spot_async.trainer.messages import Batch, Trained, UpdateShare, decode_answer

@@ -19,7 +19,6 @@ from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
 from spot_async.spending.records import spending_words
 from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
-from spot_async.telemetry.performance import performance_words, run_performance
 from spot_async.telemetry.totals import (
     RELATIVE_BINS,
     Rows,
@@ -27,6 +26,8 @@ from spot_async.telemetry.totals import (
     is_strict,
     limit_use,
     masked_share,
+    performance_words,
+    run_performance,
     run_times,
     stage_names,
     total,

@@ -25,16 +25,14 @@ from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.events import IterationFinished
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import Bottleneck
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.run_log import tokens_by_lag
-from spot_async.telemetry.totals import GENERATING
 from spot_async.testing.services import VOCAB_SIZE, SimulatedVerifier
 from spot_async.testing.simulation import make_run, policy_context
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import Asked, Workload
-from spot_async.tools.simulate.rates import ClusterRates, reference_is_base, served_roles
+from spot_async.tools.simulate.rates import ROLES, ClusterRates, reference_is_base, served_roles
 from spot_async.tools.simulate.services import RatedServer, RatedStudent, RatedTeacher, RatedTrainer, prompts
 
 WARM_UP = 2  # iterations for each n, and one more: until then a run has not found its rhythm
@@ -231,10 +229,9 @@ async def _finished(
         live = LiveBottleneck(
             run.orchestrator,
             lambda line: None,
+            _tree(config, rates, staleness),
             every_s=0.0,
-            batch_size=batch_size,
             replicas=lambda: replica_states(pools),
-            slots=lambda stage, down: _slots(stage, rates),
         )
         observer = Observer(run.orchestrator.book, servers, live, judged)
         run.stages.events.subscribe(observer)
@@ -259,10 +256,15 @@ def _same(server: RatedServer) -> RatedServer:
     return server
 
 
-def _slots(stage: str, rates: ClusterRates) -> int | None:
-    """Return how many requests of a stage its servers work on at a time, all together."""
-    own = rates.of(STAGE_SERVERS[stage]) if stage in GENERATING else None
-    return None if own is None or own.slots is None else own.slots * (own.replicas or 1)
+def _tree(config: Config, rates: ClusterRates, staleness: int) -> dict[str, Any]:
+    """Return the configuration that is simulated, with as many servers and slots as the rates say."""
+    tree = {**config.model_dump(), "max_staleness": staleness}
+    for role in ROLES:
+        if tree[role] is not None:
+            own = rates.of(role)
+            here = {"slots": own.slots, "replicas": own.replicas, "url": None}
+            tree[role] = {**tree[role], "backend": {**tree[role]["backend"], **here}}
+    return tree
 
 
 def _outcome(
@@ -296,7 +298,7 @@ def _outcome(
         iteration_s=iteration_s,
         bound=bound(staleness, servers_s, train_s, rates.update_s, strict_s or iteration_s),
         bottleneck=bottleneck.sentence,
-        advice=bottleneck.advice,
+        advice=[line for line in bottleneck.advice if line != bottleneck.staleness],
         trainer_idle=1.0 - train_s / iteration_s,
         busy={role: seconds / iteration_s for role, seconds in servers_s.items()},
         lag_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(1, lags.total()),

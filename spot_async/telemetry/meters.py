@@ -1,0 +1,184 @@
+"""Meters that a run reads between two iterations: its event loop, its pumps, its stages and its replicas.
+
+How late the event loop is, every request, timer and reply of a run feels. A timer that should fire every `INTERVAL_S`
+is compared with the clock. While the loop is blocked, only one timer is late, however long that takes. So all the
+timers that would have fired meanwhile are counted too. The metrics are thus those of an event that comes at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+from spot_async.base.events import Event
+from spot_async.errors import FailureClass
+from spot_async.loop.events import Phase, PhaseBegan, PhaseEnded, Pump
+from spot_async.replicas.replica import ReplicaStatus
+from spot_async.stages.stage import StageCounters
+
+INTERVAL_S = 0.05
+RESOLUTION_S = 1e-5  # a shorter lag counts as none
+GROWTH = 1.1  # ratio of a bucket's bound to the one below, so that percentiles are within 5 %
+
+
+class LagHistogram:
+    """Counts lags in buckets that grow by a tenth. Pure."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self.max_s = 0.0
+
+    def add(self, lag_s: float, interval_s: float) -> None:
+        """Count a late timer, and those that would have been due every `interval_s` while it was late."""
+        self.max_s = max(self.max_s, lag_s)
+        while lag_s > 0:
+            self._counts[max(0, math.ceil(math.log(max(lag_s, RESOLUTION_S) / RESOLUTION_S, GROWTH)))] += 1
+            lag_s -= interval_s
+
+    def quantile_s(self, share: float) -> float:
+        """Return the lag that a `share` of all events did not exceed; 0 without events."""
+        wanted, seen = share * self._counts.total(), 0
+        for bucket, count in sorted(self._counts.items()):
+            seen += count
+            if seen >= wanted:
+                return min(self.max_s, RESOLUTION_S * GROWTH**bucket)
+        return 0.0
+
+
+class LoopLag:
+    """Measures the running loop while inside `measuring`."""
+
+    def __init__(self) -> None:
+        self._histogram = LagHistogram()
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics `loop/...` of the time since the last call."""
+        taken, self._histogram = self._histogram, LagHistogram()
+        return {
+            "loop/lag_p50_s": taken.quantile_s(0.5),
+            "loop/lag_p99_s": taken.quantile_s(0.99),
+            "loop/lag_max_s": taken.max_s,
+        }
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure while inside. Enter it on the loop that is to be measured."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def fire(due_s: float) -> None:
+            nonlocal timer
+            now_s = loop.time()
+            self._histogram.add(max(now_s - due_s, RESOLUTION_S), INTERVAL_S)
+            timer = loop.call_at(now_s + INTERVAL_S, fire, now_s + INTERVAL_S)
+
+        first_s = loop.time() + INTERVAL_S
+        timer = loop.call_at(first_s, fire, first_s)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+class PumpClock:
+    """The seconds of one pump by phase, since they were last taken."""
+
+    def __init__(self, pump: Pump, phase: Phase | None = None, since_s: float = float("-inf")) -> None:
+        """Begin to measure: in this phase since then, or with the first phase that begins."""
+        self._pump = pump
+        self._phase = phase
+        self._since_s = since_s  # everything before is counted
+        self._seconds: dict[Phase, float] = defaultdict(float)
+
+    def on(self, event: Event) -> None:
+        match event:
+            case PhaseBegan() if event.pump == self._pump:
+                self._phase, self._since_s = event.name, max(self._since_s, event.at_s)
+            case PhaseEnded() if event.pump == self._pump:
+                self._count(event.name, max(event.started_s, self._since_s), event.ended_s)
+                self._phase = None
+
+    def take(self, now_s: float) -> Mapping[Phase, float]:
+        """Return the seconds since the last call. The present phase is counted up to now."""
+        if self._phase is not None:
+            self._count(self._phase, self._since_s, now_s)
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return seconds
+
+    def _count(self, phase: Phase, started_s: float, ended_s: float) -> None:
+        self._seconds[phase] += max(0.0, ended_s - started_s)
+        self._since_s = max(self._since_s, ended_s)
+
+
+def phase_metrics(seconds: Mapping[Phase, float]) -> dict[str, float]:
+    """Return the metrics `publish/...`."""
+    return {f"publish/{phase.replace(' ', '_')}_s": each for phase, each in seconds.items()}
+
+
+def stage_metrics(name: str, now: StageCounters, last: StageCounters, elapsed_s: float) -> dict[str, float]:
+    """Return the metrics `stage/<name>/...` of the time since the last counters.
+
+    Mean numbers of requests are the time that all requests spent together, divided by the time that passed.
+    """
+    metrics = {
+        "requests": float(now.completed - last.completed),
+        "retried": float(now.retried - last.retried),
+        "failed": float(now.failed - last.failed),
+        **{str(failure): float(getattr(now, failure) - getattr(last, failure)) for failure in FailureClass},
+        "lost_s": now.lost_s - last.lost_s,
+    }
+    if ended := now.ended - last.ended:
+        metrics["mean_latency_s"] = (now.busy_s - last.busy_s) / ended
+    if elapsed_s > 0:
+        metrics["mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
+        metrics["mean_queued"] = (now.waited_s - last.waited_s) / elapsed_s
+    return {f"stage/{name}/{metric}": value for metric, value in metrics.items()}
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """What telemetry reads of a backend that stands for several servers."""
+
+    @property
+    def replicas(self) -> Sequence[ReplicaStatus]: ...
+
+
+class ReplicaMetrics:
+    """Makes the metrics of all pools among the backends of a run. The backends must have been entered."""
+
+    def __init__(self, backends: Mapping[str, object]) -> None:
+        self._pools = [each for each in backends.values() if isinstance(each, Pool)]
+        self._last = self._now()
+
+    def take(self, elapsed_s: float) -> dict[str, float]:
+        """Return the metrics of the time since the last call, `elapsed_s` ago."""
+        now, last = self._now(), self._last
+        self._last = now
+        metrics: dict[str, float] = {}
+        for name, status in now.items():
+            changes = _metrics(status, last[name], elapsed_s)
+            metrics |= {f"replica/{name}/{metric}": float(value) for metric, value in changes.items()}
+        return metrics
+
+    def _now(self) -> dict[str, ReplicaStatus]:
+        return {status.name: status for pool in self._pools for status in pool.replicas}
+
+
+def _metrics(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[str, float]:
+    metrics: dict[str, float] = {
+        "requests": now.requests - last.requests,
+        "limit": now.limit,
+        "limit_decreases": now.decreases - last.decreases,
+        "restarts": now.restarts - last.restarts,
+        "away_s": now.away_s - last.away_s,
+    }
+    if elapsed_s > 0:
+        metrics["mean_in_flight"] = (now.busy_s - last.busy_s) / elapsed_s
+    prompt_tokens = now.traffic.prompt_tokens - last.traffic.prompt_tokens
+    if prompt_tokens and now.traffic.cached_tokens:  # a server that never states any may just not count them
+        metrics["cached_share"] = (now.traffic.cached_tokens - last.traffic.cached_tokens) / prompt_tokens
+    return metrics
