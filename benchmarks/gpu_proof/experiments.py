@@ -224,7 +224,7 @@ EXPERIMENTS = {
     ),
     "E7": Experiment(
         "Servers keep the contract",
-        "Does `spot-async conformance` pass on a GPU, with and without logits in float32?",
+        "Does the contract of backends hold on a GPU, with and without logits in float32?",
         (
             Part("E7 vLLM", "launched as a run does", "servers:conformance", ("card", "vllm"), 150, ("vllm", {})),
             Part(
@@ -251,7 +251,7 @@ EXPERIMENTS = {
         ),
     ),
     "E8": Experiment(
-        "Doctor of a normal pair",
+        "Check of a normal pair",
         "What does `spot-async check` measure and warn of, with two servers of 0.6B?",
         (
             Part("E8 vLLM", "two servers, logits in float32", "servers:check", ("card", "vllm"), 200, ("vllm", {})),

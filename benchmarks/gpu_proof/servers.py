@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import yaml
 from qwen3_models import save_qwen3, save_words, vocabulary_of
@@ -64,33 +64,36 @@ def launch(
 
 
 def conformance(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
-    """`spot-async conformance`; a row for each check that did not pass, and one for all."""
-    model = model_of(place, "0.6b")
+    """The contract of backends; a row for each check that did not pass, and one for all."""
+    model, report = model_of(place, "0.6b"), Path(place.scratch) / "contract.xml"
     tensor_parallel = keys.get("tensor_parallel_size", 1)
     if place.device == "cpu":
         keys = {}
     section = launch(place, kind, memory_fraction=0.5, devices=",".join(map(str, range(tensor_parallel))), **keys)
     python = section.pop("python")
-    settings = [f"launch.{key}={json.dumps(each)}" for key, each in section.items()]
+    settings = [word for key, each in section.items() for word in ("--set", f"launch.{key}={json.dumps(each)}")]
     tolerance = TOLERANCE_NATS if place.device == "cuda" else 5e-5
     options = ["--backend", kind, "--model", str(model), "--launch-python", python, "--tolerance", str(tolerance)]
-    said = _command("conformance", *options, "--device", place.device, *settings, codes=(0, 1))
-    row = r"^ ?(\w+) +(passed|failed|not offered|not checked)\b *(\d\S*e[+-]\d+)? *(.*?) *$"
-    checks = re.findall(row, said, flags=re.M)
-    if not checks:
-        raise SystemExit(_reason(said) or "no check was made")
-    counts = {
-        state: sum(found == state for _, found, *_ in checks)
-        for state in ("passed", "failed", "not offered", "not checked")
-    }
+    options += ["--device", place.device, *settings, f"--junitxml={report}"]
+    contract = "spot_async.testing.conformance"
+    words = ["-q", "-p", "no:cacheprovider", "-p", f"{contract}.plugin", "--pyargs", contract, *options]
+    said = _command(*words, codes=(0, 1), module="pytest")
+    tests = list(ElementTree.parse(report).iter("testcase"))
+    if not tests:
+        raise SystemExit(_reason(said))
+    failed = [test for test in tests if test.find("failure") is not None or test.find("error") is not None]
+    skipped = [test for test in tests if test.find("skipped") is not None]
+    nats = [float(found.attrib["value"]) for test in tests for found in test.iterfind(".//property[@name='nats']")]
     yield {
         "what": "all checks",
-        **{state.replace(" ", "_"): count for state, count in counts.items()},
-        "nats_at_most": max((float(nats) for _, _, nats, _ in checks if nats), default=None),
+        "passed": len(tests) - len(failed) - len(skipped),
+        "failed": len(failed),
+        "skipped": len(skipped),
+        "nats_at_most": max(nats, default=None),
     }
-    for name, state, _, note in checks:
-        if state in ("failed", "not checked"):
-            yield {"what": name, "state": state, "said": note[:200]}
+    for test in failed:
+        why = next(part for part in test if part.tag in ("failure", "error"))
+        yield {"what": test.attrib["name"].removeprefix("test_"), "said": why.attrib["message"][:200]}
 
 
 def check(place: Place, kind: str, keys: dict[str, Any]) -> Rows:
@@ -210,23 +213,23 @@ def _config(
     return path
 
 
-def _command(*words: str, codes: Container[int]) -> str:
-    """Run a command of ours; return what it printed. Raises `SystemExit` with its error at another exit code."""
+def _command(*words: str, codes: Container[int], module: str = "spot_async") -> str:
+    """Run a command; return what it printed. Raises `SystemExit` with its error at another exit code."""
     environment = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, "-m", "spot_async", *words],
+        [sys.executable, "-m", module, *words],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     sys.stderr.write(done.stderr + done.stdout)
     if done.returncode not in codes:
-        raise SystemExit(f"spot-async {words[0]}: exit code {done.returncode}: {_reason(done.stderr)}")
+        raise SystemExit(f"{module} {words[0]}: exit code {done.returncode}: {_reason(done.stderr)}")
     return done.stdout or done.stderr
 
 
 def _reason(said: str) -> str:
     """Return the line in which a command says why it failed, or the last one."""
     lines = [line for line in said.splitlines() if line.strip()]
-    return next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")
+    return next((line for line in lines if "error: " in line), lines[-1] if lines else "it said nothing")
 
 
 def _metrics(place: Place) -> list[dict[str, Any]]:

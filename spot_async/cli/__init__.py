@@ -30,6 +30,7 @@ from spot_async.telemetry.screen import show_nearest_characters
 RETIRED = {
     "plan": "spot-async check CONFIG --no-servers",
     "data": "spot-async check FILE",
+    "conformance": "pytest -p spot_async.testing.conformance.plugin --pyargs spot_async.testing.conformance",
 }
 
 
@@ -92,7 +93,6 @@ app.command("doctor", hidden=True, cls=ConfiguredCommand)(checking.check)  # its
 app.command(cls=ConfiguredCommand, help=flowing(servers.tune))(servers.tune)
 app.command(cls=ConfiguredCommand, help=flowing(servers.forecast))(servers.forecast)
 app.command(cls=ConfiguredCommand, help=flowing(files.simulate))(files.simulate)
-app.command(help=flowing(servers.conformance))(servers.conformance)
 app.command("inspect", help=flowing(files.inspect_run))(files.inspect_run)
 app.command(help=flowing(files.report))(files.report)
 app.command("verify-run", help=flowing(files.verify_run))(files.verify_run)

@@ -1,9 +1,9 @@
-"""The commands about servers, without a run: `serve`, `tune`, `forecast` and `conformance`."""
+"""The commands about servers, without a run: `serve`, `tune` and `forecast`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -137,41 +137,3 @@ def forecast(
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
         fail(cause, code=exit_code(cause))
-
-
-def conformance(
-    backend: Annotated[str, typer.Option(metavar="KIND", help="an installed backend, or `module:Class`")],
-    model: Annotated[str, typer.Option(metavar="DIR", help="the model it serves, which is also loaded here")],
-    url: Annotated[str | None, typer.Option(help="of a server that runs already")] = None,
-    launch_python: Annotated[
-        str | None, typer.Option(metavar="PYTHON", help="start a server with this interpreter")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="the backend's own settings, e.g. slots=8")
-    ] = None,
-    role: Annotated[Literal["student", "teacher"], typer.Option(help="whose part the backend plays")] = "student",
-    tolerance: Annotated[float, typer.Option(help="nats between served and exact log-probabilities")] = 2e-5,
-    device: Annotated[str, typer.Option(help="torch device of the model that is loaded here")] = "cpu",
-    directory: Annotated[
-        Path | None,
-        typer.Option(help="for logs and weights to update to; the server must be able to read it; default: temporary"),
-    ] = None,
-) -> None:
-    """Check that a backend keeps its contract, against the same model in torch (float32).
-
-    Tokens, log-probabilities, entropies, seeds, deadlines, refusals and weight updates. A server's weights are replaced
-    while it is checked, and put back. Exit code 1 when a check fails.
-    """
-    from spot_async.tools.conformance import command
-
-    try:
-        config = command.read_settings(backend, model, url, launch_python, settings or ())
-    except ConfigError as error:
-        fail(error, code=2)
-    try:
-        failed = command.run(screen, config, directory, role=role, tolerance_nats=tolerance, device=device)
-    except (SpotError, BaseExceptionGroup) as error:
-        cause = root_cause(error)
-        fail(cause, code=exit_code(cause))
-    if failed:
-        raise typer.Exit(1)

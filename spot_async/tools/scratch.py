@@ -1,4 +1,4 @@
-"""Gives a directory for logs and trial weights to commands that leave no run behind (check, conformance)."""
+"""Gives a directory for logs and trial weights to commands that leave no run behind (check, tune, forecast)."""
 
 from __future__ import annotations
 

@@ -53,7 +53,12 @@ def test_an_option_or_a_file_in_a_commands_place_is_told_with_the_command(monkey
 
 
 @pytest.mark.parametrize(
-    ("retired", "now"), [("plan", "spot-async check CONFIG --no-servers"), ("data", "spot-async check FILE")]
+    ("retired", "now"),
+    [
+        ("plan", "spot-async check CONFIG --no-servers"),
+        ("data", "spot-async check FILE"),
+        ("conformance", "pytest -p spot_async.testing.conformance.plugin --pyargs spot_async.testing.conformance"),
+    ],
 )
 def test_a_retired_command_says_which_one_does_its_work(monkeypatch, retired, now):
     shown = invoke(monkeypatch, retired, "check", "x", "--json")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.tools.conformance.checks import A_LITTLE
+from spot_async.testing.conformance.contract import A_LITTLE
 from spot_async.types import Generation
 
 PARITY_NATS = 2e-5  # in float32
@@ -38,7 +38,7 @@ async def expect_of_samples(measure: Callable[[], Awaitable[float]]) -> None:
 
     Rounding in float32 alone takes about one position of 200,000 beyond the bound (2.4e-5 is the largest seen), and no
     server draws the same twice under another load. So a draw that is little beyond it is replaced, once, as
-    `spot-async conformance` does.
+    `spot_async.testing.conformance` does.
     """
     nats = await measure()
     if PARITY_NATS < nats <= A_LITTLE * PARITY_NATS:

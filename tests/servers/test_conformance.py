@@ -1,4 +1,4 @@
-"""Real servers keep the contract: every check of `spot-async conformance`, and what each is known not to offer."""
+"""Real servers keep the contract: every check of it, and what each is known not to offer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import StartServer, TinyModels
+from contract_run import run_contract
 from server_process import RunningServer
-
-from spot_async.config import ModelConfig
-from spot_async.config.loading import validate_as
-from spot_async.tools.conformance.running import check_backend
 
 # (backend, role, the fixture of its server) and what it does not offer.
 CASES = {
@@ -41,12 +38,14 @@ def short_vllm_v2(start_vllm_v2: StartServer, models: TinyModels) -> Iterator[Ru
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly) if name == "vllm_v2" else name for name in CASES]
 )
-async def test_a_real_server_keeps_the_contract(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_real_server_keeps_the_contract(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     kind, role, fixture, not_offered = CASES[name]
     server = request.getfixturevalue(fixture)
-    config = validate_as(ModelConfig, {"model": str(server.model), "backend": {"kind": kind, "url": server.url}})
-    outcomes = await check_backend(config, tmp_path, role=role)
-    broken = [f"{each.name}: {each.note}" for each in outcomes if each.status in ("failed", "not checked")]
+    attached = ["--backend", kind, "--url", server.url, "--model", str(server.model), "--directory", str(tmp_path)]
+    _, found = run_contract(*attached, "--role", role)
+    broken = [f"{each}: {said}" for each, (state, said, _) in found.items() if state == "failed"]
     assert not broken, "\n".join(broken)
-    assert {outcome.name for outcome in outcomes if outcome.status == "not offered"} == not_offered
-    assert max(outcome.nats or 0.0 for outcome in outcomes) <= 5e-5  # at a lower temperature they are divided by it
+    skipped = {each: said for each, (state, said, _) in found.items() if state == "skipped"}
+    assert skipped.keys() == not_offered
+    assert all(said.startswith("not offered: ") for said in skipped.values())
+    assert max(nats for _, _, nats in found.values()) <= 5e-5  # at a lower temperature they are divided by it

@@ -14,7 +14,7 @@ from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import both, watched
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage
-from spot_async.tools.conformance.checks import A_LITTLE
+from spot_async.testing.conformance.contract import A_LITTLE
 from spot_async.types import (
     FloatArray,
     Generation,

@@ -10,9 +10,9 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError, VersionMismatchError
-from spot_async.tools.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
-from spot_async.tools.conformance.findings import Finding, NotOffered, Violation
-from spot_async.tools.conformance.subject import RESPONSE_TOKENS, Subject
+from spot_async.testing.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
+from spot_async.testing.conformance.contract import PARITY, UPDATES, Finding, Violation, check, not_offered
+from spot_async.testing.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.types import Generation, IntArray, WeightVersion
 
 IN_FLIGHT = 4
@@ -20,9 +20,10 @@ MEETINGS = 3
 VISIBLE_NATS = 0.01  # weights whose log-probabilities differ by less cannot be told apart
 
 
-async def refused_snapshot(subject: Subject) -> Finding:
+@check(UPDATES, after=[*PARITY, "versions"])
+async def test_refused_snapshot(subject: Subject) -> Finding:
     """Broken weights are refused, and the old ones go on being served under their own version."""
-    from spot_async.tools.conformance.reference import write_broken
+    from spot_async.testing.conformance.reference import write_broken
 
     version = _known(subject)
     original = subject.files.directory
@@ -40,7 +41,8 @@ async def refused_snapshot(subject: Subject) -> Finding:
     return Finding(f"refused: {', '.join(broken)}; weights {version} serve on")
 
 
-async def update(subject: Subject) -> Finding:
+@check(UPDATES, after=[*PARITY, "versions"])
+async def test_weight_update(subject: Subject) -> Finding:
     """After an update, generations, scores and candidates are the new weights', and say so; and back again."""
     old = _known(subject)
     original, changed = subject.files.directory, await _changed(subject)
@@ -58,7 +60,8 @@ async def update(subject: Subject) -> Finding:
     return Finding(f"{old} to {_next(old)} (log-probabilities move by {moved:.2g} nats) and back", nats)
 
 
-async def update_under_way(subject: Subject) -> Finding:
+@check(UPDATES, after=["weight_update"])
+async def test_update_under_way(subject: Subject) -> Finding:
     """A response that an update interrupts says which weights each token is of, and its log-probabilities agree."""
     tokens = subject.long_response_tokens
     for _ in range(MEETINGS):  # on a busy machine, an update may come too late to meet a response
@@ -68,8 +71,8 @@ async def update_under_way(subject: Subject) -> Finding:
             return Finding(f"{met.switched} of {IN_FLIGHT} responses of {tokens} tokens have tokens of both", met.nats)
     if met.given_up:
         require(not subject.capabilities.in_flight_updates, "in_flight_updates is said, but responses are given up")
-        raise NotOffered("responses under way are given up when weights come, to be asked for again")
-    raise NotOffered(f"responses of {tokens} tokens were over before new weights came")
+        raise not_offered("responses under way are given up when weights come, to be asked for again")
+    raise not_offered(f"responses of {tokens} tokens were over before new weights came")
 
 
 class _Met(NamedTuple):
@@ -121,7 +124,7 @@ async def _attempt(subject: Subject, prompt: IntArray, tokens: int) -> Generatio
 
 
 async def _changed(subject: Subject) -> Path:
-    from spot_async.tools.conformance.reference import write_changed
+    from spot_async.testing.conformance.reference import write_changed
 
     target = subject.scratch / "changed"
     if not target.exists():

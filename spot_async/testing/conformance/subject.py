@@ -28,8 +28,8 @@ from spot_async.types import (
 )
 
 if TYPE_CHECKING:
-    from spot_async.tools.conformance.comparison import Rows
-    from spot_async.tools.conformance.reference import Reference
+    from spot_async.testing.conformance.comparison import Rows
+    from spot_async.testing.conformance.reference import Reference
 
 COOL = 0.6  # a temperature at which log-probabilities differ clearly from those at 1
 PROMPT_TOKENS = 12
@@ -50,6 +50,7 @@ class Subject:
     tolerance_nats: float = 2e-5
     timeout_s: float = 120.0  # deadline of a request
     device: str = "cpu"  # the reference's
+    broken: set[str] = field(default_factory=set)  # checks that failed, or that build on those
     _seeds: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def deadline(self, timeout_s: float | None = None) -> float:
@@ -95,24 +96,19 @@ class Subject:
         self,
         prompt_ids: IntArray,
         *,
-        max_tokens: int = RESPONSE_TOKENS,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_token_ids: tuple[int, ...] = (),
-        seed: int | None = None,
         top_k: int = 0,
-        vocab_limit: int | None = None,
         timeout_s: float | None = None,
+        seed: int | None = None,
+        **sampled: Any,
     ) -> Generation:
-        """Ask for a response. Without a `seed`, the request has one that no other request has."""
-        sampling = SamplingSettings(
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_tokens,
-            stop_token_ids=stop_token_ids,
-            seed=next(self._seeds) if seed is None else seed,
-            vocab_limit=vocab_limit,
-        )
+        """Ask for a response to `sampled`, fields of `SamplingSettings`.
+
+        Without a `seed`, the request has one that no other request has.
+        """
+        own: dict[str, Any] = {"max_tokens": RESPONSE_TOKENS, "stop_token_ids": (), "seed": seed}
+        if seed is None:
+            own["seed"] = next(self._seeds)
+        sampling = SamplingSettings(**(own | sampled))
         reply: Generation = await self.backend.generate(
             prompt_ids, sampling, top_k=top_k, deadline=self.deadline(timeout_s)
         )
@@ -163,7 +159,7 @@ class Subject:
 
     async def update(self, directory: Path, version: WeightVersion) -> None:
         """Send weights, and compare with them from then on."""
-        from spot_async.tools.conformance.reference import Reference
+        from spot_async.testing.conformance.reference import Reference
 
         await self.backend.update_weights(self.snapshot(directory, version), deadline=self.deadline())
         self.reference = await asyncio.to_thread(Reference, directory, self.device)

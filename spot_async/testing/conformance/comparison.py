@@ -10,7 +10,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.tools.conformance.findings import Violation
+from spot_async.testing.conformance.contract import Violation
 from spot_async.types import BoolArray, Float64Array, Int64Array, TokenScores
 
 Rows = Float64Array  # exact log-probabilities (T, V)

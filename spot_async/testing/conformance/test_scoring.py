@@ -6,7 +6,7 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError, VersionMismatchError
-from spot_async.tools.conformance.comparison import (
+from spot_async.testing.conformance.comparison import (
     ENDS,
     Rows,
     entropy,
@@ -18,17 +18,26 @@ from spot_async.tools.conformance.comparison import (
     require,
     require_close,
 )
-from spot_async.tools.conformance.findings import Finding, NotOffered, Violation
-from spot_async.tools.conformance.subject import COOL, PROMPT_TOKENS, RESPONSE_TOKENS, Subject
+from spot_async.testing.conformance.contract import (
+    CANDIDATES,
+    POSITIONS,
+    SCORES,
+    Finding,
+    Violation,
+    check,
+    not_offered,
+)
+from spot_async.testing.conformance.subject import COOL, PROMPT_TOKENS, RESPONSE_TOKENS, Subject
 from spot_async.types import IntArray, ScoreRequest, TokenScores, WeightVersion
 
 RESPONSES = 6
-CANDIDATES = 5
+OF_POSITION = 5  # candidates
 CANDIDATE_POSITIONS = 6
 EMPTY = np.zeros(0, np.int32)
 
 
-async def parity(subject: Subject) -> Finding:
+@check(SCORES)
+async def test_score_parity(subject: Subject) -> Finding:
     """Log-probabilities of the response's tokens are right at every position but the first and the last."""
     nats, tokens, masked = 0.0, 0, 0
     for (_, response), scores, exact in await _score(subject):
@@ -40,7 +49,8 @@ async def parity(subject: Subject) -> Finding:
     return Finding(f"{RESPONSES} responses, {tokens} tokens" + f", {masked} of them masked" * (masked > 0), nats)
 
 
-async def boundary(subject: Subject) -> Finding:
+@check(SCORES, after=["score_parity"])
+async def test_score_boundary(subject: Subject) -> Finding:
     """They are right at the first and the last token too, and for one token alone, where an error by one row shows."""
     nats, one_off = 0.0, 0.0
     ends = 0
@@ -60,7 +70,8 @@ async def boundary(subject: Subject) -> Finding:
     return Finding(f"rows one off would differ by {one_off:.2g} nats", nats)
 
 
-async def top_k(subject: Subject) -> Finding:
+@check(SCORES, after=["score_parity"])
+async def test_score_top_k(subject: Subject) -> Finding:
     """The likeliest tokens and their log-probabilities come in order, as many as the capabilities say."""
     nats = 0.0
     for _, scores, exact in await _score(subject):
@@ -74,7 +85,8 @@ async def top_k(subject: Subject) -> Finding:
     return Finding(f"top-{subject.score_top_k}, and the largest: top-{subject.capabilities.max_top_k}", nats)
 
 
-async def entropies(subject: Subject) -> Finding:
+@check(SCORES, after=["score_parity"])
+async def test_score_entropy(subject: Subject) -> Finding:
     """The bounds hold the exact entropy, and are equal to it if the capabilities call it exact."""
     outside, width, nats = 0.0, 0.0, 0.0
     for _, scores, exact in await _score(subject):
@@ -90,7 +102,8 @@ async def entropies(subject: Subject) -> Finding:
     return Finding("exact", nats)
 
 
-async def positions_again(subject: Subject) -> Finding:
+@check(POSITIONS, after=["score_parity"])
+async def test_position_scores(subject: Subject) -> Finding:
     """Single positions can be asked for again with a wider top-K, and bounds that hold the exact entropy."""
     said = subject.capabilities
     prompt, response, positions, _ = _candidates(subject)
@@ -106,7 +119,8 @@ async def positions_again(subject: Subject) -> Finding:
     return Finding(f"{len(positions)} positions, top-{said.max_position_top_k} of {said.vocab_size}", nats)
 
 
-async def temperature(subject: Subject) -> Finding:
+@check(SCORES, after=["score_parity"])
+async def test_score_temperature(subject: Subject) -> Finding:
     """Scores are at the temperature that the capabilities say."""
     convention = subject.capabilities.score_temperature
     nats, other = 0.0, 0.0
@@ -130,7 +144,8 @@ async def temperature(subject: Subject) -> Finding:
     return Finding(f"{said}; the other would differ by {other:.2g} nats", nats)
 
 
-async def empty_response(subject: Subject) -> Finding:
+@check(SCORES)
+async def test_empty_response(subject: Subject) -> Finding:
     """A response of no tokens has no rows, or is refused, and the server lives on."""
     try:
         scores = await subject.score(subject.prompt(0), EMPTY)
@@ -144,7 +159,8 @@ async def empty_response(subject: Subject) -> Finding:
     return Finding(note)
 
 
-async def longest(subject: Subject) -> Finding:
+@check(SCORES, after=["score_parity"])
+async def test_longest_score(subject: Subject) -> Finding:
     """Prompt and response may fill the context exactly, and one token more is refused.
 
     For a student, which runs only sample from, one token less is enough, since some servers sample a token after every
@@ -170,21 +186,23 @@ async def longest(subject: Subject) -> Finding:
     raise Violation(f"{context + 1} tokens exceed the context of {context}, but were scored: refuse them")
 
 
-async def candidates(subject: Subject) -> Finding:
+@check(CANDIDATES)
+async def test_candidates(subject: Subject) -> Finding:
     """Log-probabilities of chosen tokens, likely or not, are exact at chosen positions in any order."""
     prompt, response, positions, ids = _candidates(subject)
     served = await subject.candidates(prompt, response, positions, ids)
     exact = await subject.exact(prompt, response)
     nats = largest(served, of_tokens(exact[positions], ids))
     require_close(nats, subject.tolerance_nats, "log-probabilities of candidates")
-    none = await subject.candidates(prompt, response, EMPTY, EMPTY.reshape(0, CANDIDATES))
-    require(none.shape == (0, CANDIDATES), f"no positions gave shape {none.shape}")
+    none = await subject.candidates(prompt, response, EMPTY, EMPTY.reshape(0, OF_POSITION))
+    require(none.shape == (0, OF_POSITION), f"no positions gave shape {none.shape}")
     return Finding(
         f"{ids.size} candidates ({subject.capabilities.candidate_logprobs}), down to {served.min():.3g}", nats
     )
 
 
-async def candidate_temperature(subject: Subject) -> Finding:
+@check(CANDIDATES, after=["candidates"])
+async def test_candidate_temperature(subject: Subject) -> Finding:
     """Candidates are at the temperature of rollouts. Otherwise the two could not be compared."""
     convention = subject.capabilities.generation_temperature
     prompt, response, positions, ids = _candidates(subject)
@@ -199,10 +217,11 @@ async def candidate_temperature(subject: Subject) -> Finding:
     return Finding("as generations", nats)
 
 
-async def candidate_version(subject: Subject) -> Finding:
+@check(CANDIDATES, after=["candidates"])
+async def test_candidate_version(subject: Subject) -> Finding:
     """Candidates of weights that are not served are refused by name, and those of whichever are served are exact."""
     if subject.version is None:
-        raise NotOffered("nobody knows which weights the server holds, and it takes no others")
+        raise not_offered("nobody knows which weights the server holds, and it takes no others")
     other = WeightVersion(subject.version.lineage + 7, subject.version.step + 7)
     prompt, response, positions, ids = _candidates(subject)
     try:
@@ -241,6 +260,6 @@ def _candidates(subject: Subject) -> tuple[IntArray, IntArray, IntArray, IntArra
     draw = np.random.default_rng(3)
     inner = 1 + draw.choice(RESPONSE_TOKENS - 2, CANDIDATE_POSITIONS - 2, replace=False)
     positions = draw.permutation(np.array([0, RESPONSE_TOKENS - 1, *inner], np.int32)).astype(np.int32)
-    ids = np.stack([draw.choice(subject.capabilities.vocab_size, CANDIDATES, replace=False) for _ in positions])
+    ids = np.stack([draw.choice(subject.capabilities.vocab_size, OF_POSITION, replace=False) for _ in positions])
     ids[:, 0] = response[positions]
     return prompt, response, positions, ids.astype(np.int32)

@@ -8,7 +8,7 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError
-from spot_async.tools.conformance.comparison import (
+from spot_async.testing.conformance.comparison import (
     ENDS,
     INNER,
     largest,
@@ -19,8 +19,8 @@ from spot_async.tools.conformance.comparison import (
     require,
     require_close,
 )
-from spot_async.tools.conformance.findings import Finding, NotOffered, Violation
-from spot_async.tools.conformance.subject import COOL, PROMPT_TOKENS, Subject
+from spot_async.testing.conformance.contract import GENERATION, TOKENS, Finding, Violation, check, not_offered
+from spot_async.testing.conformance.subject import COOL, PROMPT_TOKENS, Subject
 from spot_async.types import Generation, IntArray
 
 PROMPTS = 8
@@ -34,7 +34,8 @@ MOST_BANNED = 512  # ids that may be banned; vLLM's GPU runner takes at most 1,0
 STOPS = 8  # stop tokens; of 4, a server that ignores seeds would sample none the second time once in 2,500 times
 
 
-async def parity(subject: Subject) -> Finding:
+@check(TOKENS)
+async def test_generation_parity(subject: Subject) -> Finding:
     """Log-probabilities of sampled tokens and of the top-K are right at every position but the first and the last."""
     replies = await _sample(subject)
     nats = 0.0
@@ -48,7 +49,8 @@ async def parity(subject: Subject) -> Finding:
     return Finding(f"{len(replies)} responses, {tokens} tokens, top-{subject.generation_top_k}", nats)
 
 
-async def boundary(subject: Subject) -> Finding:
+@check(TOKENS, after=["generation_parity"])
+async def test_generation_boundary(subject: Subject) -> Finding:
     """They are right at the first and the last token of the response too, where an error by one row shows."""
     nats, one_off = 0.0, 0.0
     for prompt, reply in await _sample(subject):
@@ -63,7 +65,8 @@ async def boundary(subject: Subject) -> Finding:
     return Finding(f"rows one off would differ by {one_off:.2g} nats", nats)
 
 
-async def temperature(subject: Subject) -> Finding:
+@check(TOKENS, after=["generation_parity"])
+async def test_generation_temperature(subject: Subject) -> Finding:
     """Log-probabilities of sampled tokens are at the temperature that the capabilities say."""
     convention = subject.capabilities.generation_temperature
     nats, other = 0.0, 0.0
@@ -79,7 +82,8 @@ async def temperature(subject: Subject) -> Finding:
     return Finding(f"{said}; the other would differ by {other:.2g} nats", nats)
 
 
-async def distribution(subject: Subject) -> Finding:
+@check(TOKENS)
+async def test_sampling_distribution(subject: Subject) -> Finding:
     """First tokens are drawn from the model's distribution at the temperature that was asked for.
 
     The statistic is the mean probability of the tokens that were drawn. Its expectation and variance are known, and it
@@ -100,7 +104,8 @@ async def distribution(subject: Subject) -> Finding:
     return Finding(f"{what} is {z:+.1f} standard errors off")
 
 
-async def low_temperature(subject: Subject) -> Finding:
+@check(TOKENS)
+async def test_low_temperature(subject: Subject) -> Finding:
     """Close to temperature 0, the likeliest token is drawn, if it is clearly ahead."""
     clear, wrong = 0, 0
     for prompt, reply in await _sample(subject, temperature=COLD):
@@ -114,7 +119,8 @@ async def low_temperature(subject: Subject) -> Finding:
     return Finding(f"{clear} tokens at temperature {COLD} are the likeliest")
 
 
-async def top_p(subject: Subject) -> Finding:
+@check(TOKENS, after=["generation_parity"])
+async def test_top_p(subject: Subject) -> Finding:
     """Only the nucleus is sampled. Log-probabilities are over all tokens or the nucleus, as the capabilities say."""
     truncated = subject.capabilities.logprob_convention == "truncated"
     nats, mass = 0.0, 0.0
@@ -131,7 +137,8 @@ async def top_p(subject: Subject) -> Finding:
     return Finding(f"within the nucleus of {TOP_P:.0%}; log-probabilities of the {said}", nats)
 
 
-async def vocab_limit(subject: Subject) -> Finding:
+@check(TOKENS, after=["generation_parity"])
+async def test_vocab_limit(subject: Subject) -> Finding:
     """Ids from the limit on are not sampled. A student's log-probabilities are still those over all tokens."""
     width = subject.capabilities.vocab_size
     free = max(int(reply.token_ids.max()) for _, reply in await _sample(subject))
@@ -147,7 +154,8 @@ async def vocab_limit(subject: Subject) -> Finding:
     return Finding(f"none of the last {width - limit} ids{seen}", nats)
 
 
-async def stop_tokens(subject: Subject) -> Finding:
+@check(TOKENS)
+async def test_stop_tokens(subject: Subject) -> Finding:
     """A response ends with its first stop token, which is part of it, or else at its full length."""
     sampled = np.concatenate([reply.token_ids for _, reply in await _sample(subject)])
     tokens, counts = np.unique(sampled, return_counts=True)
@@ -165,7 +173,8 @@ async def stop_tokens(subject: Subject) -> Finding:
     return Finding(f"{stopped} of {len(replies)} responses ended by one of {len(stops)} stop tokens, included")
 
 
-async def immediate_stop(subject: Subject) -> Finding:
+@check(TOKENS, after=["low_temperature"])
+async def test_immediate_stop(subject: Subject) -> Finding:
     """A response whose first token is a stop token has one token."""
     margins = []
     for i in range(PROMPTS):
@@ -181,10 +190,20 @@ async def immediate_stop(subject: Subject) -> Finding:
     return Finding("one token, its stop token")
 
 
-async def seed_repeats(subject: Subject) -> Finding:
+@check(GENERATION)
+async def test_samples_differ(subject: Subject) -> Finding:
+    """Requests with different seeds are different samples. With one seed for all, a run would train on copies."""
+    replies = await gather(subject.generate(subject.prompt(0)) for _ in range(PROMPTS))
+    different = len({_tokens(reply) for reply in replies})
+    require(different == len(replies), f"{len(replies)} seeds at once gave only {different} different responses")
+    return Finding(f"{different} different responses to one prompt")
+
+
+@check(GENERATION, after=["samples_differ"])
+async def test_seeds(subject: Subject) -> Finding:
     """The same seed gives the same tokens, alone and among other requests, and another seed gives others."""
     if not subject.capabilities.seeds:
-        raise NotOffered("the server does not honour seeds: runs do not repeat, and each seed is still its own sample")
+        raise not_offered("the server does not honour seeds: runs do not repeat, and each seed is still its own sample")
     prompt, seeds = subject.prompt(0), range(7000, 7008)
     alone = [await subject.generate(prompt, seed=seed) for seed in seeds]
     again = await subject.generate(prompt, seed=seeds[0])
@@ -201,15 +220,8 @@ async def seed_repeats(subject: Subject) -> Finding:
     return Finding(f"{len(alone)} seeds, {different} responses, the same among {len(company)} requests at once")
 
 
-async def samples_differ(subject: Subject) -> Finding:
-    """Requests with different seeds are different samples. With one seed for all, a run would train on copies."""
-    replies = await gather(subject.generate(subject.prompt(0)) for _ in range(PROMPTS))
-    different = len({_tokens(reply) for reply in replies})
-    require(different == len(replies), f"{len(replies)} seeds at once gave only {different} different responses")
-    return Finding(f"{different} different responses to one prompt")
-
-
-async def longest_response(subject: Subject) -> Finding:
+@check(TOKENS, after=["generation_parity"])
+async def test_longest_response(subject: Subject) -> Finding:
     """Prompt and response may fill the context exactly, and one token more is never silently cut off.
 
     It is refused, or served in full by a server whose context is longer than it says.

@@ -12,9 +12,9 @@ import numpy as np
 from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, WeightSink
-from spot_async.tools.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
-from spot_async.tools.conformance.findings import Finding, NotOffered, Violation
-from spot_async.tools.conformance.subject import PROMPT_TOKENS, Subject
+from spot_async.testing.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
+from spot_async.testing.conformance.contract import GENERATION, PARITY, TOKENS, Finding, Violation, check, not_offered
+from spot_async.testing.conformance.subject import PROMPT_TOKENS, Subject
 
 REQUESTS = 64
 SHORT_DEADLINE_S = 0.05
@@ -25,7 +25,8 @@ SERVED_AGAIN_WITHIN_S = 0.5  # or within these seconds, if that is too short to 
 ABORT_ATTEMPTS = 2
 
 
-async def capabilities(subject: Subject) -> Finding:
+@check()
+async def test_capabilities(subject: Subject) -> Finding:
     """What the backend says of itself agrees with the model's files and with the methods that it has."""
     said, files = subject.capabilities, subject.files
     methods = [
@@ -52,10 +53,11 @@ async def capabilities(subject: Subject) -> Finding:
     return Finding(f"{said.server}: {said.vocab_size} tokens, context {said.max_context_tokens}")
 
 
-async def versions(subject: Subject) -> Finding:
+@check(TOKENS)
+async def test_versions(subject: Subject) -> Finding:
     """Every token says which weights sampled it."""
     if subject.version is None:
-        raise NotOffered("nobody knows which weights the server holds, and it takes no others")
+        raise not_offered("nobody knows which weights the server holds, and it takes no others")
     reply = await subject.generate(subject.prompt(0))
     spans = [(span.start, span.end, span.version) for span in reply.version_spans]
     expected = [(0, len(reply.token_ids), subject.version)]
@@ -63,7 +65,8 @@ async def versions(subject: Subject) -> Finding:
     return Finding(f"{len(reply.token_ids)} tokens of weights {subject.version}")
 
 
-async def concurrency(subject: Subject) -> Finding:
+@check(after=PARITY)
+async def test_concurrency(subject: Subject) -> Finding:
     """Many different requests at once: each gets its own reply."""
     offered = [_generated] if subject.capabilities.generation and subject.capabilities.sampled_token_ids else []
     offered += [_scored] if subject.capabilities.max_top_k else []
@@ -74,7 +77,8 @@ async def concurrency(subject: Subject) -> Finding:
     return Finding(f"{REQUESTS} requests at once", nats)
 
 
-async def deadline(subject: Subject) -> Finding:
+@check(GENERATION)
+async def test_deadline(subject: Subject) -> Finding:
     """A request gives up when its deadline passes, and says so."""
     for timeout_s in (SHORT_DEADLINE_S, 0.0):
         try:
@@ -86,10 +90,11 @@ async def deadline(subject: Subject) -> Finding:
     return Finding(f"DeadlineExceededError after {SHORT_DEADLINE_S:g} s")
 
 
-async def abort(subject: Subject) -> Finding:
+@check(GENERATION, after=["deadline"])
+async def test_abort(subject: Subject) -> Finding:
     """Requests that are given up free their places at once: the next one need not wait for them to finish."""
     if not subject.capabilities.abort:
-        raise NotOffered("the server finishes what it began, also when nobody waits")
+        raise not_offered("the server finishes what it began, also when nobody waits")
     alone_s = await _seconds(subject, subject.long_response_tokens)
     limit_s = max(SERVED_AGAIN_WITHIN_S, SERVED_AGAIN_WITHIN * alone_s)
     for _ in range(ABORT_ATTEMPTS):  # a busy machine may be slow once
@@ -118,7 +123,8 @@ async def _seconds(subject: Subject, max_tokens: int) -> float:
     return asyncio.get_running_loop().time() - started
 
 
-async def refused_ids(subject: Subject) -> Finding:
+@check()
+async def test_refused_ids(subject: Subject) -> Finding:
     """Token ids outside the vocabulary are refused, and the server lives on. Some servers die of them."""
     response, refused = subject.tokens(3, seed=1), 0
     for wrong in (subject.capabilities.vocab_size, 2**31 - 1, -1):
@@ -134,7 +140,8 @@ async def refused_ids(subject: Subject) -> Finding:
     return Finding(f"{refused} requests refused, the server lives on")
 
 
-async def refused_shapes(subject: Subject) -> Finding:
+@check()
+async def test_refused_shapes(subject: Subject) -> Finding:
     """An empty prompt, positions beyond the response and a top-k larger than is served are refused likewise."""
     prompt, response, refused = subject.prompt(0), subject.tokens(3, seed=1), 0
     empty = np.zeros(0, np.int32)

@@ -1,6 +1,6 @@
 """The local backend keeps the contract, and a backend with a fault fails the check that names it, and no other.
 
-`spot-async conformance` is the contract test of every backend; here it is one of the local backend too.
+`spot_async.testing.conformance` is the contract test of every backend; here it is one of the local backend too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from contract_run import run_contract
 from faulty_backends import (
     AnswersAnyVersion,
     Breaks,
@@ -36,15 +37,14 @@ from faulty_backends import (
     of_scores,
     with_row,
 )
-from typer.testing import CliRunner
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.cli import app
-from spot_async.tools.conformance import command, generation, service
-from spot_async.tools.conformance.checks import Outcome, run_checks
-from spot_async.tools.conformance.contract import CHECKS
-from spot_async.tools.conformance.running import make_subject
+from spot_async.testing.conformance import test_generation, test_scoring, test_service, test_weights
+from spot_async.testing.conformance.contract import CHECKS, Violation
+from spot_async.testing.conformance.plugin import make_subject
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
+
+assert all((test_generation, test_scoring, test_service, test_weights))  # they define the checks
 
 SLOW = {"abort", "refused_snapshot", "weight_update", "update_under_way"}
 MODEL = {"vocab_size": 53, "tie_word_embeddings": False, "initializer_range": 0.2, "max_position_embeddings": 512}
@@ -68,24 +68,33 @@ async def backend(
         yield it
 
 
-async def failing(faulty: Any, model_directory: Path, scratch: Path, names: set[str] | None = None) -> dict[str, str]:
-    """Notes of the checks that fail."""
+async def failing(faulty: Any, model_directory: Path, scratch: Path, names: set[str]) -> set[str]:
+    """The checks that fail."""
     subject = await make_subject(faulty, str(model_directory), scratch)
-    chosen = [check for check in CHECKS if names is None or check.name in names]
-    outcomes = await run_checks(subject, chosen)
-    return {outcome.name: outcome.note for outcome in outcomes if outcome.status == "failed"}
+    failed = set()
+    for check in CHECKS.values():
+        if check.name in names:
+            try:
+                await check.run(subject)
+            except Violation:
+                failed.add(check.name)
+            except pytest.skip.Exception:
+                continue
+    return failed
 
 
-@with_backend
-async def test_the_local_backend_keeps_the_contract(
-    backend: LocalBackend, model_directory: Path, tmp_path: Path
+def test_the_local_backend_keeps_the_contract(
+    model_directory: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    subject = await make_subject(backend, str(model_directory), tmp_path)
-    outcomes = await run_checks(subject, CHECKS)
-    assert {outcome.name: outcome.note for outcome in outcomes if outcome.status != "passed"} == {
-        "position_scores": "no single positions in more detail"
+    local = ["--backend", "local", "--model", str(model_directory), "--set", "slots=8", "--directory", str(tmp_path)]
+    code, found = run_contract(*local)
+    assert (code, found.keys()) == (0, CHECKS.keys())
+    assert {name: said for name, (state, said, _) in found.items() if state != "passed"} == {
+        "position_scores": "not offered: no single positions in more detail"
     }
-    assert max(outcome.nats or 0.0 for outcome in outcomes) <= 2e-5
+    assert max(nats for _, _, nats in found.values()) <= 2e-5
+    shown = capsys.readouterr().out
+    assert all(f"\n{name} " in shown for name in CHECKS)
 
 
 AT_ONE = of_samples(lambda asked: {"temperature": 1.0})
@@ -149,16 +158,16 @@ async def test_a_fault_fails_the_check_that_names_it(
     name: str, backend: LocalBackend, model_directory: Path, tmp_path: Path
 ) -> None:
     make, expected = FAULTS[name]
-    concerned = {check.of for check in CHECKS if check.name in expected} | {None}
-    quick = {check.name for check in CHECKS if check.of in concerned} - SLOW
-    assert set(await failing(make(backend), model_directory, tmp_path, quick)) == expected
+    concerned = {CHECKS[each].of for each in expected} | {None}
+    quick = {check.name for check in CHECKS.values() if check.of in concerned} - SLOW
+    assert await failing(make(backend), model_directory, tmp_path, quick) == expected
 
 
 @with_backend
 async def test_requests_that_go_on_when_given_up_fail_abort(
     backend: LocalBackend, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "ABANDONED", 64)  # far more than its 8 slots already
+    monkeypatch.setattr(test_service, "ABANDONED", 64)  # far more than its 8 slots already
     faulty = FinishesWhatNobodyWantsAnyMore(backend)
     try:
         found = await failing(faulty, model_directory, tmp_path, {"deadline", "abort"})
@@ -166,7 +175,7 @@ async def test_requests_that_go_on_when_given_up_fail_abort(
         for task in faulty.tasks:
             task.cancel()
         await asyncio.gather(*faulty.tasks, return_exceptions=True)
-    assert set(found) == {"abort"}
+    assert found == {"abort"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +195,7 @@ async def test_faults_of_updates_fail_the_check_that_names_them(
     faulty.first_directory = str(model_directory)
     names = {"refused_snapshot", "weight_update", "update_under_way"}
     found = await failing(faulty, model_directory, tmp_path, names)
-    assert set(found) == {expected}
+    assert found == {expected}
 
 
 class OffAtTimes(Faulty):
@@ -223,8 +232,11 @@ async def test_only_what_is_a_little_beyond_the_tolerance_is_looked_at_once_more
     faulty = OffAtTimes(backend)
     subject = await make_subject(faulty, str(model_directory), tmp_path)
     faulty.turns = turns
-    [outcome] = await run_checks(subject, [check for check in CHECKS if check.name == name])
-    assert (outcome.status, "nats off the first time" in outcome.note) == (status, is_repeated), outcome.note
+    try:
+        found, said = "passed", (await CHECKS[name].run(subject)).note
+    except Violation as broken:
+        found, said = "failed", str(broken)
+    assert (found, "nats off the first time" in said) == (status, is_repeated), said
 
 
 async def test_a_server_that_ignores_seeds_and_draws_less_likely_tokens_the_second_time_stops_all_the_same() -> None:
@@ -238,31 +250,49 @@ async def test_a_server_that_ignores_seeds_and_draws_less_likely_tokens_the_seco
     subject: Any = SimpleNamespace(
         prompt=lambda *_: np.arange(3), generate=generate, generation_top_k=0, end_token_ids=(9,)
     )
-    assert "8 of 8 responses ended" in (await generation.stop_tokens(subject)).note
+    assert "8 of 8 responses ended" in (await CHECKS["stop_tokens"].ask(subject)).note
 
 
-def test_the_command_prints_a_row_for_every_check_and_refuses_what_it_cannot_start(
-    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--model MODEL --backend local --set slos=8", "backend.slos: unknown key; did you mean `slots`?"),
+        ("--model MODEL --backend loca", "did you mean 'local'?"),
+        ("--model none --backend local", "student.model: no directory"),
+        ("--backend local", "give --backend KIND and --model DIR"),
+    ],
+)
+def test_what_cannot_be_started_is_one_line(
+    options: str, said: str, model_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    model = ["--model", str(model_directory)]
-    done = CliRunner().invoke(app, ["conformance", "--backend", "local", *model, "slots=8"])
-    assert done.exit_code == 0, done.output
-    assert all(check.name in done.output for check in CHECKS)
+    code, found = run_contract(*options.replace("MODEL", str(model_directory)).split())
+    assert (code, found) == (pytest.ExitCode.USAGE_ERROR, {})
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert said in line
 
-    async def one_fails(*arguments: Any, on_outcome: Callable[[Outcome], None], **more: Any) -> None:
-        on_outcome(Outcome("versions", "failed", "made up"))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(command, "check_backend", one_fails)
-        failed = CliRunner().invoke(app, ["conformance", "--backend", "local", *model])
-    assert failed.exit_code == 1
-    assert "1 failed" in failed.output
-    for arguments, message in (
-        (["--backend", "local", *model, "slos=8"], "backend.slos: unknown key; did you mean `slots`?"),
-        (["--backend", "loca", *model], "did you mean 'local'?"),
-        (["--backend", "local", "--model", str(tmp_path / "none")], "student.model: no directory"),
-    ):
-        refused = CliRunner().invoke(app, ["conformance", *arguments])
-        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.output
-        assert message in refused.stderr
+def test_a_broken_contract_fails_with_one_line_and_what_builds_on_it_is_not_checked(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def score(self: LocalBackend, *arguments: Any, **more: Any) -> Any:
+        reply = await asked(self, *arguments, **more)
+        return msgspec.structs.replace(reply, logprobs=np.roll(reply.logprobs, -1))
+
+    asked = LocalBackend.score
+    monkeypatch.setattr(LocalBackend, "score", score)
+    code, found = run_contract(
+        "--backend", "local", "--model", str(model_directory), "--directory", str(tmp_path), "-k", "score_"
+    )
+    assert code == 1
+    assert found["score_parity"].state == "failed"
+    assert "log-probabilities of given tokens differ by up to" in found["score_parity"].said
+    assert found["score_boundary"] == ("skipped", "not checked: builds on score_parity", 0.0)
+
+
+def test_a_server_that_does_not_start_ends_the_checks(
+    model_directory: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gone = ["--backend", "vllm", "--url", "http://127.0.0.1:9", "--model", str(model_directory)]
+    code, found = run_contract(*gone, "--directory", str(tmp_path))
+    assert (code, found) == (1, {})
+    assert "Exit: error: " in capsys.readouterr().out

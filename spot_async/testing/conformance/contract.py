@@ -1,0 +1,138 @@
+"""Defines what a check of the contract is: pytest runs it as a test, on the backend that `plugin.py` has started."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from spot_async.errors import SpotError
+from spot_async.types import Capabilities
+
+if TYPE_CHECKING:
+    from spot_async.testing.conformance.plugin import Hosted
+    from spot_async.testing.conformance.subject import Subject
+
+# A difference up to this many times the tolerance is looked at once more. In float32, rounding alone takes one of some
+# 200,000 log-probabilities beyond 2e-5 nats (2.4e-5 is the largest seen), and some checks compare 8,000. A real error
+# is far off, or a little off every time.
+A_LITTLE = 2.5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check that passed has seen."""
+
+    note: str
+    nats: float | None = None  # the largest difference to the exact values
+
+
+class Violation(AssertionError):
+    """Raised when the contract is broken. The message is one line."""
+
+    def __init__(self, note: str, nats: float | None = None) -> None:
+        super().__init__(note)
+        self.nats = nats
+
+
+def not_offered(reason: str) -> BaseException:
+    """Return what a check raises of something that the backend's capabilities leave out."""
+    return pytest.skip.Exception(f"not offered: {reason}")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A part of the contract that a backend may leave out, if its capabilities say so."""
+
+    is_offered: Callable[[Capabilities], bool]
+    otherwise: str
+
+
+GENERATION = Feature(lambda said: said.generation, "the endpoint only scores")
+TOKENS = Feature(
+    lambda said: said.generation and said.sampled_token_ids,
+    "responses are text that is tokenised again: for KD and evaluation only",
+)
+SCORES = Feature(lambda said: said.max_top_k > 0, "the endpoint scores no given tokens")
+POSITIONS = Feature(lambda said: said.max_position_top_k > 0, "no single positions in more detail")
+CANDIDATES = Feature(lambda said: said.candidate_logprobs != "none", "no log-probabilities of chosen tokens")
+UPDATES = Feature(
+    lambda said: said.generation and said.sampled_token_ids and said.weight_update, "the endpoint takes no weights"
+)
+PARITY = ("generation_parity", "score_parity", "candidates")  # checks that many others build on
+
+
+@dataclass(frozen=True)
+class Check:
+    """One clause of the contract. It is left out if a check that it builds on did not pass."""
+
+    name: str
+    ask: Callable[[Subject], Awaitable[Finding]]
+    of: Feature | None  # the feature that it checks; None if every backend must have it
+    after: Sequence[str]
+
+    async def run(self, subject: Subject) -> Finding:
+        """Raise `Violation` if the contract is broken, and pytest's `skip` if that is not asked."""
+        if self.of is not None and not self.of.is_offered(subject.capabilities):
+            raise not_offered(self.of.otherwise)
+        try:
+            if (broken := next((name for name in self.after if name in subject.broken), None)) is not None:
+                subject.broken.add(self.name)
+                raise pytest.skip.Exception(f"not checked: builds on {broken}")
+            return await self._ask_again(subject)
+        except Violation:
+            subject.broken.add(self.name)
+            raise
+
+    async def _ask_again(self, subject: Subject) -> Finding:
+        """Ask, and ask again with new samples if it is only a little beyond the tolerance."""
+        try:
+            return await self._ask(subject)
+        except Violation as first:
+            if first.nats is None or first.nats > A_LITTLE * subject.tolerance_nats:
+                raise
+            before = f"; up to {first.nats:.2g} nats off the first time"
+        try:
+            again = await self._ask(subject)
+        except Violation as second:
+            raise Violation(f"{second}{before}", second.nats) from None
+        return replace(again, note=f"{again.note}{before}")
+
+    async def _ask(self, subject: Subject) -> Finding:
+        try:
+            return await self.ask(subject)
+        except Violation:
+            raise
+        except SpotError as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # a backend is someone else's program
+            raise Violation(f"raised {type(error).__name__}, which is none of ours: {error}") from error
+
+
+CHECKS: dict[str, Check] = {}  # all that are defined, by name
+
+
+def check(
+    of: Feature | None = None, *, after: Sequence[str] = ()
+) -> Callable[[Callable[[Subject], Awaitable[Finding]]], Callable[..., None]]:
+    """Make a test of a coroutine function that asks a backend."""
+
+    def decorate(ask: Callable[[Subject], Awaitable[Finding]]) -> Callable[..., None]:
+        found = Check(ask.__name__.removeprefix("test_"), ask, of, after)
+        CHECKS[found.name] = found
+
+        def test(hosted: Hosted, record_property: Callable[[str, object], None]) -> None:
+            try:
+                finding = hosted.run(found)
+            except Violation as broken:
+                pytest.fail(str(broken), pytrace=broken.__cause__ is not None)
+            record_property("note", finding.note)
+            if finding.nats is not None:
+                record_property("nats", finding.nats)
+
+        test.__name__, test.__doc__ = ask.__name__, ask.__doc__
+        return test
+
+    return decorate
