@@ -43,7 +43,7 @@ from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
 from spot_async.watchdog.report import RunLook, name_culprit, write_report
 from spot_async.watchdog.silence import PUMPS, Commit, Progress, PumpLook, SilenceLimits, look_at_pumps
-from spot_async.watchdog.stacks import TaskBook, busy_threads, thread_place
+from spot_async.watchdog.stacks import busy_threads, task_views, thread_place
 
 REPORT = "stall-report.txt"
 BEAT_S = 1.0  # between two signs of life of the event loop, and between two looks of the watching thread
@@ -89,7 +89,6 @@ class Watchdog:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._progress = Progress(self._loop.time())
-        self._book = TaskBook(self._loop)
         self._stalled: asyncio.Future[str] = self._loop.create_future()
         self._beats, self._beat_s = 0, self._loop.time()
         self._timer = self._loop.call_later(BEAT_S, self._beat)
@@ -147,7 +146,6 @@ class Watchdog:
         self._timer = self._loop.call_later(BEAT_S, self._beat)
         if late_s > FROZEN_S:
             self._progress.forgive(late_s, now_s)
-        self._book.look(now_s)
         if self._stalled.done() or not self._pumps(now_s)[0].is_stalled:
             return
         self._is_stalled = True
@@ -222,7 +220,7 @@ class Watchdog:
             stages={stage.name: stage for stage in self._stages},
             open={stage.name: list(stage.open) for stage in self._stages},
             problems=problems,
-            tasks=self._book.views(now_s),
+            tasks=task_views(self._loop),
             blocked_at=blocked_at,
             standing_still=in_time(lambda: [*standing_still(os.getpid())], TELL_S) or (),
             busy_threads=busy_threads(),

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spot_async.base.processes import guard
-from spot_async.base.processes.child import STATES, log_lines
+from spot_async.base.processes.child import STATES, log_lines, processes_below
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
 from spot_async.loop.events import WAITS_FOR, Phase, Pump
@@ -38,9 +35,6 @@ OF_TRAINER: dict[Phase | None, str] = {
 PUMP_NAMES: dict[Pump, str] = {"train": "the trainer", "publish": "publishing"}
 NAMES_SHOWN = 12  # how many tasks at the same place are named
 LOG_LINES = 8
-COMMAND_CHARACTERS = 200
-SECRET_OPTION = re.compile(r"^--?[\w-]*(api-?key|auth-?token|hf-?token|password|secret)s?$", re.IGNORECASE)
-REDACTED = "***"
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,8 @@ def _report_lines(title: str, look: RunLook) -> Iterator[str]:
     yield from _section("Oldest request of each stage", _oldest(look))
     yield from _section("Counts", (f"{name}: {figures}" for name, figures in look.counts.items()))
     yield from _section("Replicas", look.replicas)
-    yield from _section("Processes below this one", _processes())
+    processes = (f"{name}: {STATES.get(state, state)}" for name, state in processes_below(os.getpid()))
+    yield from _section("Processes below this one", processes)
     for path in sorted(look.logs.glob("*.log")):
         yield from _section(f"End of {path}", _tail(path))
     yield from _section("Tasks, each down to what it awaits; those at the same place together", _tasks(look))
@@ -224,30 +219,6 @@ def _oldest(look: RunLook) -> Iterator[str]:
             yield from (f"    {describe_request(look, name, oldest)}" for oldest in of_stage[:1])
 
 
-def _processes() -> Iterator[str]:
-    """Return a line about every living descendant. Its state shows whether somebody stopped it."""
-    tree = guard.process_tree(os.getpid())
-    for pid, fields in sorted(tree.items()):
-        if pid != os.getpid():
-            with suppress(OSError):  # the process ended meanwhile
-                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                command = " ".join([Path(arguments[0]).name, *without_secrets(arguments[1:])])
-                yield f"{pid} {STATES.get(fields[0], fields[0])}: {command[:COMMAND_CHARACTERS]}"
-
-
-def without_secrets(arguments: Iterable[str]) -> Iterator[str]:
-    """Return a command line without the values of options that are called a key, a token or a password."""
-    is_secret = False
-    for argument in arguments:
-        option, is_joined, _ = argument.partition("=")
-        names_secret = SECRET_OPTION.search(option) is not None
-        if is_secret:
-            yield REDACTED
-        else:
-            yield f"{option}={REDACTED}" if names_secret and is_joined else argument
-        is_secret = names_secret and not is_joined
-
-
 def _tail(path: Path) -> Sequence[str]:
     try:
         return log_lines(path, LOG_LINES)
@@ -256,14 +227,13 @@ def _tail(path: Path) -> Sequence[str]:
 
 
 def _tasks(look: RunLook) -> Iterator[str]:
-    groups: dict[tuple[str, ...], list[TaskView]] = {}  # of tasks at the same place, the group of the oldest first
+    groups: dict[tuple[str, ...], list[TaskView]] = {}  # of tasks at the same place
     for view in look.tasks:
         groups.setdefault(view.stack, []).append(view)
     for views in groups.values():
-        oldest = views[0]
         more = f" and {len(views) - NAMES_SHOWN} more" if len(views) > NAMES_SHOWN else ""
         names = ", ".join(view.name for view in views[:NAMES_SHOWN])
-        yield f"{names}{more} (for {look.now_s - oldest.seen_since_s:,.0f} s or longer)"
-        yield from (f"    {line}" for line in oldest.stack)
-        if oldest.awaits:
-            yield f"    awaits {oldest.awaits}"
+        yield f"{names}{more}"
+        yield from (f"    {line}" for line in views[0].stack)
+        if views[0].awaits:
+            yield f"    awaits {views[0].awaits}"

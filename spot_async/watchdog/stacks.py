@@ -1,7 +1,6 @@
-"""Shows where asyncio tasks are, down whole chains of awaits, and how old they are.
+"""Shows where asyncio tasks are, down whole chains of awaits, and where threads are.
 
-asyncio itself does not keep a task's age, and `Task.get_stack` shows only the outermost coroutine of a suspended task.
-So ages count from when a task was first seen, and stacks follow the coroutines' own links.
+`Task.get_stack` shows only the outermost coroutine of a suspended task. So stacks follow the coroutines' own links.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
-from weakref import WeakKeyDictionary
 
 ASYNCIO = sysconfig.get_path("stdlib") + "/asyncio/"
 OURS = str(Path(__file__).parents[1])
@@ -35,7 +32,6 @@ class TaskView:
     """One task that has not ended."""
 
     name: str
-    seen_since_s: float
     stack: tuple[str, ...]  # lines `file:line in function`, the outermost coroutine first
     awaits: str  # what the innermost coroutine waits for
 
@@ -46,27 +42,13 @@ class TaskView:
         return (of_others or [*self.stack] or ["no line of Python"])[-1]
 
 
-class TaskBook:
-    """Remembers when each task was first seen. Call `look` now and then."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._seen: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
-
-    def look(self, now_s: float) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            self._seen.setdefault(task, now_s)
-
-    def views(self, now_s: float) -> list[TaskView]:
-        """Return all tasks, oldest first. May be called from any thread."""
-        views = [
-            TaskView(task.get_name(), self._seen.get(task, now_s), *await_chain(task.get_coro()))
-            for task in asyncio.all_tasks(self._loop)
-        ]
-        return sorted(views, key=lambda view: view.seen_since_s)
+def task_views(loop: asyncio.AbstractEventLoop) -> list[TaskView]:
+    """Return all tasks of a loop, by name. May be called from any thread."""
+    views = [TaskView(task.get_name(), *_await_chain(task.get_coro())) for task in asyncio.all_tasks(loop)]
+    return sorted(views, key=lambda view: view.name)
 
 
-def await_chain(awaitable: object) -> tuple[tuple[str, ...], str]:
+def _await_chain(awaitable: object) -> tuple[tuple[str, ...], str]:
     """Return the lines from a coroutine down to the innermost one, and what that one waits for as text."""
     lines: list[str] = []
     while True:

@@ -121,7 +121,7 @@ def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how,
     assert re.match(rf"error: the run stalled: nothing was committed for \d+ s, and {culprit}", line)
     assert saved.startswith("nothing was trained yet")
     report = (tmp_path / "stall-report.txt").read_text()
-    assert "hanging.py child" in report.split("Processes below this one")[1]
+    assert "hanging.py (pid " in report.split("Processes below this one")[1]
     assert 'hanging.py", line' in report.split("Threads")[1]
     end = time.monotonic() + 60
     while Path(f"/proc/{done.stdout.strip()}").exists() and time.monotonic() < end:
@@ -210,7 +210,7 @@ def test_a_run_whose_policy_waits_for_ever_ends_with_code_3_a_report_and_no_proc
     assert "policy bound: no stage has anything to do, trainer idle 100 %" in out
     text = (run / "stall-report.txt").read_text()
     assert "prompts: 64 running, 0 queued" in text
-    assert "-m spot_async.serving " in text.split("Processes below this one")[1]
+    assert "spot_async.serving (pid " in text.split("Processes below this one")[1]
     assert f"End of {run / 'logs' / 'student.log'}" in text
     command.assert_nothing_left()
 

@@ -230,11 +230,18 @@ def tree_cpu_s(root: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def processes_below(root: int) -> Iterator[tuple[str, str]]:
+    """Yield a name and the state (of `STATES`) of each living process below `root`. No command line is shown."""
+    for pid, fields in sorted(guard.process_tree(root).items()):
+        if pid != root:
+            yield f"{_name_of(pid)} (pid {pid})", fields[0]
+
+
 def standing_still(root: int) -> Iterator[str]:
     """Yield each living process below `root` that was stopped, or waits for a disk."""
-    for pid, fields in sorted(guard.process_tree(root).items()):
-        if pid != root and fields[0] in STANDING:
-            yield f"{_name_of(pid)} (pid {pid}) {'is ' if fields[0] == 'T' else ''}{STATES[fields[0]]}"
+    for name, state in processes_below(root):
+        if state in STANDING:
+            yield f"{name} {'is ' if state == 'T' else ''}{STATES[state]}"
 
 
 def _name_of(pid: int) -> str:
@@ -244,5 +251,6 @@ def _name_of(pid: int) -> str:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if "-m" in arguments[:-1]:
             return arguments[arguments.index("-m") + 1]
-        return Path(arguments[0]).name
+        script = next((each for each in arguments[1:] if each.endswith(".py")), arguments[0])
+        return Path(script).name
     return "a process"
