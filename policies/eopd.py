@@ -54,21 +54,12 @@ class EopdPolicy:
         )
         known = np.ones(len(scores.entropy), np.bool_) if scores.valid is None else scores.valid
         gated = np.flatnonzero(known & (scores.entropy > self.settings.tau_nats))
-        return [
-            distillation_sample(
-                prompt,
-                stages,
-                rollout,
-                scores,
-                verdict,
-                soft_targets=self._forward_kl(scores, gated),
-                metrics={
-                    "eopd/gated": len(gated) / len(scores.entropy),
-                    "eopd/uncertain": float((known & self._uncertain(scores, stages)).mean()),
-                },
-                record={"gated_positions": gated.astype(np.int32)},
-            )
-        ]
+        targets = self._forward_kl(scores, gated)
+        sample = distillation_sample(prompt, stages, rollout, scores, verdict, soft_targets=targets)
+        sample.metrics["eopd/gated"] = len(gated) / len(scores.entropy)
+        sample.metrics["eopd/uncertain"] = float((known & self._uncertain(scores, stages)).mean())
+        sample.record["gated_positions"] = gated.astype(np.int32)
+        return [sample]
 
     def _uncertain(self, scores: TokenScores, stages: PromptStages) -> BoolArray:
         """Return (T,) true where tau lies within the entropy's bounds, so that only their midpoint decides.

@@ -28,12 +28,10 @@ def distillation_sample(
     verdict: Verdict,
     *,
     soft_targets: SoftTargets | None = None,
-    metrics: dict[str, float] | None = None,
-    record: dict[str, Any] | None = None,
 ) -> Sample:
     """Return a sample supervised by the teacher's log-probabilities, and by soft targets if the policy made some.
 
-    `metrics` and `record` are added to those that every such sample has.
+    A policy adds to its `metrics` and `record` what is its own.
     """
     supervision = Supervision(
         prompt_ordinal=prompt.ordinal,
@@ -49,8 +47,8 @@ def distillation_sample(
     )
     return Sample(
         supervision=supervision,
-        metrics=rollout_metrics(rollout, verdict) | teacher_metrics(scores) | (metrics or {}),
-        record=rollout_record(prompt, stages, rollout, verdict) | teacher_record(scores) | (record or {}),
+        metrics=rollout_metrics(rollout, verdict) | teacher_metrics(scores),
+        record=rollout_record(prompt, stages, rollout, verdict) | teacher_record(scores),
     )
 
 

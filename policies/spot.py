@@ -141,18 +141,10 @@ class SpotPolicy:
         )
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
-        return [
-            distillation_sample(
-                prompt,
-                stages,
-                rollout,
-                scores,
-                verdict,
-                soft_targets=targets,
-                metrics=self._metrics(rollout, selection, branches, targets),
-                record=self._record(rollout, stages, selection, branches),
-            )
-        ]
+        sample = distillation_sample(prompt, stages, rollout, scores, verdict, soft_targets=targets)
+        sample.metrics.update(self._metrics(rollout, selection, branches, targets))
+        sample.record.update(self._record(rollout, stages, selection, branches))
+        return [sample]
 
     async def _rollout(self, stages: PromptStages) -> Generation:
         """Sample the student's response, with its top-k only if the student cannot score candidates in one pass."""

@@ -28,7 +28,7 @@ LAYERS_OF_A_KIND = 2
 TRIAL_LENGTHS = (4, 1, 3)
 TRIAL_TOLERANCE = 1e-4  # of the largest number: rounding makes 1e-6, attention to another document far more
 # What transformers' layers also give an attention function, and what changes nothing.
-_HARMLESS = {"position_ids", "use_cache"}
+_HARMLESS = {"position_ids", "use_cache", "is_causal"}
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 
@@ -52,16 +52,15 @@ def attend_each(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention (B, L, heads, d) of queries, keys and values (B, heads, L, d). B is 1 if there are several
-    documents. Without lengths a row is one document.
+    """Return attention (B, L, heads, d) of queries, keys and values (B, heads, L, d), as transformers asks for it.
 
-    Raises `ValueError` for all that plain causal attention would leave out, such as windows and soft caps.
+    B is 1 if there are several `documents` (`Documents`). Without them a row is one document. Raises `ValueError` for
+    all that plain causal attention would leave out, such as windows and soft caps.
     """
-    refuse_others(query, key, attention_mask, is_causal, others)
+    documents: Documents | None = others.pop("documents", None)
+    refuse_others(query, key, attention_mask, others)
     lengths = documents.lengths if documents else [query.shape[2]]
     parts = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
     attended = [sdpa_attention_forward(module, *part, None, dropout, scaling, is_causal=True)[0] for part in parts]
@@ -72,12 +71,10 @@ def attend_each(
 AttentionInterface.register(PER_DOCUMENT, attend_each)
 
 
-def refuse_others(
-    query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool | None, others: Mapping[str, Any]
-) -> None:
+def refuse_others(query: Tensor, key: Tensor, attention_mask: Tensor | None, others: Mapping[str, Any]) -> None:
     """Raise `ValueError` for what plain causal attention would leave out. `others` are arguments that it has not."""
     unknown = {name for name, each in others.items() if each is not None and each is not False} - _HARMLESS
-    if attention_mask is not None or is_causal is False or query.shape[2] != key.shape[2]:
+    if attention_mask is not None or others.get("is_causal") is False or query.shape[2] != key.shape[2]:
         unknown.add("attention_mask")
     if unknown:
         raise ValueError(f"its attention has {min(unknown)}")

@@ -39,15 +39,15 @@ def attend_in_one_call(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return attention (1, L, heads, d) of queries, keys and values (1, heads, L, d); otherwise as `attend_each`."""
+    documents: Documents | None = others.get("documents")
     if documents is None or dropout or query.shape[-1] != value.shape[-1]:
-        plain = (attention_mask, dropout, scaling, is_causal, documents)
+        plain = (attention_mask, dropout, scaling)
         return cast(tuple[Tensor, None], attend_each(module, query, key, value, *plain, **others))
-    refuse_others(query, key, attention_mask, is_causal, others)
+    del others["documents"]
+    refuse_others(query, key, attention_mask, others)
     # Other calls are cast by autocast itself. It does not know this one.
     dtype = factor_dtype(value)
     query, key, value = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))  # (L, heads, d)
