@@ -100,7 +100,7 @@ def simulate(
     """Say how long an iteration of CONFIG would take with max_staleness 0, 1 and 2, and what binds it then.
 
     The run's own program is run on virtual time, over servers and a trainer that work at the rates of a run, of `tune`,
-    or at those that you state. Nothing is started and no model is read.
+    or at those that you state; where nobody knows, at those of the data sheet of `cluster.gpu`. Nothing is started.
     """
     from spot_async.tools.simulate import command
 

@@ -258,7 +258,7 @@ class ClusterConfig(Section):
         "else 80",
     )
     gpu: Literal["a800", "h100", "h200", "b200"] = Field(
-        "a800", description="the kind of GPU whose speed that estimate assumes; an A100 is as fast as an A800"
+        "a800", description="the kind of GPU whose data sheet `simulate` takes where nothing is measured; A100: a800"
     )
     kind: Literal["ray"] | None = Field(
         None,

@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from spot_async.base.tasks import root_cause
+from spot_async.base.text import rough_time
 from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.tools.simulate.data_sheet import data_sheet_rates, data_sheet_words
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
 from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates, configured_slots
 from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
@@ -39,6 +41,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints."""
 
     rates: Tree
+    sources: list[str]  # lines that say where they come from
     outcomes: list[Outcome]
 
 
@@ -62,11 +65,12 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
     lines = [
         *([staleness_words(outcomes)] if len(outcomes) > 1 else []),
         *binding(sufficient(outcomes)),
+        *duration_lines(config, outcomes),
         *told,
         *rate_lines(rates, outcomes[0].response_tokens),
     ]
     if options.is_json:
-        found = Simulation(rates=rates.model_dump(), outcomes=outcomes)
+        found = Simulation(rates=rates.model_dump(), sources=told, outcomes=outcomes)
         screen.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False, highlight=False,
                      soft_wrap=True)  # fmt: skip
     else:
@@ -82,8 +86,20 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
             screen.print(Text(f"page: {options.page}"))
 
 
+def duration_lines(config: Config, outcomes: Sequence[Outcome]) -> list[str]:
+    """Return how long the whole run would take; nothing where its iterations follow from its problems."""
+    count = config.training.iterations
+    times = ", ".join(
+        f"{rough_time(count * each.iteration_s)} with max_staleness={each.max_staleness}" for each in outcomes if count
+    )
+    return [f"training.iterations={count} take about {times}; evaluations are left out"] if count else []
+
+
 def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[ClusterRates, Lengths, list[str]]:
-    """Return rates and lengths from all sources, and lines that name these. What is stated wins, then the run's own."""
+    """Return rates and lengths from all sources, and lines that name these.
+
+    What is stated wins, then the run's own, then what `tune` measured. A data sheet says what nobody else does.
+    """
     needs = make_policy(config).needs
     sources = [configured_slots(config, needs)]
     told = []
@@ -100,8 +116,14 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
     for each in options.stated:
         apply_override(stated, each)
     sources.append(stated)
-    is_stated = "lengths" in stated
-    knows_lengths = recorded.lengths is not None and not is_stated
+    knows_lengths = recorded.lengths is not None and "lengths" not in stated
+    known = {
+        name for source in sources for name, own in source.items() if isinstance(own, dict) and set(own) - {"slots"}
+    }
+    sheet = data_sheet_rates(config, needs, known | ({"lengths"} if knows_lengths else set()))
+    if sheet:
+        sources.insert(0, sheet)
+        told.append(data_sheet_words(config, sheet))
     rates = cluster_rates(sources, config, needs, knows_lengths=knows_lengths)
     if recorded.lengths is not None and knows_lengths:
         return rates, recorded.lengths, told
