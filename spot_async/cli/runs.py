@@ -267,7 +267,7 @@ def evaluate(
     from spot_async.evaluation.response_log import count_kept
     from spot_async.models.files import read_model
     from spot_async.running.measuring import add_pass_k, is_complete
-    from spot_async.telemetry.figures_table import figures_table
+    from spot_async.telemetry.evaluations import figures_table
     from spot_async.tools.check.endpoints import evaluation_estimate
     from spot_async.tools.check.view import show_warnings
 

@@ -50,7 +50,7 @@ def tune(
     from spot_async.tools.tune.results import check_output
 
     output = output or config.with_name(f"{config.stem}.tuned.yaml")
-    options = TuneOptions(seconds, limit_requests, paid, run)
+    options = TuneOptions(config, overrides or (), output, seconds, limit_requests, paid, run)
     try:
         settings = without_files(load_config(config, overrides or ()))
         check_output(config, output)
@@ -67,7 +67,7 @@ def tune(
 
     try:
         with working_directory(directory) as path:
-            command.run(screen, settings, plan, path, options, source=config, output=output, overrides=overrides or ())
+            command.run(screen, settings, plan, path, options)
     except (SpotError, BaseExceptionGroup) as error:
         cause = root_cause(error)
         fail(cause, code=exit_code(cause))

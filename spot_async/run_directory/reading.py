@@ -216,7 +216,7 @@ class RunFiles:
         ]
 
     def mismatches(self) -> list[str]:
-        """Return a line for each part of the run that warned of a mismatch (`telemetry/mismatch.py`)."""
+        """Return a line for each part of the run that warned of a mismatch (`telemetry/failures.py`)."""
         return [
             f"After iteration {each.step}, {each.reason}" for each in self._events(_Event) if each.event == MISMATCHED
         ]
@@ -240,7 +240,7 @@ class RunFiles:
         return read_json(path, dict[str, Any]) if path.exists() else None
 
     def spending(self) -> list[dict[str, Any]]:
-        """Return what was spent at endpoints with prices, in the rows that `telemetry/spending_log.py` writes."""
+        """Return what was spent at endpoints with prices, in the rows that `telemetry/run_log.py` writes."""
         return _rows(self.path / "spending.jsonl", dict[str, Any])
 
     def dead_letters(self) -> list[DeadLetter]:

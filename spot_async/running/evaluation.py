@@ -25,8 +25,7 @@ from spot_async.spending.records import spending_words, summarize_spending
 from spot_async.spending.run_spending import RunSpending
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import FailureLog
-from spot_async.telemetry.run_log import log_events_to
-from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.telemetry.run_log import SpendingLog, log_events_to
 from spot_async.types import PolicyNeeds
 from spot_async.watchdog.monitor import Watchdog
 from spot_async.watchdog.silence import silence_limits

@@ -23,7 +23,7 @@ from spot_async.run_directory.layout import RunDirectory, evaluated
 from spot_async.run_directory.reading import RunFiles, evaluated_iteration, has_evaluation
 from spot_async.running.measuring import finished_evaluation, measure, write_evaluation
 from spot_async.running.summary import RunResults
-from spot_async.telemetry.evaluation_history import BestCheckpoint, EvaluationHistory
+from spot_async.telemetry.evaluations import BestCheckpoint, EvaluationHistory
 from spot_async.types import WeightSnapshot, WeightVersion
 
 Student: TypeAlias = Generator | ServicePool[Generator]

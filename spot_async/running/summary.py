@@ -18,7 +18,7 @@ from spot_async.evaluation.results import EvaluationResult, paired_change
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.stage import Stage
-from spot_async.telemetry.evaluation_history import BestCheckpoint
+from spot_async.telemetry.evaluations import BestCheckpoint
 from spot_async.telemetry.totals import masked_share
 
 

@@ -63,14 +63,12 @@ from spot_async.running.run_trainer import Restarts, RunTrainer, loss_of_trainer
 from spot_async.running.services import OpenServices, StartListener, open_services
 from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.failures import FailureLog
+from spot_async.telemetry.failures import FailureLog, MismatchWarning
 from spot_async.telemetry.live_bottleneck import replica_lines
-from spot_async.telemetry.meters import LoopLag
-from spot_async.telemetry.mismatch import MismatchWarning
-from spot_async.telemetry.run_log import RunLog, evaluation_metrics, log_events_to
+from spot_async.telemetry.meters import LoopLag, RunMeters
+from spot_async.telemetry.run_log import RunLog, SpendingLog, evaluation_metrics, log_events_to
 from spot_async.telemetry.side_sink import MetricSink
 from spot_async.telemetry.sinks import open_sinks
-from spot_async.telemetry.spending_log import SpendingLog
 from spot_async.telemetry.trace import Trace, trace_to
 from spot_async.trainer.handle import TrainerProcess
 from spot_async.trainer.nodes.joined import JoinedNodes
@@ -330,11 +328,9 @@ class TrainingRun:
             self._directory,
             stages,
             sinks,
+            RunMeters(services.backends, self._lag, self._spending.metrics()),
             is_strict=self._config.max_staleness == 0,
             samples_every=self._config.run.samples_every,
-            backends=services.backends,
-            loop_lag=self._lag,
-            spending=self._spending.metrics(),
             evaluations=self._evaluations.untold(self._part.beginning.lineage),
         )
         events.subscribe(log)

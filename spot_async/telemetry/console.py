@@ -1,7 +1,7 @@
-"""Shows a run to people while it goes on, and the table at its end.
+"""Shows a run to people while it runs, and the table at its end.
 
 A terminal has a live panel. Elsewhere, and on a dumb terminal, there is one line per iteration, and one now and then
-during evaluations, so that a log stays readable. In an asynchronous run an evaluation goes on beside training, and both
+during evaluations, so that a log stays readable. In an asynchronous run an evaluation is made beside training, and both
 are shown.
 """
 
@@ -38,8 +38,7 @@ from spot_async.loop.events import (
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.stages.stages import Stages
 from spot_async.stages.wait_clock import busiest
-from spot_async.telemetry.evaluation_history import BestCheckpoint
-from spot_async.telemetry.figures_table import estimate_words
+from spot_async.telemetry.evaluations import BestCheckpoint, estimate_words
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
 from spot_async.telemetry.totals import performance_words
@@ -121,7 +120,7 @@ class RunConsole:
         responses = f"{finished:,} of {total:,} responses"
         if self._orchestrator is None:
             self._see_progress(finished, total)
-        else:  # the bar is that of training, which goes on
+        else:  # the bar is that of training, which continues
             self._judged = responses
         if not self.console.is_interactive and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
             line = f"{self._step}: {responses}"

@@ -1,13 +1,14 @@
-"""Adds up attempts that failed, and says so: on the console once a minute, at the end, and in the run's log.
+"""Says what goes wrong while a run continues: attempts that failed, and a server that differs from its trainer.
 
-Most are made again and cost only time, so nothing else would tell of them. The report reads the log. What a server
-said is foreign text: whoever shows a reason makes it visible first.
+Failed attempts are added up: on the console once a minute, at the end, and in the run's log. Most are made again and
+cost only time, so nothing else would tell of them. The report reads the log. What a server said is foreign text, which
+must be made visible before it is shown.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -16,7 +17,8 @@ from spot_async.base.events import Event
 from spot_async.base.text import shortened, visible
 from spot_async.errors import FailureClass
 from spot_async.loop.events import IterationFinished
-from spot_async.run_directory.layout import ATTEMPTS_FAILED
+from spot_async.models.precision import Precision
+from spot_async.run_directory.layout import ATTEMPTS_FAILED, MISMATCHED
 from spot_async.stages.events import AttemptFailed, RequestEnded
 from spot_async.telemetry.bottleneck import percent
 
@@ -24,6 +26,11 @@ SAY_EVERY_S = 60.0
 FIRST_AFTER_S = 10.0  # from the first failure on, so that the line is of more than that one
 KINDS_SHOWN = 5
 REASON_CHARACTERS = 160
+CAUSES = (
+    "perhaps the trainer's weights are not the served ones (another directory, missing tensors, a tied head), or the "
+    "server bends what it samples (penalties, biases), serves quantised weights, or is at another temperature; "
+    "spot-async check asks it"
+)
 
 
 @dataclass
@@ -131,3 +138,32 @@ def kinds_words(kinds: Counter[str]) -> str:
     statuses = [name.removeprefix("HTTP ") for name in names if name.startswith("HTTP ")]
     words = dict.fromkeys(f"HTTP {', '.join(statuses)}" if name.startswith("HTTP ") else name for name in names)
     return ", ".join(words) + (" and others" if len(kinds) > KINDS_SHOWN else "")
+
+
+def mismatch_words(metrics: Mapping[str, float], precision: Precision) -> str:
+    """Return what is wrong with the mismatch of one iteration (`trainer/metrics.py`); empty if rounding explains it."""
+    mean = metrics.get("mismatch_mean", 0.0)
+    if mean <= precision.mean_nats:
+        return ""
+    return (
+        f"trainer and student's server give the same tokens log-probabilities that are {mean:.2g} nats apart on "
+        f"average ({metrics['mismatch_max']:.2g} at most), where {precision.words} makes less than "
+        f"{precision.mean_nats:g}: {CAUSES}"
+    )
+
+
+class MismatchWarning:
+    """The listener that says so, after the first iteration for which it is true."""
+
+    def __init__(self, precision: Precision, warn: Callable[[str], None]) -> None:
+        self._precision = precision
+        self._warn = warn
+        self._has_spoken = False
+
+    def on(self, event: Event) -> None:
+        if not isinstance(event, IterationFinished) or self._has_spoken:
+            return
+        if words := mismatch_words(event.report.metrics, self._precision):
+            self._has_spoken = True
+            self._warn(f"iteration {event.iteration}: {words}")
+            structlog.get_logger().warning(MISMATCHED, step=event.iteration, reason=words)

@@ -1,4 +1,4 @@
-"""Meters that a run reads between two iterations: its event loop, its pumps, its stages and its replicas.
+"""Meters that a run reads between two iterations: of its event loop, pumps, stages, replicas and traffic.
 
 How late the event loop is, every request, timer and reply of a run feels. A timer that should fire every `INTERVAL_S`
 is compared with the clock. While the loop is blocked, only one timer is late, however long that takes. So all the
@@ -12,12 +12,17 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from spot_async.base.events import Event
 from spot_async.errors import FailureClass
 from spot_async.loop.events import Phase, PhaseBegan, PhaseEnded, Pump
+from spot_async.protocols import Backend, TrafficSource
 from spot_async.replicas.replica import ReplicaStatus
+from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.stages.stage import StageCounters
 
 INTERVAL_S = 0.05
@@ -182,3 +187,39 @@ def _metrics(now: ReplicaStatus, last: ReplicaStatus, elapsed_s: float) -> dict[
     if prompt_tokens and now.traffic.cached_tokens:  # a server that never states any may just not count them
         metrics["cached_share"] = (now.traffic.cached_tokens - last.traffic.cached_tokens) / prompt_tokens
     return metrics
+
+
+class RunMeters:
+    """What a run measures beside its stages: traffic and replicas of its backends, its event loop, and its spending."""
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend] = MappingProxyType({}),
+        loop_lag: LoopLag | None = None,
+        spending: RunSpendingMetrics | None = None,
+    ) -> None:
+        """Begin to measure the first iteration. `backends` are by role, and have been entered."""
+        self._traffic = {role: each for role, each in backends.items() if isinstance(each, TrafficSource)}
+        self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in self._traffic.items()}
+        self._replicas = ReplicaMetrics(backends)
+        self._spending = spending
+        self._loop_lag = loop_lag
+        if loop_lag is not None:
+            loop_lag.take()  # drops what was measured before the first iteration
+
+    def take(self, elapsed_s: float) -> dict[str, float]:
+        """Return the metrics of the time since the last call, `elapsed_s` ago, including evaluations."""
+        return {
+            **self._take_traffic(),
+            **self._replicas.take(elapsed_s),
+            **(self._spending.take() if self._spending is not None else {}),
+            **(self._loop_lag.take() if self._loop_lag is not None else {}),
+        }
+
+    def _take_traffic(self) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for role, source in self._traffic.items():
+            now, last = msgspec.structs.asdict(source.traffic), msgspec.structs.asdict(self._last_traffic[role])
+            self._last_traffic[role] = msgspec.structs.replace(source.traffic)
+            metrics |= {f"traffic/{role}/{name}": float(now[name] - last[name]) for name in now}
+        return metrics

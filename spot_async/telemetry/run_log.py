@@ -1,4 +1,4 @@
-"""Writes what happened in a run to its directory: metrics, samples, dead letters, events.
+"""Writes what happened in a run to its directory: metrics, samples, dead letters, spending, events.
 
 Metric names are `area/name`; docs/metrics.md explains how to read them. A metric of samples is the mean over those
 samples that have it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -22,19 +23,24 @@ import structlog
 from spot_async.base.events import Event
 from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
-from spot_async.errors import PluginError, RequestError
+from spot_async.base.text import first_line
+from spot_async.errors import DataError, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, WeightsServed
-from spot_async.protocols import Backend, TrafficSource
+from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, ResponseJudged, WeightsServed
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
+from spot_async.run_directory.ledger import SpendingRow
 from spot_async.run_directory.reading import EVALUATION_ITERATION
-from spot_async.spending.run_spending import RunSpendingMetrics
+from spot_async.spending.account import FREE, Account, Spending
+from spot_async.spending.records import metered
 from spot_async.stages.stages import Stages
-from spot_async.telemetry.meters import LoopLag, PumpClock, ReplicaMetrics, phase_metrics, stage_metrics
+from spot_async.telemetry.meters import PumpClock, RunMeters, phase_metrics, stage_metrics
 from spot_async.telemetry.side_sink import MetricSink
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Prompt, Sample
+
+SPENDING_FILE = "spending.jsonl"
+RESPONSES = 64  # of a stand-alone evaluation, between two rows of spending
 
 
 class RunLog:
@@ -45,30 +51,21 @@ class RunLog:
         directory: RunDirectory,
         stages: Stages,
         sinks: Sequence[MetricSink] = (),
+        meters: RunMeters | None = None,
         *,
         is_strict: bool = True,
         samples_every: int = 1,
-        backends: Mapping[str, Backend] | None = None,
-        loop_lag: LoopLag | None = None,
-        spending: RunSpendingMetrics | None = None,
         evaluations: Iterable[Evaluated] = (),
     ) -> None:
         """Begin to measure the first iteration. `evaluations` were made before and are in no row yet.
 
-        Unless the run `is_strict`, it is also written how far training and publishing are apart. `backends` are by
-        role. Their traffic and their replicas are reported, if they have any.
+        Unless the run `is_strict`, it is also written how far training and publishing are apart.
         """
         self._publishing = None if is_strict else PumpClock("publish")
         self._served_step = 0
-        self._spending = spending
-        self._loop_lag = loop_lag
-        if loop_lag is not None:
-            loop_lag.take()  # drops what was measured before the first iteration
+        self._meters = meters or RunMeters()
         self._directory = directory
         self._samples_every = samples_every
-        self._traffic = {role: each for role, each in (backends or {}).items() if isinstance(each, TrafficSource)}
-        self._last_traffic = {role: msgspec.structs.replace(each.traffic) for role, each in self._traffic.items()}
-        self._replicas = ReplicaMetrics(backends or {})
         self._sinks = sinks
         self._stages = stages
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
@@ -97,9 +94,7 @@ class RunLog:
         metrics |= self._generation_metrics(elapsed_s - result.times_s.evaluate)
         if self._publishing is not None and evaluation is not None:  # the trainer need not have waited for it
             metrics["time/evaluate_s"] = result.times_s.evaluate
-        metrics |= self._publishing_metrics(result) | self._traffic_metrics() | self._replicas.take(elapsed_s)
-        metrics |= self._spending.take() if self._spending is not None else {}
-        metrics |= self._loop_lag.take() if self._loop_lag is not None else {}
+        metrics |= self._publishing_metrics(result) | self._meters.take(elapsed_s)
         self._iteration_started_s = now_s
         if self._samples_every and result.iteration % self._samples_every == 0:
             lines = [sample_line(result.iteration, sample) for sample in result.samples]
@@ -125,15 +120,6 @@ class RunLog:
             **phase_metrics(seconds),
             **{f"lag/{lag}": float(tokens) for lag, tokens in sorted(tokens_by_lag(result).items())},
         }
-
-    def _traffic_metrics(self) -> dict[str, float]:
-        """Return the traffic of each role since the last iteration, including evaluations."""
-        metrics: dict[str, float] = {}
-        for role, source in self._traffic.items():
-            now, last = msgspec.structs.asdict(source.traffic), msgspec.structs.asdict(self._last_traffic[role])
-            self._last_traffic[role] = msgspec.structs.replace(source.traffic)
-            metrics |= {f"traffic/{role}/{name}": float(now[name] - last[name]) for name in now}
-        return metrics
 
     def _generation_metrics(self, elapsed_s: float) -> dict[str, float]:
         """Return the metrics of generated tokens and of each stage's requests in the iteration that has just ended."""
@@ -221,6 +207,78 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
         for name, value in sample.metrics.items():
             values[name].append(value)
     return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+class _Row(Spending, kw_only=True):
+    role: str
+    server: str
+    currency: str = FREE.currency
+
+
+class SpendingLog:
+    """The listener that keeps `spending.jsonl`: what a run was billed so far, by endpoint.
+
+    Rows are cumulative, one for each endpoint of each account. They are written after the start, after every iteration,
+    after every `RESPONSES` of a stand-alone evaluation, and when the run ends, however it ends. A training run's ledger
+    has newer counts, so after a kill only what was running is unknown.
+    """
+
+    def __init__(self, directory: RunDirectory, accounts: Mapping[str, Account], *, trains: bool = True) -> None:
+        """`trains`: whether it is a training run, and not a stand-alone evaluation."""
+        self._trains = trains
+        self._directory = directory
+        self._accounts = metered(accounts)
+
+    def on(self, event: Event) -> None:
+        match event:
+            case IterationFinished(iteration=iteration):
+                self.write(iteration)
+            case ResponseJudged(finished=finished) if not self._trains and finished % RESPONSES == 0:
+                self.write(0)
+
+    def go_on(self, kept: Iterable[SpendingRow] = ()) -> None:
+        """Continue the counts of a run that was stopped. Raises DataError for a damaged file.
+
+        `kept` is what the ledger has. Where it is newer, what was under way then counts as sent and never answered.
+        """
+        path = self._directory.path / SPENDING_FILE
+        data = path.read_bytes() if self._accounts and path.exists() else b""
+        whole_bytes = data.rfind(b"\n") + 1
+        if whole_bytes < len(data):  # a torn last line
+            os.truncate(path, whole_bytes)
+        for number, line in enumerate(data[:whole_bytes].splitlines(), start=1):
+            try:
+                row = msgspec.json.decode(line, type=_Row)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise DataError(
+                    f"{path}:{number}: cannot continue with this file: {first_line(error)}: restore or remove it"
+                ) from None
+            if row.role in self._accounts:
+                if row.money and row.currency != (now := self._accounts[row.role].currency):
+                    raise DataError(
+                        f"{path}:{number}: {row.money:g} {row.currency} are spent, and {row.role}.backend.prices are "
+                        f"in {now} now: set currency back, or begin in another run.directory"
+                    )
+                found = {name: getattr(row, name) for name in Spending.__struct_fields__}
+                self._accounts[row.role].spending[row.server] = Spending(**found)
+        for role, server, settled, in_flight in kept:
+            if role in self._accounts:
+                counted = self._accounts[role].spending.get(server, Spending())
+                if settled.requests >= counted.requests:
+                    settled.add(in_flight)
+                    self._accounts[role].spending[server] = settled
+
+    def write(self, iteration: int | None = None) -> None:
+        """Write a row for each endpoint. An iteration of None stands for the end of the run."""
+        rows = [
+            {"time": time.time(), "iteration": iteration, "role": role, "server": server}
+            | msgspec.structs.asdict(spending)
+            | {"currency": account.currency}
+            for role, account in self._accounts.items()
+            for server, spending in account.spending.items()
+        ]
+        if rows:
+            self._directory.append(SPENDING_FILE, rows)
 
 
 class _EventFile:

@@ -33,7 +33,7 @@ class MetricSink(Protocol):
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
 
     def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Go on after these rows of metrics.jsonl, the run's so far. Later iterations are written once more."""
+        """Continue after these rows of metrics.jsonl, the run's so far. Later iterations are written once more."""
         ...
 
     def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:

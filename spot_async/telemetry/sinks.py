@@ -28,7 +28,7 @@ from spot_async.run_directory.reading import EVALUATION, EVALUATION_ITERATION, e
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn
 
-ID_FILE = "id"  # of the run at W&B, which a resumed run goes on with
+ID_FILE = "id"  # of the run at W&B, which a resumed run continues
 ID_BYTES = 6
 
 WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]

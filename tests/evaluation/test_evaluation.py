@@ -27,7 +27,7 @@ from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, pai
 from spot_async.evaluation.runner import collected, evaluate
 from spot_async.running.summary import change_summary, evaluation_summary
 from spot_async.telemetry.console import evaluation_table, unverified_note
-from spot_async.telemetry.figures_table import figures_table
+from spot_async.telemetry.evaluations import figures_table
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, Problem, Verdict
 from spot_async.verification import BoxedMatch

@@ -18,7 +18,7 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.running import checkpoints
 from spot_async.running.checkpoints import RunCheckpoints
-from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.telemetry.run_log import SpendingLog
 from spot_async.testing.fault_plan import Fault
 
 SEEDS = range(300)

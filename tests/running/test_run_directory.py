@@ -19,7 +19,7 @@ from spot_async.models.weight_files import delete_weights, in_use
 from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
 from spot_async.run_directory.run_weights import RunWeights
 from spot_async.telemetry.console import best_words
-from spot_async.telemetry.evaluation_history import EvaluationHistory
+from spot_async.telemetry.evaluations import EvaluationHistory
 from spot_async.types import Verdict, WeightSnapshot, WeightVersion
 
 CONFIG = {

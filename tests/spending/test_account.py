@@ -17,7 +17,7 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.spending.account import Account, Spending
 from spot_async.spending.prices import Prices, Size, Usage, read_usage
-from spot_async.telemetry.spending_log import RESPONSES, SpendingLog
+from spot_async.telemetry.run_log import RESPONSES, SpendingLog
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 PRICES = Prices(prompt=2.0, cached_prompt=0.5, completion=8.0, request=0.001, currency="EUR")
@@ -203,7 +203,7 @@ def test_spending_is_continued_from_whole_lines_and_a_damaged_or_foreign_file_is
     log.write()
     with (tmp_path / "spending.jsonl").open("ab") as file:
         file.write(b'{"role":"\xff","server":"one"}\n')
-    with pytest.raises(DataError, match=r"spending.jsonl:3: cannot go on with this file"):
+    with pytest.raises(DataError, match=r"spending.jsonl:3: cannot continue with this file"):
         opened()[1].go_on()
 
 

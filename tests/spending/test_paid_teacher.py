@@ -26,7 +26,7 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import ReplayedTeacher, TeacherCache
-from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.telemetry.run_log import SpendingLog
 from spot_async.testing.services import Latency, SimulatedStudent, SimulatedTrainer
 from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
 

@@ -28,7 +28,7 @@ from spot_async.spending.account import Account
 from spot_async.spending.prices import Prices
 from spot_async.spending.run_spending import RunSpendingMetrics
 from spot_async.spending.score_cache import CacheCounters
-from spot_async.telemetry.meters import LoopLag
+from spot_async.telemetry.meters import LoopLag, RunMeters
 from spot_async.telemetry.run_log import RunLog
 from spot_async.testing.services import (
     VOCAB_SIZE,
@@ -162,13 +162,15 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max
         directory,
         run.stages,
         [SimpleNamespace(write=lambda iteration, metrics: given.append((iteration, metrics)))],
-        is_strict=max_staleness == 0,
-        backends={"student": CountedServer(student.traffic), "teacher": SimpleNamespace()},
-        spending=RunSpendingMetrics(
-            {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
-            SimpleNamespace(counters=CacheCounters(), size_bytes=0),
+        RunMeters(
+            {"student": CountedServer(student.traffic), "teacher": SimpleNamespace()},
+            LoopLag(),
+            RunSpendingMetrics(
+                {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
+                SimpleNamespace(counters=CacheCounters(), size_bytes=0),
+            ),
         ),
-        loop_lag=LoopLag(),
+        is_strict=max_staleness == 0,
     )
     run.stages.events.subscribe(log)
     run.finish()

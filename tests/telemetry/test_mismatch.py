@@ -9,7 +9,7 @@ import pytest
 from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.models.precision import precision
 from spot_async.run_directory.reading import RunFiles
-from spot_async.telemetry.mismatch import MismatchWarning, mismatch_words
+from spot_async.telemetry.failures import MismatchWarning, mismatch_words
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.types import TrainReport, WeightSnapshot, WeightVersion
 

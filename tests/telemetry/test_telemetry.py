@@ -43,7 +43,7 @@ from spot_async.loop.events import (
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.stages.stage import StageCounters
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.meters import LoopLag
+from spot_async.telemetry.meters import LoopLag, RunMeters
 from spot_async.telemetry.run_log import RunLog, log_events_to
 from spot_async.telemetry.sinks import check_packages, open_sinks
 from spot_async.types import Sample, TrainReport, Verdict, WeightSnapshot, WeightVersion
@@ -577,7 +577,7 @@ def test_the_figures_of_the_first_iteration_are_its_own(tmp_path):
     stage = SimpleNamespace(name="verify", counters=counters)
     lag = LoopLag()
     lag._histogram.add(9.0, interval_s=0.05)
-    log = RunLog(RunDirectory(tmp_path), SimpleNamespace(all=(stage,), tokens_generated=0), loop_lag=lag)
+    log = RunLog(RunDirectory(tmp_path), SimpleNamespace(all=(stage,), tokens_generated=0), (), RunMeters(loop_lag=lag))
     counters.completed, counters.failed, counters.ended, counters.busy_s = 3, 1, 4, 2.0
     snapshot = WeightSnapshot(directory=str(tmp_path), version=WeightVersion(0, 1))
     log.on(IterationFinished(1, [], TrainReport(snapshot=snapshot, metrics={}), PhaseTimes()))

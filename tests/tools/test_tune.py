@@ -299,6 +299,10 @@ def test_no_file_of_someone_else_is_written_over(tmp_path):
     check_output(config, other)
 
 
+def options(**changes: Any) -> TuneOptions:
+    return TuneOptions(Path("c.yaml"), (), Path("c.tuned.yaml"), 1.0, **changes)
+
+
 PAID = {
     "kind": "openai",
     "url": "http://127.0.0.1:1",
@@ -309,8 +313,8 @@ PAID = {
 def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs():
     config = config_from({**RUN, "teacher": {"model": "t", "backend": PAID}})
     with pytest.raises(ConfigError, match=r"--paid: teacher\.backend\.prices is set, so give --limit-requests"):
-        check_options(config, TuneOptions(1.0, is_paid=True))
-    check_options(config, TuneOptions(1.0, limit_requests=10, is_paid=True))
+        check_options(config, options(is_paid=True))
+    check_options(config, options(limit_requests=10, is_paid=True))
     account = config.teacher.backend.open_account("teacher")  # type: ignore[union-attr]
     assert account is not None
     account.spending["teacher"] = Spending(requests=4, money=0.5)
@@ -325,7 +329,7 @@ def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs(
 def test_a_replay_has_no_teacher_to_tune():
     config = config_from({**RUN, "teacher": {"model": "t", "cache": "scores.sqlite", "replay": True}})
     with pytest.raises(ConfigError, match=r"set teacher\.replay=false"):
-        check_options(config, TuneOptions(1.0))
+        check_options(config, options())
 
 
 def test_responses_of_a_tuning_are_not_saved_as_the_runs():

@@ -110,7 +110,7 @@ class RatedServer:
         return capabilities(VOCAB_SIZE, slots=self._rates.slots, in_flight_updates=self._in_flight_updates)
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Load weights. Requests in flight stand still meanwhile, and go on with the new ones."""
+        """Load weights. Requests in flight stand still meanwhile, and continue with the new ones."""
         self._processor.pause(True)
         try:
             await asyncio.sleep(self._update_s)

@@ -52,6 +52,9 @@ PAID_KEYS = (
 class TuneOptions:
     """The options of the command."""
 
+    source: Path  # the configuration
+    overrides: Sequence[str]  # of it
+    output: Path
     seconds: float  # for each server
     limit_requests: int | None = None  # for each server
     is_paid: bool = False  # whether to ramp endpoints with prices or rate limits too
@@ -94,10 +97,6 @@ def run(
     plan: TrainPlan,
     directory: Path,
     options: TuneOptions,
-    *,
-    source: Path,
-    output: Path,
-    overrides: Sequence[str],
 ) -> None:
     """Tune, and show and write the results. Raises what `measure` raises, and DataError if they cannot be written."""
     with screen.status("starting the servers") as status:
@@ -131,7 +130,8 @@ def run(
         screen.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
     for line in tuning.advice:
         screen.print(Text(line), soft_wrap=True)
-    write(tuning, source, output, list(overrides), tuning_page(tuning, source.stem))
+    output, overrides = options.output, options.overrides
+    write(tuning, options.source, output, list(overrides), tuning_page(tuning, options.source.stem))
     train = " ".join(["spot-async train", str(output), *overrides])
     screen.print(Text(f"to train with these limits: {train}"), soft_wrap=True)
     screen.print(Text(f"page: {output.with_suffix('.html')}"), soft_wrap=True)

@@ -42,8 +42,7 @@ from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running.checkpoints import RunCheckpoints, go_back
 from spot_async.spending.account import Account, Spending
 from spot_async.stages.stage import Stage
-from spot_async.telemetry.run_log import RunLog
-from spot_async.telemetry.spending_log import SpendingLog
+from spot_async.telemetry.run_log import RunLog, SpendingLog
 from spot_async.testing import fault_plan
 from spot_async.testing.fault_plan import Fault
 from spot_async.testing.faulty_run import Drill
