@@ -22,7 +22,7 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import while_alive
 from spot_async.config import BackendSettings, OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
-from spot_async.serving.http.credentials import Credentials
+from spot_async.serving.api import Credentials
 from spot_async.serving.settings import EngineSettings
 
 from ..shared.connection import Url, address_of, check_different

@@ -27,7 +27,7 @@ from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import while_alive
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
-from spot_async.serving.http.credentials import new_secret
+from spot_async.serving.api import new_secret
 
 from .far_side import FarSide
 from .launch_settings import ProcessSettings

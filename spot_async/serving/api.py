@@ -3,18 +3,25 @@
 Bodies are msgpack (`spot_async.base.wire`). A failed request gets an `ErrorReply` whose `error` names a class of
 `spot_async.errors`, and the HTTP status that `STATUS` has for it. `timeout_s` is the time left until the caller's
 deadline, since the two processes share no clock.
+
+Requests may have to show secrets, which server and client read from their environments (`Credentials`). Every user of
+the machine can see command lines, but not environments.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import secrets
 import struct
 import zlib
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Self
 
 import msgspec
 
+from spot_async.base.secrets import SECRETS
 from spot_async.errors import (
     DataError,
     DeadlineExceededError,
@@ -44,10 +51,12 @@ CONTENT_TYPE = "application/msgpack"
 # Names the process that a request is meant for. Any other process, such as the same server started again with other
 # weights, refuses the request with `ServerRestartedError`.
 INSTANCE_HEADER = "X-Spot-Async-Instance"
-UPDATE_TOKEN_HEADER = "X-Spot-Async-Update-Token"  # required for new weights; see `credentials`
+UPDATE_TOKEN_HEADER = "X-Spot-Async-Update-Token"  # required for new weights; see `Credentials`
 FRAME_HEADER = struct.Struct(">II")  # the frame's size in bytes, and its CRC-32
 MAX_TOGETHER = 64  # requests in one `GenerateManyRequest`
 DIGEST_HEADER = "Content-Digest"  # RFC 9530: shows whether a proxy or the network has changed a number
+API_KEY_VARIABLE = "SPOT_ASYNC_API_KEY"
+UPDATE_TOKEN_VARIABLE = "SPOT_ASYNC_UPDATE_TOKEN"
 
 STATUS: dict[type[SpotError], int] = {
     PermanentError: 400,
@@ -181,3 +190,36 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_prefilled: int
     cpu_s: float
     version: WeightVersion
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A server's secrets. None: not required. Printing the object does not show them."""
+
+    api_key: str | None = field(default=None, repr=False)  # required for every request
+    update_token: str | None = field(default=None, repr=False)  # required for new weights, besides the key
+
+    @classmethod
+    def of_environment(cls) -> Self:
+        """Return the credentials of a server that was started by hand."""
+        SECRETS.learn(os.environ.get(API_KEY_VARIABLE, ""))
+        return cls(os.environ.get(API_KEY_VARIABLE) or None, os.environ.get(UPDATE_TOKEN_VARIABLE) or None)
+
+    @classmethod
+    def of_new_server(cls) -> Self:
+        """Return the credentials of a server that we start. The user may know the key, but only we know the token."""
+        SECRETS.learn(os.environ.get(API_KEY_VARIABLE, ""))
+        return cls(os.environ.get(API_KEY_VARIABLE) or new_secret(), new_secret())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables for the server's process."""
+        given = {API_KEY_VARIABLE: self.api_key, UPDATE_TOKEN_VARIABLE: self.update_token}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def new_secret() -> str:
+    """Return a text that nobody can guess, any header can carry, and no command line takes for an option."""
+    made = secrets.token_hex(32)
+    SECRETS.learn(made)
+    return made

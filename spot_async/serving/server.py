@@ -29,7 +29,7 @@ from spot_async.base.processes.resources import (
 )
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import refuse_foreign_files
-from spot_async.serving.http.credentials import API_KEY_VARIABLE, Credentials
+from spot_async.serving.api import API_KEY_VARIABLE, Credentials
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:

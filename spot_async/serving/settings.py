@@ -1,4 +1,4 @@
-"""The settings of the local engine, for the server's command line, `LocalBackend.Settings` and the engine itself.
+"""The settings of the local engine, for `LocalBackend.Settings`, the engine itself, and the server's command line.
 
 This module does not import torch, so that a wrong setting is refused at once.
 """

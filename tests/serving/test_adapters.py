@@ -34,8 +34,8 @@ from spot_async.errors import (
     VersionMismatchError,
 )
 from spot_async.models.adapter_files import WEIGHTS_FILE
-from spot_async.serving.engine.adapters import HELD_AT_ONCE
 from spot_async.serving.engine.engine import Engine
+from spot_async.serving.engine.weights import HELD_AT_ONCE
 from spot_async.types import VersionSpan, WeightVersion
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets="all")

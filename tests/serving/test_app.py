@@ -24,12 +24,12 @@ from spot_async.base import wire
 from spot_async.errors import ThrottledError
 from spot_async.models.vocabulary import load_tokenizer
 from spot_async.serving import api
+from spot_async.serving.api import Credentials
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.model import load_model
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.app import build_app
 from spot_async.serving.http.bodies import MAX_BYTES, MIB, Bodies
-from spot_async.serving.http.credentials import Credentials
 from spot_async.serving.http.replies import TOGETHER_S, Replies
 from spot_async.serving.openai.app import MAX_BYTES as MAX_JSON_BYTES
 from spot_async.serving.openai.app import openai_v1

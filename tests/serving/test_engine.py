@@ -22,8 +22,8 @@ from engine_requests import (
 
 from spot_async.errors import VersionMismatchError
 from spot_async.serving.engine.fused import FusedModel, fused
+from spot_async.serving.engine.logits import sample
 from spot_async.serving.engine.model import load_model
-from spot_async.serving.engine.sampling import sample
 from spot_async.serving.settings import EngineSettings
 from spot_async.types import WeightVersion
 

@@ -15,7 +15,7 @@ import torch
 from engine_requests import dense_logprobs, generate_request, run_all
 from padded_models import padded_model
 
-from spot_async.serving.engine.sampling import draw_uniforms, sample
+from spot_async.serving.engine.logits import draw_uniforms, sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "running_sum"
 COMMON, PADDED = 48, 64

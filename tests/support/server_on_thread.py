@@ -16,7 +16,7 @@ import uvicorn
 
 from spot_async.backends.local.server import Address, LocalServer
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.serving.http.credentials import Credentials
+from spot_async.serving.api import Credentials
 from spot_async.serving.server import KEEP_ALIVE_S, _listen, _load
 from spot_async.serving.settings import EngineSettings, ServeSettings
 

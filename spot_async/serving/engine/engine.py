@@ -27,15 +27,13 @@ from spot_async.errors import (
     VersionMismatchError,
 )
 from spot_async.serving.api import CandidateReply
-from spot_async.serving.engine.adapters import Adapter, Adapters
 from spot_async.serving.engine.cache import bucketed
 from spot_async.serving.engine.limits import Limits
+from spot_async.serving.engine.logits import candidate_rows, sample, score_rows
 from spot_async.serving.engine.model import CausalModel
 from spot_async.serving.engine.requests import CandidateTask, GenerateTask, ScoreTask, Task, take_group
-from spot_async.serving.engine.sampling import sample
-from spot_async.serving.engine.scoring import candidate_rows, score_rows
 from spot_async.serving.engine.slots import SlotTable
-from spot_async.serving.engine.weights import Parameters
+from spot_async.serving.engine.weights import Adapter, Adapters, Parameters
 from spot_async.serving.settings import EngineSettings
 from spot_async.types import Generation, TokenScores, WeightVersion
 

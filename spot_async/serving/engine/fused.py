@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spot_async.serving.engine.adapters import Products
 from spot_async.serving.engine.cache import decode_width
 from spot_async.serving.engine.model import CausalModel, logprob_gap
+from spot_async.serving.engine.weights import Products
 
 TOLERANCE_NATS = 1e-4
 

@@ -21,8 +21,8 @@ from spot_async.base.text import first_line
 from spot_async.config.training import TARGETS
 from spot_async.errors import DataError
 from spot_async.models.causal_model import load_whole, read_config
-from spot_async.serving.engine.adapters import AdaptedRows, Adapter, Products
 from spot_async.serving.engine.cache import PrefillDone, SlotCache, bucketed, decode_width
+from spot_async.serving.engine.weights import AdaptedRows, Adapter, Products
 from spot_async.serving.settings import EngineSettings
 
 # If a row's bits must not depend on how many rows there are, rows are computed in multiples of this. Matrix products of

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from spot_async.models.alignment import decision_row, decision_rows
 from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
-from spot_async.serving.engine.adapters import Adapter
-from spot_async.serving.engine.sampling import draw_uniforms
+from spot_async.serving.engine.logits import draw_uniforms
+from spot_async.serving.engine.weights import Adapter
 from spot_async.types import (
     Float64Array,
     FloatArray,

@@ -18,10 +18,10 @@ import torch
 
 from spot_async.errors import SpotError
 from spot_async.serving.api import Stats, VersionReply
-from spot_async.serving.engine.adapters import Adapter
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.limits import Limits
 from spot_async.serving.engine.requests import Request, Task, new_task
+from spot_async.serving.engine.weights import Adapter
 from spot_async.types import WeightVersion
 
 

@@ -1,7 +1,8 @@
 """Decides who may ask one of our servers, by a request's headers, before its body is read.
 
 A web page can make its reader's browser send requests to this machine. Such a request names the page in `Origin`, or
-the page's host in `Host`, or has a content type that forms can send. None of these is answered.
+the page's host in `Host`, or has a content type that forms can send. None of these is answered. Nor is a request that
+is meant for another process at this address (`api.INSTANCE_HEADER`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.base import wire
 from spot_async.base.addresses import host_of, is_loopback
-from spot_async.errors import PermanentError
+from spot_async.errors import PermanentError, ServerRestartedError, SpotError
 from spot_async.serving import api
-from spot_async.serving.http.credentials import Credentials
+from spot_async.serving.api import Credentials
 
 
 class Refusal(NamedTuple):
     status: int
     message: str
     code: str | None = None  # for APIs whose errors have one
+    error: type[SpotError] = PermanentError  # for our own API
 
 
 class OtherApi(NamedTuple):
@@ -42,6 +44,7 @@ class Access:
     credentials: Credentials
     is_local: bool  # it listens on loopback or a Unix socket, so `Host` must be a name of this machine
     other_api: OtherApi | None = None
+    instance: str = ""  # names this process
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is refused; None if it is not. `headers` are by their names in lower case."""
@@ -56,6 +59,9 @@ class Access:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and self._other(path) is None and kind != api.CONTENT_TYPE:
             return Refusal(415, f"{path}: takes Content-Type: {api.CONTENT_TYPE} only")
+        if headers.get(api.INSTANCE_HEADER.lower(), self.instance) != self.instance:
+            message = "the server was restarted, and may hold other weights than the caller knows of"
+            return Refusal(api.STATUS[ServerRestartedError], message, error=ServerRestartedError)
         return None
 
     def refusal_of_update(self, headers: Mapping[str, str]) -> Refusal | None:
@@ -69,7 +75,7 @@ class Access:
         """Return the refusal in the form of the API that was asked."""
         if (other := self._other(path)) is not None:
             return other.answer(refusal)
-        body = wire.encode(api.ErrorReply(error=PermanentError.__name__, message=refusal.message))
+        body = wire.encode(api.ErrorReply(error=refusal.error.__name__, message=refusal.message))
         headers = {api.DIGEST_HEADER: api.digest(body)}
         return Response(body, refusal.status, headers=headers, media_type=api.CONTENT_TYPE)
 

@@ -18,23 +18,20 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.base import wire
 from spot_async.errors import (
     DeadlineExceededError,
     PermanentError,
     RequestTooLargeError,
-    ServerRestartedError,
     SpotError,
 )
 from spot_async.serving import api
+from spot_async.serving.api import Credentials
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.access import Access, OtherApi, RefuseStrangers
 from spot_async.serving.http.bodies import MAX_BYTES, MAX_HELD_BYTES, UNREADABLE, Bodies
-from spot_async.serving.http.credentials import Credentials
-from spot_async.serving.http.disconnect import ClientGone, no_reply, while_connected
-from spot_async.serving.http.replies import Replies
+from spot_async.serving.http.replies import ClientGone, Replies, no_reply, while_connected
 from spot_async.types import Capabilities
 
 T = TypeVar("T")
@@ -49,9 +46,8 @@ def build_app(
     other_api: OtherApi | None = None,
 ) -> Starlette:
     """Return the server's ASGI application. `Access` decides who may ask it."""
-    access = Access(credentials, is_local, other_api)
+    access = Access(credentials, is_local, other_api, instance=uuid.uuid4().hex)
     updating = asyncio.Lock()
-    instance = uuid.uuid4().hex
     bodies = Bodies(MAX_BYTES, MAX_HELD_BYTES)
 
     async def decode(request: Request, kind: type[T]) -> T:
@@ -62,7 +58,7 @@ def build_app(
                 raise PermanentError(f"{request.url.path}: cannot read the request: {error}") from error
 
     async def health(request: Request) -> Response:
-        return _reply(api.HealthReply(version=worker.version, instance=instance))
+        return _reply(api.HealthReply(version=worker.version, instance=access.instance))
 
     async def stats(request: Request) -> Response:
         return _reply(worker.stats())
@@ -118,7 +114,7 @@ def build_app(
         Route(api.UNLOAD_ADAPTER, unload_adapter, methods=["POST"]),
         *([other_api.routes] if other_api is not None else []),
     ]
-    guards = [Middleware(RefuseStrangers, access=access), Middleware(_RefuseOthersRequests, instance=instance)]
+    guards = [Middleware(RefuseStrangers, access=access)]
     handlers: dict[Any, Any] = {SpotError: _error_reply, ClientGone: no_reply, ClientDisconnect: no_reply}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
@@ -143,22 +139,3 @@ def _error_reply(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestTooLargeError):
         reply.headers["Connection"] = "close"  # so that the rest of the body need not be read
     return reply
-
-
-class _RefuseOthersRequests:
-    """ASGI middleware that refuses requests meant for another process at this address; see `api.INSTANCE_HEADER`."""
-
-    def __init__(self, app: ASGIApp, instance: str) -> None:
-        self._app = app
-        self._name = api.INSTANCE_HEADER.lower().encode()
-        self._instance = instance.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wanted = dict(scope.get("headers", ())).get(self._name, self._instance)
-        if scope["type"] == "http" and wanted != self._instance:
-            error = ServerRestartedError(
-                "the server was restarted, and may hold other weights than the caller knows of"
-            )
-            await _error_reply(Request(scope), error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)

@@ -1,4 +1,6 @@
-"""Answers several generate requests with one streamed response of frames (`api.frame`).
+"""Answers for as long as the client waits, and several generate requests with one stream of frames (`api.frame`).
+
+The work for a client that hangs up ends, so that it frees what it holds.
 
 Replies come from the engine's thread one by one. Waking the event loop, and sending a part of a stream, cost more than
 handling a reply. So the loop is woken only for the first reply and the last, and takes those in between with them.
@@ -10,19 +12,49 @@ import asyncio
 import contextlib
 import functools
 from collections import deque
+from collections.abc import Awaitable
 from concurrent.futures import Future
+from typing import NoReturn, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from spot_async.base import wire
+from spot_async.base.tasks import while_alive
 from spot_async.errors import DeadlineExceededError, SpotError
 from spot_async.serving import api
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.disconnect import ClientGone, while_connected
 from spot_async.types import Generation
 
+CLIENT_GONE = 499  # a status that nobody reads, except in an access log
 TOGETHER_S = 0.02  # a reply waits this long for others to be sent with it; the last one does not wait
+
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client hung up: there is nobody left to answer."""
+
+
+def no_reply(request: Request, error: Exception) -> Response:
+    """Return the reply to a client that has hung up, while it sent its request or after."""
+    return Response(status_code=CLIENT_GONE)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client hangs up first, cancel it and raise `ClientGone`.
+
+    The request's body must have been read from `receive` already.
+    """
+    return await while_alive(work, lambda: _raise_when_gone(receive))
+
+
+async def _raise_when_gone(receive: Receive) -> NoReturn:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone
 
 
 class Replies(Response):

@@ -1,17 +1,23 @@
-"""Samples the next token of every row at once. Pure functions of logits, settings and uniforms.
+"""What is made of logits: the next token of every row, and the scores of given tokens. Pure functions.
 
 A request's randomness is one uniform number per token. They are all drawn from its seed before it starts, so that its
 tokens do not depend on what is decoded beside it.
+
+Given tokens are scored with the logits of only a few rows at a time. With a vocabulary of 150,000 those of one
+4,096-token response take 2.5 GB in float32. In chunks they never exist all at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from spot_async.types import Float64Array, Int64Array
+
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden (R, D) -> logits (R, V)
 
 
 class Sampled(NamedTuple):
@@ -81,3 +87,44 @@ def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     before = ordered.cumsum(-1) - ordered  # mass of all likelier tokens
     kept = (before < top_p) | (top_p >= 1)
     return torch.zeros_like(probabilities).scatter_(-1, order, ordered * kept)
+
+
+class RowScores(NamedTuple):
+    logprobs: torch.Tensor  # (R,) of the targets
+    topk_ids: torch.Tensor  # (R, K)
+    topk_logprobs: torch.Tensor  # (R, K)
+    entropy: torch.Tensor  # (R,) nats, exact
+
+
+def score_rows(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, *, top_k: int, temperature: float, chunk_rows: int
+) -> RowScores:
+    """Return scores of hidden (R, D) for targets (R,). R is at least 1."""
+    parts = []
+    for rows, logits in _logit_chunks(head, hidden, temperature, chunk_rows):
+        logprobs = logits.log_softmax(-1)
+        best = logprobs.topk(top_k, dim=-1)
+        chosen = logprobs.gather(-1, targets[rows, None])[:, 0]
+        finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)  # so that 0 * -inf adds 0 and not NaN
+        parts.append((chosen, best.indices, best.values, -(logits.softmax(-1) * finite).sum(-1)))
+    return RowScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def candidate_rows(
+    head: Head, hidden: torch.Tensor, candidates: torch.Tensor, *, temperature: float, chunk_rows: int
+) -> torch.Tensor:
+    """Return log-probabilities (R, k) of candidates (R, k) at hidden (R, D). R is at least 1."""
+    return torch.cat(
+        [
+            logits.log_softmax(-1).gather(-1, candidates[rows])
+            for rows, logits in _logit_chunks(head, hidden, temperature, chunk_rows)
+        ]
+    )
+
+
+def _logit_chunks(
+    head: Head, hidden: torch.Tensor, temperature: float, chunk_rows: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    for start in range(0, len(hidden), chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        yield rows, head(hidden[rows]).float() / temperature
