@@ -155,7 +155,7 @@ def vllm_cases(wire: Wire, model: Path) -> Iterator[Case]:
     yield Case(
         "one candidate",
         json.dumps(replies["candidate"]["reply"]).encode(),
-        lambda: client.next_token([5, 6, 7, 300, 301, 17], 511, deadline=soon()),
+        lambda: client.next_token(np.array([5, 6, 7, 300, 301, 17]), 511, deadline=soon()),
         lambda reply: {"tokens": reply["choices"][0]["token_ids"]},
     )
     chosen = backend(chosen_tokens=True)

@@ -231,18 +231,13 @@ class _Discovery:
                 return False
             return True
 
-        async def taken(names: Sequence[str]) -> dict[str, Any]:
-            """Return which of these fields it takes. Halves are asked for, since each answer may cost something."""
-            for values in zip(*(wanted[name] for name in names), strict=False):
-                fields = dict(zip(names, values, strict=True))
-                if await takes(fields):
-                    return fields
-            if len(names) == 1:
-                return {}
-            half = len(names) // 2
-            return await taken(names[:half]) | await taken(names[half:])
-
-        return replace(dialect, neutral=await taken(list(wanted)) if wanted else {})
+        taken: dict[str, Any] = {name: values[0] for name, values in wanted.items()}
+        if taken and not await takes(taken):
+            taken = {}
+            for name, value in ((name, value) for name, values in wanted.items() for value in values):
+                if name not in taken and await takes({name: value}):
+                    taken[name] = value
+        return replace(dialect, neutral=taken)
 
     async def _scoring(self, dialect: Dialect) -> Dialect:
         ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")

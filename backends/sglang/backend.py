@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 
 from spot_async.errors import PermanentError
-from spot_async.models.alignment import branch_prefix_length
 from spot_async.types import (
     Capabilities,
     FloatArray,
@@ -42,10 +41,10 @@ from spot_async.types import (
 
 from ..shared.bodies import Steps
 from ..shared.discovery import differences, may_be_other, noise_nats, temperature_convention
-from ..shared.held_weights import ReplyNames
+from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_candidates, check_rows, scored_positions
-from ..shared.request_limits import RequestLimits
+from ..shared.request_limits import RequestLimits, prefixes
 from ..shared.settings import StudentServerSettings
 from ..shared.student_backend import Part, StudentBackend
 from . import process
@@ -146,7 +145,7 @@ class SglangBackend(StudentBackend):
     async def score_at(self, request: ScoreRequest, positions: IntArray, *, top_k: int) -> ScoredPositions:
         self._check_temperature(request.temperature)
         self._requests.limits.check_positions(positions, request.response_ids)
-        asked = ((prefix, None) for prefix in _prefixes(request, positions))
+        asked = ((prefix, None) for prefix in prefixes(request, positions))
         found = await self._requests.next_tokens(asked, top_k, request.temperature, request.deadline)
         tops = [each.top for each in found if each.top is not None]
         return scored_positions(
@@ -168,7 +167,7 @@ class SglangBackend(StudentBackend):
         self._check_temperature(request.temperature)
         self._requests.limits.check_ids(candidate_ids)
         self._requests.limits.check_positions(positions, request.response_ids)
-        asked = zip(_prefixes(request, positions), candidate_ids, strict=True)
+        asked = zip(prefixes(request, positions), candidate_ids, strict=True)
         found = await self._requests.next_tokens(asked, 0, request.temperature, request.deadline, expected_version)
         self._names.require([each.version for each in found], expected_version)
         return check_candidates(np.stack([each.chosen for each in found if each.chosen is not None]), candidate_ids)
@@ -260,7 +259,7 @@ class SglangBackend(StudentBackend):
             "return_flat_raw_top_logprobs_b64": True,
         }
 
-        def read(reply: bytes, names: ReplyNames) -> Steps[Scores]:
+        def read(reply: bytes, names: ReadName) -> Steps[Scores]:
             found = yield from read_scores(reply, names, request.response_ids, vocab_size=self._vocab_size)
             check_rows(request.response_ids, found.logprobs, *found.top, top_k=top_k, vocab_size=self._vocab_size)
             return found
@@ -276,9 +275,3 @@ class SglangBackend(StudentBackend):
                 f"{self._name}: the server gives log-probabilities at temperature 1, not at {temperature:g}: start it "
                 "without SGLANG_RETURN_ORIGINAL_LOGPROB or set sampling.temperature=1"
             )
-
-
-def _prefixes(request: ScoreRequest, positions: IntArray) -> list[IntArray]:
-    """Return the context of each position, as views of one sequence. Copies would take the square of its length."""
-    sequence = request.token_ids
-    return [sequence[: branch_prefix_length(len(request.prompt_ids), position)] for position in positions.tolist()]

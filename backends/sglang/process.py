@@ -17,7 +17,7 @@ from spot_async.errors import ConfigError, PermanentError, ThrottledError, Trans
 from spot_async.models.model_size import read_size
 from spot_async.types import WeightVersion
 
-from ..shared.held_weights import ReplyNames
+from ..shared.held_weights import ReadName
 from ..shared.launch import Command, Doorway
 from ..shared.launch_settings import LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
@@ -89,7 +89,7 @@ def cache_tokens(settings: LaunchSettings, model: Path) -> int | None:
     return int(settings.cache_gib * GIB / size.cache_bytes_on(settings.tensor_parallel_size))
 
 
-async def ask_engine(server: RemoteServer, names: ReplyNames, *, deadline: float) -> None:
+async def ask_engine(server: RemoteServer, names: ReadName, *, deadline: float) -> None:
     """Raise a `RequestError` unless the scheduler answers, accepts requests, and has weights that we sent."""
     await server.endpoint.get("/server_info", deadline=deadline)
     try:
@@ -98,7 +98,7 @@ async def ask_engine(server: RemoteServer, names: ReplyNames, *, deadline: float
         raise TransientError(f"{server.name}: the server is paused, but not by this run") from None
     except PermanentError:  # an older server or a router, without this path
         pass
-    names.version((await server.get("/model_info", ModelInfo, deadline=deadline)).weight_version)
+    names((await server.get("/model_info", ModelInfo, deadline=deadline)).weight_version)
 
 
 async def sleep(server: RemoteServer, *, deadline: float) -> None:

@@ -19,7 +19,7 @@ from spot_async.errors import PoisonedReplyError, TransientError
 from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
 
 from ..shared.bodies import Steps
-from ..shared.held_weights import ReplyNames
+from ..shared.held_weights import ReadName
 
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
 FirstEntry = tuple[float | None, int, Any]  # the same for input tokens, of which the first has no log-probability
@@ -94,7 +94,7 @@ _decoder = msgspec.json.Decoder(Reply)
 _rows_decoder = msgspec.json.Decoder(Rows)
 
 
-def read_generation(body: bytes, names: ReplyNames, *, top_k: int) -> Steps[Generation]:
+def read_generation(body: bytes, names: ReadName, *, top_k: int) -> Steps[Generation]:
     """Read a whole response. Raises `TransientError` if the server aborted it."""
     reply = _read(body)
     meta = reply.meta_info
@@ -115,7 +115,7 @@ def read_generation(body: bytes, names: ReplyNames, *, top_k: int) -> Steps[Gene
     )
 
 
-def read_scores(body: bytes, names: ReplyNames, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
+def read_scores(body: bytes, names: ReadName, response_ids: IntArray, *, vocab_size: int) -> Steps[Scores]:
     """Read log-probabilities that were asked for from the last prompt token on, and drop that token's own row.
 
     Raises `TransientError` if the server aborted the request.
@@ -134,12 +134,10 @@ def read_scores(body: bytes, names: ReplyNames, response_ids: IntArray, *, vocab
     _require(len(top.ids) >= len(response_ids), f"top-k of {len(top.ids)} of {len(response_ids)} tokens")
     rows = slice(len(top.ids) - len(response_ids), None)  # nested lists, and some flat ones, include the prompt's row
     logprobs = [float("nan") if logprob is None else logprob for logprob, _, _ in entries]
-    return Scores(
-        np.array(logprobs, np.float32), TopK(top.ids[rows], top.logprobs[rows]), names.version(meta.weight_version)
-    )
+    return Scores(np.array(logprobs, np.float32), TopK(top.ids[rows], top.logprobs[rows]), names(meta.weight_version))
 
 
-def read_next_token(body: bytes, names: ReplyNames, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
+def read_next_token(body: bytes, names: ReadName, candidate_ids: Sequence[int] | None) -> Steps[NextToken]:
     """Read the first generated position's distribution: its top-k, or the log-probabilities of given tokens."""
     reply = _read(body)
     meta = reply.meta_info
@@ -181,11 +179,11 @@ def _finish_reason(meta: MetaInfo) -> FinishReason:
     return "stop" if finish.type == "stop" else "length"
 
 
-def _version_spans(meta: MetaInfo, names: ReplyNames, count: int) -> tuple[VersionSpan, ...]:
+def _version_spans(meta: MetaInfo, names: ReadName, count: int) -> tuple[VersionSpan, ...]:
     """Read which weights sampled which tokens. Servers before 0.5.19 name only one version, and use only one."""
     if not meta.weight_versions:
-        return (VersionSpan(0, count, names.version(meta.weight_version)),)
-    return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in meta.weight_versions)
+        return (VersionSpan(0, count, names(meta.weight_version)),)
+    return tuple(VersionSpan(span.start, span.end, names(span.version)) for span in meta.weight_versions)
 
 
 def _top(meta: MetaInfo, side: str) -> Steps[TopK]:

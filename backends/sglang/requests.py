@@ -18,7 +18,7 @@ from spot_async.spending.prices import Size
 from spot_async.types import Generation, IntArray, SamplingSettings, WeightVersion
 
 from ..shared.bodies import Steps
-from ..shared.held_weights import ReplyNames
+from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_generation, check_logprobs, check_topk
 from ..shared.request_limits import RequestLimits, logit_bias
@@ -74,7 +74,7 @@ class SglangRequests:
             **output_top_k(top_k),
         }
 
-        def read(reply: bytes, names: ReplyNames) -> Steps[Generation]:
+        def read(reply: bytes, names: ReadName) -> Steps[Generation]:
             generation = yield from read_generation(reply, names, top_k=top_k)
             check_end(self._server.name, generation, sampling)
             return check_generation(generation, sampling, top_k=top_k, vocab_size=self.limits.vocab_size)
@@ -84,7 +84,7 @@ class SglangRequests:
     async def ask(
         self,
         body: dict[str, Any],
-        read: Callable[[bytes, ReplyNames], Steps[T]],
+        read: Callable[[bytes, ReadName], Steps[T]],
         deadline: float,
         expected: WeightVersion | None = None,
     ) -> T:
@@ -141,7 +141,7 @@ class SglangRequests:
                 **(output_top_k(top_k) if chosen is None else {"token_ids_logprob": chosen}),
             }
 
-            def read(reply: bytes, names: ReplyNames) -> Steps[NextToken]:
+            def read(reply: bytes, names: ReadName) -> Steps[NextToken]:
                 found = yield from read_next_token(reply, names, chosen)
                 if found.top is not None:
                     check_topk(*found.top, (1, top_k), self.limits.vocab_size)

@@ -8,13 +8,15 @@ and read the names in replies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
-from typing import NamedTuple, Protocol
+import functools
+from collections.abc import Callable, Collection, Iterator
 
 from spot_async.errors import ServerRestartedError, VersionMismatchError
 from spot_async.types import WeightVersion
 
 INITIAL = WeightVersion(0, 0)
+
+ReadName = Callable[[str | None], WeightVersion]  # given a server's name for its weights, returns the version it means
 
 
 class HeldWeights:
@@ -84,16 +86,19 @@ class WeightNames:
         """Note an update, as `HeldWeights.updating`."""
         return self._held.updating(version)
 
-    def now(self) -> SentNames:
+    def now(self) -> ReadName:
         """Return the reader of the names in a reply. Take it before sending the request."""
-        return SentNames(self, self._held.now())
+        return functools.partial(self.read, since=self._held.now())
 
     def require(self, versions: Collection[WeightVersion], expected: WeightVersion | None) -> None:
         """Check the parts of an answer, as `HeldWeights.require`."""
         self._held.require(versions, expected)
 
     def read(self, name: str | None, since: int) -> WeightVersion:
-        """Return the version that a name in a reply means; see `SentNames.version`."""
+        """Return the version that a name in a reply means.
+
+        Raises `ServerRestartedError` if a student could not have had it since that moment.
+        """
         if not self._is_student:
             return INITIAL
         if since == 0 and name in (None, self._first):  # servers that name no weights accept none
@@ -105,22 +110,3 @@ class WeightNames:
                 f"{self._server}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
             ) from None
         return self._held.check(version, since)
-
-
-class ReplyNames(Protocol):
-    """Reads the names of weights in a reply."""
-
-    def version(self, name: str | None) -> WeightVersion:
-        """Return the version that a name means."""
-        ...
-
-
-class SentNames(NamedTuple):
-    """Reads the names in a reply, given when its request was sent."""
-
-    names: WeightNames
-    since: int
-
-    def version(self, name: str | None) -> WeightVersion:
-        """Return the version that a name means. Raises `ServerRestartedError` if a student could not have it."""
-        return self.names.read(name, self.since)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
 import structlog
 
 from spot_async.base.addresses import LOOPBACK
@@ -42,43 +43,43 @@ LAST_REPLY_S = 10.0  # longest time between a crashing server's last reply and i
 # get that very port as its own end, be connected to itself, and keep the server from listening.
 FREE_PORTS = range(20_000, 32_768)
 NO_SUCH_MODULE = 3
-# Prints the version of the distribution that a module belongs to. Exits with 3 if there is no such module.
-VERSION_CODE = """
-import importlib.metadata, importlib.util, sys
+# Prints what an environment has of a package, as JSON: see `Installed`. Exits with 3 if there is no such module.
+INSTALLED_CODE = """
+import importlib.metadata as metadata, importlib.util, json, sys
 sys.path[:] = [path for path in sys.path if path]
 spec = importlib.util.find_spec(sys.argv[1])
 if spec is None or spec.origin is None:
     sys.exit(3)
-names = importlib.metadata.packages_distributions().get(sys.argv[1], [])
-print(importlib.metadata.version(names[0]) if names else "unknown")
-"""
-# Prints whether there is a distribution of this name. One of another name may have a module of this one.
-NAME_CODE = """
-import importlib.metadata, sys
-print(any(True for _ in importlib.metadata.distributions(name=sys.argv[1])))
-"""
-# Prints the version of the NCCL that is installed beside torch, if there is one.
-NCCL_CODE = """
-import importlib.metadata
-for each in importlib.metadata.distributions():
-    if (each.name or "").startswith("nvidia-nccl-cu"):
-        print(each.version)
-        break
+names = metadata.packages_distributions().get(sys.argv[1], [])
+nccl = [each.version for each in metadata.distributions() if (each.name or "").startswith("nvidia-nccl-cu")]
+print(json.dumps({
+    "version": metadata.version(names[0]) if names else "unknown",
+    "is_named_so": any(True for _ in metadata.distributions(name=sys.argv[1])),
+    "nccl": nccl[0] if nccl else None,
+}))
 """
 
 
 T = TypeVar("T")
 
 
-def check_installed(settings: ProcessSettings, section: str, package: str) -> None:
-    """Check that the server is installed, as `BackendSettings.check_installed`.
+class Installed(msgspec.Struct, frozen=True):
+    """What an environment has of a package."""
+
+    version: str  # of the distribution that the module belongs to
+    is_named_so: bool  # whether there is a distribution of the module's very name
+    nccl: str | None  # NCCL's version there; None if torch brings its own, or has none
+
+
+def check_installed(settings: ProcessSettings, section: str, package: str) -> Installed | None:
+    """Check that the server is installed, as `BackendSettings.check_installed`, and return what there is of it.
 
     Nothing is known yet of a node that Ray is to choose.
     """
     if settings.resources and not settings.prefix:
-        return
+        return None
     try:
-        installed_version(settings.model_copy(update={"python": settings.interpreter}), package)
+        return installed(settings.model_copy(update={"python": settings.interpreter}), package)
     except ConfigError as error:
         raise ConfigError(str(error).replace("launch", section, 1)) from None
 
@@ -219,7 +220,7 @@ class LaunchedServer:
         settings = self._settings.model_copy(update={"python": self._settings.interpreter})
         command = self._make_command(settings, self._assignment.model.absolute(), doorway)
         if command.package is not None:
-            version = installed_version(settings, command.package)
+            version = installed(settings, command.package).version
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
         return replace(command, environment={**command.environment, **settings.variables})
 
@@ -277,34 +278,16 @@ class LaunchedServer:
         error.add_note("\n".join(f"  {line}" for line in [*errors, *(["..."] if errors else []), *lines]))
 
 
-def installed_version(settings: ProcessSettings, package: str) -> str:
-    """Return the version of the distribution that a module belongs to, in the settings' environment. Cached.
-
-    Raises `ConfigError` if there is no such module.
-    """
-    return _asked(settings, VERSION_CODE, package)
-
-
-def is_installed(settings: ProcessSettings, distribution: str) -> bool:
-    """Return whether a distribution of this very name is in the settings' environment. Cached."""
-    return _asked(settings, NAME_CODE, distribution) == "True"
-
-
-def installed_nccl(settings: ProcessSettings) -> str | None:
-    """Return the version of NCCL in the settings' environment; None if torch brings its own there, or has none."""
-    return _asked(settings.model_copy(update={"python": settings.interpreter}), NCCL_CODE, "NCCL") or None
-
-
-def _asked(settings: ProcessSettings, program: str, package: str) -> str:
-    """Return the line that a program about a package prints in the settings' environment."""
+def installed(settings: ProcessSettings, package: str) -> Installed:
+    """Return what the settings' environment has of a package. Cached. Raises `ConfigError` if it has no such module."""
     variables = tuple(sorted(settings.environment.items()))
-    return _ask(settings.python, program, package, tuple(settings.prefix), variables, settings.ray_node)
+    said = _ask(settings.python, package, tuple(settings.prefix), variables, settings.ray_node)
+    return msgspec.json.decode(said, type=Installed)
 
 
 @functools.lru_cache
 def _ask(
     python: str,
-    program: str,
     package: str,
     prefix: tuple[str, ...],
     variables: tuple[tuple[str, str], ...],
@@ -313,10 +296,10 @@ def _ask(
     environment = dict(variables)
     if prefix:
         far_side = FarSide(prefix, python, environment, ray_node)
-        code, line, errors = far_side.ask(program, [package])
+        code, line, errors = far_side.ask(INSTALLED_CODE, [package])
         where = f"{python} on the far side of {far_side.shown}"
     else:
-        code, line, errors = _ask_interpreter(python, program, package, environment.get("PYTHONPATH"))
+        code, line, errors = _ask_interpreter(python, package, environment.get("PYTHONPATH"))
         where = python
     if code == NO_SUCH_MODULE:
         raise ConfigError(f"launch.python: no {package} in {where}: install it there, or name another interpreter")
@@ -326,9 +309,9 @@ def _ask(
     return line
 
 
-def _ask_interpreter(python: str, program: str, package: str, python_path: str | None) -> tuple[int, str, str]:
+def _ask_interpreter(python: str, package: str, python_path: str | None) -> tuple[int, str, str]:
     own = {} if python_path is None else {"PYTHONPATH": python_path}
-    command = [python, "-c", program, package]
+    command = [python, "-c", INSTALLED_CODE, package]
     try:
         done = subprocess.run(
             command,
@@ -340,7 +323,7 @@ def _ask_interpreter(python: str, program: str, package: str, python_path: str |
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"launch.python: cannot run {python}: {error}") from None
-    return done.returncode, (done.stdout.split() or [""])[-1], done.stderr
+    return done.returncode, (done.stdout.strip().splitlines() or [""])[-1], done.stderr
 
 
 def check_port(port: int) -> int:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from spot_async.errors import PermanentError
-from spot_async.types import IntArray, SamplingSettings
+from spot_async.models.alignment import branch_prefix_length
+from spot_async.types import IntArray, SamplingSettings, ScoreRequest
 
 BAN = -1e4  # outweighs any logit
 OPENAI_BAN = -100.0  # the lowest bias that OpenAI's API allows
@@ -59,6 +62,12 @@ class RequestLimits:
             raise PermanentError(
                 f"{self.server}: token {outside.flat[0]} is out of the vocabulary of {self.vocab_size}"
             )
+
+
+def prefixes(request: ScoreRequest, positions: IntArray) -> list[IntArray]:
+    """Return the context of each position, as views of one sequence. Copies would take the square of its length."""
+    sequence = np.concatenate([request.prompt_ids, request.response_ids])
+    return [sequence[: branch_prefix_length(len(request.prompt_ids), position)] for position in positions.tolist()]
 
 
 def logit_bias(sampling: SamplingSettings, vocab_size: int, ban: float = BAN) -> dict[str, Any]:

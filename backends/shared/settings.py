@@ -25,7 +25,7 @@ from spot_async.spending.account import Account
 from spot_async.spending.prices import Prices
 
 from .connection import Url, address_of, check_different, check_headers, check_proxy, read_secret
-from .launch import check_installed, installed_nccl
+from .launch import check_installed
 from .launch_settings import LaunchSettings, check_together
 from .weight_transport import WeightSettings, check_reachable
 
@@ -212,15 +212,11 @@ class StudentServerSettings(AttachedSettings):
 
     def check_installed(self, section: str) -> None:
         """Also compare NCCL of the sender, which is this environment's, with NCCL of the servers."""
+        ours = nccl_version() if self.weights.by_nccl else None
         for key, each in self._launches():
-            if self.PACKAGE is not None:
-                check_installed(each, f"{section}.{key}", self.PACKAGE)
-        ours = nccl_version()
-        if not self.weights.by_nccl or ours is None:
-            return
-        for key, each in self._launches():
-            theirs = None if each.resources and not each.prefix else installed_nccl(each)
-            if theirs is not None and theirs != ours:
+            found = check_installed(each, f"{section}.{key}", self.PACKAGE) if self.PACKAGE is not None else None
+            theirs = found.nccl if found is not None else None
+            if None not in (ours, theirs) and theirs != ours:
                 raise ConfigError(
                     f"{section}.weights.backend=nccl: the sender has NCCL {ours}, and the server of {section}.{key} "
                     f"has {theirs} ({each.python}), which refuse each other: install the same version in both "

@@ -27,7 +27,7 @@ from spot_async.errors import ConfigError, PermanentError, RequestError
 from spot_async.types import BehindUrl, ScoreRequest, TokenScores, WeightSnapshot, WeightVersion
 
 from .discovery import Saying, ask_behind
-from .held_weights import INITIAL, ReplyNames, WeightNames
+from .held_weights import INITIAL, ReadName, WeightNames
 from .lora import Adapters, AdapterServer
 from .remote import RemoteBackend, RemoteServer
 from .settings import StudentServerSettings
@@ -75,13 +75,13 @@ class ServedWeights:
         self.adapters = adapters
 
     @contextlib.contextmanager
-    def asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[str | None, ReplyNames]]:
+    def asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[str | None, ReadName]]:
         """Give the adapter that one request is to name, if any, and what reads the names of weights in its reply."""
         if self.adapters is None or not self.adapters.has_any:
             yield None, self.names.now()
             return
         with self.adapters.request(expected) as adapter:
-            yield adapter.name, adapter
+            yield adapter.name, adapter.version
 
 
 class StudentBackend(RemoteBackend, abc.ABC):

@@ -31,15 +31,15 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from ..shared.held_weights import INITIAL, ReplyNames
+from ..shared.held_weights import INITIAL, ReadName
 from ..shared.launch_settings import LaunchSettings
 from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_candidates, check_generation, scored_positions
-from ..shared.request_limits import RequestLimits, logit_bias
+from ..shared.request_limits import RequestLimits, logit_bias, prefixes
 from ..shared.settings import StudentServerSettings
 from ..shared.student_backend import Part, StudentBackend
 from . import process
-from .candidates import Singles, chosen_at_once, chosen_singly, prefixes
+from .candidates import Singles, chosen_at_once, chosen_singly
 from .client import Sampled, VllmClient, check_temperature, read_error
 from .discovery import SAYINGS, ServerFacts, discover
 from .lora import VllmLora, check_flags
@@ -137,7 +137,7 @@ class VllmBackend(StudentBackend):
         return self._is_student and self._found.takes_weights
 
     @contextlib.contextmanager
-    def _asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[VllmClient, ReplyNames]]:
+    def _asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[VllmClient, ReadName]]:
         """Give the client for one request, and what reads the names of weights in its reply."""
         with self._served.asking(expected) as (adapter, names):
             yield self._client if adapter is None else self._client.naming(adapter), names

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from spot_async.base.tasks import gather
-from spot_async.models.alignment import branch_prefix, decision_row
+from spot_async.models.alignment import decision_row
 from spot_async.types import FloatArray, IntArray, ScoreRequest
 
 from .client import VllmClient
@@ -39,16 +39,10 @@ class Singles:
         return await gather(ask(request) for request in requests)
 
 
-def prefixes(request: ScoreRequest, positions: IntArray) -> list[list[int]]:
-    """Return the context of each response position's decision."""
-    prompt_ids, response_ids = request.prompt_ids, request.response_ids
-    return [branch_prefix(prompt_ids, response_ids, position).tolist() for position in positions.tolist()]
-
-
 async def chosen_singly(
     client: VllmClient,
     singles: Singles,
-    contexts: Sequence[list[int]],
+    contexts: Sequence[IntArray],
     candidate_ids: IntArray,
     *,
     top_k: int,

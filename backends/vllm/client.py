@@ -152,20 +152,20 @@ class VllmClient:
         parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
         return await self._ask(prompt + response, parameters, read, deadline=deadline)
 
-    async def next_token(self, prefix: list[int], token_id: int, *, deadline: float) -> Sampled:
+    async def next_token(self, prefix: IntArray, token_id: int, *, deadline: float) -> Sampled:
         """Score a chosen token after a prefix. Only it may be sampled, which does not change raw log-probabilities."""
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "allowed_token_ids": [token_id]}
-        sampled = await self.sample(prefix, parameters, top_k=0, logprobs=0, deadline=deadline)
+        sampled = await self.sample(prefix.tolist(), parameters, top_k=0, logprobs=0, deadline=deadline)
         if sampled.token_ids.tolist() != [token_id]:
             raise PoisonedReplyError(
                 f"{self.server.name}: sampled {sampled.token_ids} where only {token_id} was allowed"
             )
         return sampled
 
-    async def distribution(self, prefix: list[int], *, top_k: int, deadline: float) -> Sampled:
+    async def distribution(self, prefix: IntArray, *, top_k: int, deadline: float) -> Sampled:
         """Return the top-k after a prefix. The likeliest token is sampled, so that it takes no other token's place."""
         parameters = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-        sampled = await self.sample(prefix, parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
+        sampled = await self.sample(prefix.tolist(), parameters, top_k=top_k, logprobs=top_k, deadline=deadline)
         if len(sampled.token_ids) != 1:
             raise PoisonedReplyError(f"{self.server.name}: {len(sampled.token_ids)} tokens where one was asked for")
         return sampled

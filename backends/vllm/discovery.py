@@ -206,7 +206,7 @@ async def _is_processed(client: VllmClient, deadline: float) -> bool:
 
     If so, a token is sure once all others are masked. No model would find each token sure by itself.
     """
-    prompt = _prompt(client, 0)
+    prompt = np.array(_prompt(client, 0))
     asked = [client.next_token(prompt, token_id, deadline=deadline) for token_id in _prompt(client, 1)[:4]]
     return all(float(answer.logprobs[0]) > SURE for answer in await gather(asked))
 

@@ -21,8 +21,8 @@ from spot_async.config import LoraConfig
 from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, DeadlineExceededError, PermanentError, TransientError
 
-from ..shared.held_weights import ReplyNames
-from ..shared.launch import Command, Doorway, installed_version, is_installed
+from ..shared.held_weights import ReadName
+from ..shared.launch import Command, Doorway, installed
 from ..shared.launch_settings import LaunchSettings
 from ..shared.lora import LOADED_AT_ONCE
 from ..shared.remote import RemoteServer
@@ -31,6 +31,9 @@ from .client import NoSuchRouteError, VllmClient
 
 PACKAGE = "vllm"
 GIB = 1 << 30
+# The module to run, with what stands before the model: `vllm serve`, or the older module.
+SERVE = ("vllm.entrypoints.cli.main", "serve")
+API_SERVER = ("vllm.entrypoints.openai.api_server", "--model")
 SCALE_OUT_SINCE = (0, 30)  # from here on /inference/v1/generate needs a flag that older versions do not know
 ALLOW_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 KEPT_AT_ONCE = LOADED_AT_ONCE + 1  # in the host's memory: one is loaded before another is unloaded
@@ -58,7 +61,9 @@ def vllm_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, use
     other paths. `settings.arguments` come last, so they override ours.
     """
     uds = doorway.uds if settings.port is None and not settings.is_elsewhere else None
-    program = _program(settings)
+    found = installed(settings, PACKAGE)
+    # `vllm serve` does not start where the distribution is not called vllm, as that for CPUs is (0.32).
+    program = SERVE if found.is_named_so else API_SERVER
     argv = [
         *(settings.python, "-m", *program, str(model)),
         *(("--host", doorway.host, "--port", str(doorway.port)) if uds is None else ("--uds", uds)),
@@ -73,7 +78,7 @@ def vllm_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, use
         argv += ["--kv-cache-memory-bytes", str(int(settings.cache_gib * GIB))]
     if settings.is_narrow:
         argv += ["--hf-overrides", '{"head_dtype": "float32"}']
-    if release(installed_version(settings, PACKAGE)) >= SCALE_OUT_SINCE:
+    if release(found.version) >= SCALE_OUT_SINCE:
         argv.append("--enable-scale-out")
     if uses.sleeps:
         argv.append("--enable-sleep-mode")
@@ -89,16 +94,6 @@ def vllm_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, use
     if uses.adapters is not None:
         environment[ALLOW_ADAPTERS] = "True"
     return Command([*argv, *settings.arguments], {**environment, **settings.environment}, PACKAGE, uds)
-
-
-def _program(settings: LaunchSettings) -> tuple[str, ...]:
-    """Return the module to run, with what stands before the model: `vllm serve`, or the older module.
-
-    `vllm serve` does not start where the distribution is not called vllm, as that for CPUs is (0.32).
-    """
-    if is_installed(settings, PACKAGE):
-        return "vllm.entrypoints.cli.main", "serve"
-    return "vllm.entrypoints.openai.api_server", "--model"
 
 
 def adapter_arguments(lora: LoraConfig) -> list[str]:
@@ -123,7 +118,7 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups())) if found else (1 << 30,)
 
 
-async def ask_engine(client: VllmClient, names: ReplyNames, *, deadline: float) -> None:
+async def ask_engine(client: VllmClient, names: ReadName, *, deadline: float) -> None:
     """Raise a `RequestError` unless the engine answers and has weights that we sent.
 
     Without developer mode this samples one token.
@@ -137,7 +132,7 @@ async def ask_engine(client: VllmClient, names: ReplyNames, *, deadline: float) 
     if found.get("is_paused"):
         raise TransientError(f"{server.name}: the server is paused, but not by this run")
     with contextlib.suppress(NoSuchRouteError):
-        names.version((await server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version"))
+        names((await server.get("/weight_info", dict[str, Any], deadline=deadline)).get("weight_version"))
 
 
 async def _samples(client: VllmClient, deadline: float) -> None:

@@ -19,7 +19,7 @@ from spot_async.errors import PoisonedReplyError
 from spot_async.types import FloatArray, IntArray, VersionSpan
 
 from ..shared.bodies import Steps
-from ..shared.held_weights import ReplyNames
+from ..shared.held_weights import ReadName
 from ..shared.replies import only
 from ..shared.token_texts import TOKEN_ID_PREFIX
 
@@ -40,11 +40,11 @@ class NamedSpan(msgspec.Struct):
     end: int
 
 
-def version_spans(names: ReplyNames, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
+def version_spans(names: ReadName, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
     """Return the version spans of a reply of `count` tokens; only one if the server names no weights."""
     if not spans:
-        return (VersionSpan(0, count, names.version(None)),)
-    return tuple(VersionSpan(span.start, span.end, names.version(span.version)) for span in spans)
+        return (VersionSpan(0, count, names(None)),)
+    return tuple(VersionSpan(span.start, span.end, names(span.version)) for span in spans)
 
 
 @dataclass(frozen=True)

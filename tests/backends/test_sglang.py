@@ -30,11 +30,11 @@ from sglang_stand_in import (
 )
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.backends.sglang.backend import _prefixes
 from spot_async.backends.sglang.discovery import check_exact, check_ready, check_vocabulary
 from spot_async.backends.sglang.process import sglang_command
 from spot_async.backends.sglang.requests import NEUTRAL, neutral
 from spot_async.backends.sglang.weights import ModelInfo, ServerInfo
+from spot_async.backends.shared import request_limits
 from spot_async.backends.shared.launch import Doorway
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
@@ -180,7 +180,7 @@ async def test_start_up_compares_vocabularies_and_notes_what_the_weights_are_cal
             async with backend:
                 pass
     assert [body["token_ids_logprob"] for path, body in stand_in.asked if path == "/generate"] == [[511], [512]]
-    assert backend._names.now().version("default") == V0
+    assert backend._names.now()("default") == V0
 
 
 @pytest.mark.parametrize("answers", [[(404, b"{}")], [(200, b"<html>")]])
@@ -335,7 +335,7 @@ def test_prefixes_of_many_positions_take_the_memory_of_one_sequence():
     prompt, response = np.arange(3, dtype=np.int32), np.arange(10, 2010, dtype=np.int32)
     tracemalloc.start()
     try:
-        prefixes = _prefixes(ScoreRequest(prompt, response, 1.0, 0.0), np.arange(len(response)))
+        prefixes = request_limits.prefixes(ScoreRequest(prompt, response, 1.0, 0.0), np.arange(len(response)))
         _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -73,20 +73,20 @@ def test_a_students_weights_are_those_it_started_with_until_it_is_sent_some_and_
     names = WeightNames("student", is_student=True)
     names.start("default")
     before = names.now()
-    assert before.version("default") == before.version(None) == V0  # some servers name none
+    assert before("default") == before(None) == V0  # some servers name none
     for name in ("checkpoint-3", ""):
         with pytest.raises(ServerRestartedError, match=f"student: the server calls its weights '{name}'.*restarted"):
-            before.version(name)
+            before(name)
     with names.updating(V1):
-        assert before.version("default") == V0
-    assert before.version("0.1") == names.now().version("0.1") == V1  # a response under way has tokens of both
+        assert before("default") == V0
+    assert before("0.1") == names.now()("0.1") == V1  # a response under way has tokens of both
     for name in ("default", None):
         with pytest.raises(ServerRestartedError, match=f"{name!r}, which this run never sent"):
-            names.now().version(name)
+            names.now()(name)
     with pytest.raises(ServerRestartedError, match=r"holds weights 0\.0 and was last given 0\.1"):
-        names.now().version("0.0")
+        names.now()("0.0")
     teachers = WeightNames("teacher", is_student=False).now()
-    assert teachers.version("default") == teachers.version("7.7") == V0
+    assert teachers("default") == teachers("7.7") == V0
 
 
 def test_chosen_tokens_come_in_the_order_that_they_were_asked_for_in() -> None:

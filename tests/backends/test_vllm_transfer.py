@@ -23,7 +23,7 @@ from deadlines import soon
 
 from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.backends.shared import settings as server_settings
-from spot_async.backends.shared.launch import Doorway
+from spot_async.backends.shared.launch import Doorway, Installed
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.remote import RemoteServer, ServerKind
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
@@ -225,7 +225,7 @@ async def test_a_server_whose_weights_may_be_mixed_stays_paused(connect: Connect
 
 
 def test_a_students_server_of_ours_is_started_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_process, "installed_version", lambda *_: "0.32.0")
+    monkeypatch.setattr(vllm_process, "installed", lambda *_: Installed("0.32.0", True, None))
     config = transfer_config(WeightSettings(transport="distributed"))
     launch, doorway = LaunchSettings(python="python"), Doorway(1, Path("/tmp/x"), "secret")
     uses = partial(vllm_process.Uses, max_logprobs=1, weight_transfer=config)

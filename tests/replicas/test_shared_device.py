@@ -13,7 +13,7 @@ from shared_device import GIB, Device, Sglang, Trainer, Vllm
 
 from spot_async.backends.sglang import SglangBackend
 from spot_async.backends.sglang.process import sglang_command
-from spot_async.backends.shared.launch import Doorway
+from spot_async.backends.shared.launch import Doorway, Installed
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm.process import Uses, vllm_command
@@ -51,7 +51,7 @@ def models(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr("spot_async.backends.vllm.process.installed_version", lambda settings, package: "0.32.0")
+    monkeypatch.setattr("spot_async.backends.vllm.process.installed", lambda *_: Installed("0.32.0", True, None))
 
 
 class OneGpu:
