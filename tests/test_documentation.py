@@ -66,6 +66,29 @@ def test_links_between_pages_lead_somewhere(path):
             assert anchor in headings(page), f"{target}: no such heading"
 
 
+def test_pages_that_code_and_configurations_name_are_there():
+    """In comments, in errors and in the heads of files: each names a page by its path from the root."""
+    folders = (
+        "spot_async",
+        "backends",
+        "policies",
+        "benchmarks",
+        "configs",
+        "examples",
+        "experiments",
+        "deploy",
+        "tests",
+    )
+    files = [path for each in folders for end in ("py", "yaml") for path in (ROOT / each).rglob(f"*.{end}")]
+    named = {
+        (path.relative_to(ROOT).as_posix(), page)
+        for path in files
+        for page in re.findall(r"\bdocs/[\w/.-]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    assert not [each for each in sorted(named) if not (ROOT / each[1]).exists()]
+
+
 def test_every_page_can_be_reached_from_the_readme():
     reached, todo = set(), [ROOT / "README.md"]
     while todo:
