@@ -38,9 +38,7 @@ from spot_async.base import wire
 from spot_async.base.processes.resources import tune_gc
 from spot_async.config import ScoreStageConfig, StageConfig, StagesConfig
 from spot_async.serving import api
-from spot_async.stages.services import Services
 from spot_async.types import Capabilities, SamplingSettings
-from spot_async.verification.boxed_match import BoxedMatch
 
 URL = "http://localhost"
 IN_FLIGHT = (64, 256, 1024)
@@ -129,13 +127,11 @@ async def cpu_ms_per_sample(backend: LocalBackend, in_flight: int, iterations: i
     """Return the CPU milliseconds of a sample. Each iteration is a run by itself: the stub's weights never change."""
     stage = StageConfig(concurrency=PROBES * in_flight)
     score = ScoreStageConfig(concurrency=PROBES * in_flight)
-    services = Services(
-        generator=backend, scorer=backend, candidate_scorer=backend, verifier=BoxedMatch(BoxedMatch.Settings())
-    )
     cpu_s = 0.0
     for _ in range(iterations):
         orchestrator = make_orchestrator(
-            services,
+            backend,
+            backend,
             StagesConfig(rollout=stage, score=score, candidates=stage, probe=stage, verify=stage),
             batch_size=in_flight,
             iterations=1,

@@ -40,9 +40,7 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.base.processes.resources import CoreShares, available_cores, confined, share_cores, tune_gc
 from spot_async.base.tasks import gather
 from spot_async.config import StagesConfig
-from spot_async.stages.services import Services
 from spot_async.types import Generation, ScoreRequest
-from spot_async.verification.boxed_match import BoxedMatch
 
 PROMPTS = 64
 MAX_RESPONSE_TOKENS = 160
@@ -128,11 +126,6 @@ async def at_once(calls: list[Call]) -> None:
     await gather(one(call) for call in calls)
 
 
-def services(backend: Any) -> Services:
-    verifier = BoxedMatch(BoxedMatch.Settings())
-    return Services(generator=backend, scorer=backend, candidate_scorer=backend, verifier=verifier)
-
-
 async def measure(
     rounds: int, directory: Path, cores: CoreShares
 ) -> tuple[dict[str, list[float]], dict[str, list[list[float]]]]:
@@ -154,7 +147,8 @@ async def measure(
         for round_number in range(rounds + 1):
             recorder = Recorder(student, teacher)
             orchestrator = make_orchestrator(
-                services(recorder),
+                recorder,
+                recorder,
                 StagesConfig(),
                 batch_size=PROMPTS,
                 iterations=1,
@@ -168,7 +162,7 @@ async def measure(
             everything = phases["rollout"] + phases["candidates"] + phases["probe"]
             found["student"], used["student"] = await measured(at_once(everything), servers)
             alone = make_orchestrator(
-                services(Recorder(student, teacher)),
+                *[Recorder(student, teacher)] * 2,
                 StagesConfig(),
                 batch_size=PROMPTS,
                 iterations=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from spot_async.config import ProblemSetConfig, PromptConfig, SamplingConfig, StagesConfig
 from spot_async.data import load_problem_set
@@ -12,10 +13,10 @@ from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.policies.spot import SpotPolicy
-from spot_async.stages.services import Services
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.types import PolicyContext
+from spot_async.verification.boxed_match import BoxedMatch
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"
 VOCAB = 48
@@ -32,21 +33,21 @@ def _example() -> tuple[Vocabulary, Sequence[PromptSource]]:
 
 
 def make_orchestrator(
-    services: Services, stages: StagesConfig, *, batch_size: int, iterations: int, max_response_tokens: int
+    student: Any, teacher: Any, limits: StagesConfig, *, batch_size: int, iterations: int, max_response_tokens: int
 ) -> Orchestrator:
     vocabulary, sources = _example()
     return make_run(
         make_policy(SpotPolicy, PolicyContext(vocab_size=VOCAB, tokenizer=vocabulary.tokenizer)),
-        student=services.generator,
-        teacher=services.scorer,
-        verifier=services.verifier,
+        student=student,
+        teacher=teacher,
+        verifier=BoxedMatch(BoxedMatch.Settings()),
         trainer=SimulatedTrainer(step_s=0.0),  # trains nothing, so that the next iteration starts at once
         weight_sinks=[],
         prompts=PromptSchedule(
             sources, batch_size=batch_size, run_seed=0, shuffle=True, epochs=None, iterations=iterations
         ),
         vocabulary=vocabulary,
-        config=stages,
+        limits=limits,
         sampling=SamplingConfig(max_prompt_tokens=64, max_response_tokens=max_response_tokens),
         iterations=iterations,
         batch_size=batch_size,

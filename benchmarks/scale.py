@@ -131,7 +131,7 @@ async def run(in_flight: int) -> None:
             teacher=Sleeper(SERVERS),  # type: ignore[arg-type]
             verifier=Sleeper(SERVERS + 1),
             prompts=simulated_prompts(PROMPTS),
-            config=same_limits(concurrency=PROMPTS * PROBES, timeout_s=600.0),
+            limits=same_limits(concurrency=PROMPTS * PROBES, timeout_s=600.0),
             iterations=PROMPTS // in_flight,
             batch_size=in_flight,
             capacity_bytes=1 << 40,

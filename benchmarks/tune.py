@@ -31,9 +31,7 @@ from spot_async.backends.local.backend import LocalBackend
 from spot_async.base.processes.resources import tune_gc
 from spot_async.config import StagesConfig
 from spot_async.config.loading import load_config
-from spot_async.stages.services import Services
 from spot_async.tools.simulate.measured import Tuning, read_tuning
-from spot_async.verification.boxed_match import BoxedMatch
 
 CONFIG = "configs/quickstart.yaml"
 ROOT = Path(__file__).parent.parent
@@ -61,12 +59,10 @@ async def measure(
             )
             for role in ("student", "teacher")
         ]
-        verifier = BoxedMatch(BoxedMatch.Settings())
-        services = Services(generator=student, scorer=teacher, candidate_scorer=student, verifier=verifier)
         for pair in range(pairs + 1):
             for name in sorted(limits, reverse=bool(pair % 2)):
                 orchestrator = make_orchestrator(
-                    services, limits[name], batch_size=64, iterations=1, max_response_tokens=160
+                    student, teacher, limits[name], batch_size=64, iterations=1, max_response_tokens=160
                 )
                 tune_gc()  # as a run does before its first iteration
                 wall_s, cpu_s = await measured(orchestrator.run(), servers)

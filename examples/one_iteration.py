@@ -26,6 +26,8 @@ from spot_async import (
     PromptRenderer,
     Sample,
     SamplingConfig,
+    Services,
+    StagesSettings,
     Supervision,
     gather,
     read_model,
@@ -63,11 +65,13 @@ async def supervise_all(policy: SpotPolicy, prompts: Sequence[Prompt], run_direc
     async with student, teacher, BoxedMatch(BoxedMatch.Settings()) as verifier:
         stages = stages_for(
             policy,
-            read_model("student", str(EXAMPLE / "student")).vocabulary,
-            student=student,
-            teacher=teacher,
-            verifier=verifier,
-            sampling=SamplingConfig(max_response_tokens=MAX_RESPONSE_TOKENS),
+            Services(
+                student=student,
+                teacher=teacher,
+                verifier=verifier,
+                vocabulary=read_model("student", str(EXAMPLE / "student")).vocabulary,
+            ),
+            StagesSettings(sampling=SamplingConfig(max_response_tokens=MAX_RESPONSE_TOKENS)),
         )
         groups = await gather(policy.supervise(prompt, stages.for_prompt(prompt)) for prompt in prompts)
     return [sample for group in groups for sample in group]

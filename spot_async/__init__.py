@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from spot_async.running.library import run_async as run_async
     from spot_async.running.library import stages_for as stages_for
     from spot_async.running.summary import TrainOutcome as TrainOutcome
+    from spot_async.stages.services import Services as Services
+    from spot_async.stages.services import StagesSettings as StagesSettings
     from spot_async.types import Capabilities as Capabilities
     from spot_async.types import Generation as Generation
     from spot_async.types import PolicyContext as PolicyContext
@@ -69,6 +71,7 @@ _NAMES_OF_MODULE = {
     "models.files": ("read_model",),
     "data.prompts": ("PromptRenderer",),
     "running.summary": ("TrainOutcome",),
+    "stages.services": ("Services", "StagesSettings"),
     "types": (
         "Capabilities",
         "Generation",

@@ -31,7 +31,7 @@ from spot_async.errors import (
     StorageError,
 )
 from spot_async.evaluation.response_log import count_kept
-from spot_async.loop.stopping import StopRequest
+from spot_async.loop.resuming import StopRequest
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
 from spot_async.run_directory.manifest import committed
 from spot_async.telemetry.screen import Screen

@@ -20,7 +20,7 @@ from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, save
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError, StorageError
-from spot_async.loop.stopping import StopRequest
+from spot_async.loop.resuming import StopRequest
 from spot_async.models.hub import ROLES
 from spot_async.run_directory.layout import RunDirectory, name_of
 

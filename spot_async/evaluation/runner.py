@@ -22,8 +22,8 @@ from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, rep
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
-from spot_async.stages.stage import Stage
-from spot_async.stages.verdicts import ask_verdict
+from spot_async.stages.plugin_contract import ask_verdict
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import SamplingSettings
 
 S = TypeVar("S")
@@ -110,17 +110,14 @@ class ResponseSampler:
         self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values())
 
     def _stage(self, name: str, service: S | ServicePool[S]) -> Stage[S]:
-        return Stage(
-            name,
-            pool_of(service),
+        limits = StageLimits(
             concurrency=self._config.concurrency,
             timeout_s=self._config.timeout_s,
             attempt_timeout_s=self._config.attempt_timeout_s,
             retry=RetryPolicy(DEFAULT_ATTEMPTS),
             mailbox_capacity=1,
-            jitter=lambda: 0.5,
-            events=self._events,
         )
+        return Stage(name, pool_of(service), limits, jitter=lambda: 0.5, events=self._events)
 
     async def sample(self, job: Job) -> JudgedResponse:
         """Return the judged response of one job; its verdict is None if the benchmark has no verifier."""

@@ -5,16 +5,17 @@ All times are the running loop's, so they are exact on virtual time.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from spot_async.base.events import Event
+from spot_async.base.events import Channel, Event
 from spot_async.errors import BudgetSpentError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import PromptState
+from spot_async.stages.events import Wait
 from spot_async.stages.stage import Stage
-from spot_async.stages.wait_clock import Wait
 from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, WeightVersion
 
 if TYPE_CHECKING:
@@ -133,3 +134,23 @@ class IterationFinished(Event, frozen=True):
     def made_no_step(self) -> bool:
         """Whether all of its samples were left out of training, so that its weights are those before it."""
         return all(sample.supervision is None for sample in self.samples)
+
+
+class Phases:
+    """Publishes where one pump of the run is: it is in one phase at a time, from one to the next."""
+
+    def __init__(self, pump: Pump, events: Channel) -> None:
+        self._pump = pump
+        self._events = events
+
+    def begin(self, iteration: int, name: Phase) -> PhaseBegan:
+        """Publish that a phase begins now."""
+        began = PhaseBegan(self._pump, iteration, name, asyncio.get_running_loop().time())
+        self._events.publish(began)
+        return began
+
+    def end(self, began: PhaseBegan, ordinals: Sequence[int] = (), waits: Sequence[Wait] = ()) -> float:
+        """Publish that a phase ends now, and return its seconds."""
+        ended_s = asyncio.get_running_loop().time()
+        self._events.publish(PhaseEnded(self._pump, began.iteration, began.name, began.at_s, ended_s, ordinals, waits))
+        return ended_s - began.at_s

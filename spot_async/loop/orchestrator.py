@@ -23,18 +23,15 @@ import structlog
 
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState, is_trained
-from spot_async.loop.events import IterationFinished, PhaseTimes, PromptEnded, StepBegan
-from spot_async.loop.phases import Phases
-from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
-from spot_async.loop.resuming import Checkpoints, NoLedger, PromptLedger, Resumption
+from spot_async.loop.events import IterationFinished, Phases, PhaseTimes, PromptEnded, StepBegan
+from spot_async.loop.publishing import LiveStudent, SleepingServers, WeightPublisher
+from spot_async.loop.resuming import Records, StateSaver
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
-from spot_async.loop.saving import StateSaver
-from spot_async.loop.sleeping import SleepingServers
-from spot_async.protocols import Policy, Sleeper, Trainer, WeightSink
+from spot_async.protocols import Policy, Trainer
 from spot_async.run_directory.dead_letters import FILE_NAME
+from spot_async.stages.events import WaitClock, seconds_by_stage
 from spot_async.stages.plugin_contract import is_ours, supervise
 from spot_async.stages.stages import Stages
-from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
 from spot_async.types import Prompt, Supervision, WeightVersion
 
@@ -81,16 +78,12 @@ class Orchestrator:
         policy: Policy,
         stages: Stages,
         trainer: Trainer,
-        weight_sinks: Sequence[WeightSink],
-        evaluate: LiveEvaluation | None = None,
-        sleepers: Sequence[Sleeper] = (),
-        ledger: PromptLedger | None = None,
-        checkpoints: Checkpoints | None = None,
-        resumption: Resumption | None = None,
+        student: LiveStudent,
+        records: Records,
     ) -> None:
         """Make an orchestrator that has not begun.
 
-        `resumption`: where an earlier part of the run ended. The trainer and the student's servers hold its weights.
+        Where an earlier part of the run has `records`, the trainer and the student's servers hold its weights.
         """
         self.state = OrchestratorState()
         self.stages = stages
@@ -105,21 +98,20 @@ class Orchestrator:
         self._prompts = iter(prompts)
         self._policy = policy
         self._trainer = trainer
-        self._sleepers = SleepingServers(sleepers, settings.weight_update_timeout_s)
-        self._ledger = ledger or NoLedger()
-        self._resumption = resumption or Resumption()
+        self._sleepers = SleepingServers(student.sleepers, settings.weight_update_timeout_s)
+        self._ledger = records.ledger
+        self._resumption = records.resumption
         self._trained = self._resumption.version
         self._ending: asyncio.Task[None] | None = None  # of the newest iteration
-        self._saver = StateSaver(trainer, checkpoints, self._trained.step)
+        self._saver = StateSaver(trainer, records.checkpoints, self._trained.step)
         self._no_more_prompts = False
         self._is_over = False  # nothing is trained any more
         self._changed = asyncio.Event()  # the book, the weights, or what may still be admitted
         self._publisher = WeightPublisher(
-            weight_sinks,
+            student,
             stages,
             timeout_s=settings.weight_update_timeout_s,
             drains=settings.max_staleness > 0 and not _updates_in_flight(stages),
-            evaluation=evaluate,
             sleepers=self._sleepers,
             served=self._trained,
             changed=self._changed,
@@ -383,5 +375,5 @@ class Orchestrator:
 
 def _updates_in_flight(stages: Stages) -> bool:
     """Whether the student's servers load weights while requests are under way. Servers that nobody asked do not."""
-    student = stages.capabilities.get("student")
+    student = stages.services.capabilities.get("student")
     return student is not None and student.in_flight_updates

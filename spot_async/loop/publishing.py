@@ -1,4 +1,4 @@
-"""The publish pump: sends the trainer's newest weights to the student's servers while the trainer goes on.
+"""The publish pump: sends the trainer's newest weights to the student's servers while the trainer continues.
 
 One update is under way at a time. Weights that are newer than those that wait take their place, unless an evaluation of
 those is due. So a slow update never makes a queue of weights that nobody wants any more.
@@ -7,6 +7,7 @@ those is due. So a slow update never makes a queue of weights that nobody wants 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,15 +19,15 @@ import msgspec
 
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.tasks import gather, sent_again
+from spot_async.errors import RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import Evaluated, WeightsServed
-from spot_async.loop.phases import Phases
-from spot_async.loop.sleeping import SleepingServers
-from spot_async.protocols import WeightSink
+from spot_async.loop.events import Evaluated, Phases, WeightsServed
+from spot_async.protocols import Sleeper, WeightSink
 from spot_async.stages.stages import Stages
 from spot_async.types import WeightFile, WeightSnapshot, WeightVersion
 
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
+LAST_WAKE_TIMEOUT_S = 30.0  # after a failure, which must not wait long to be told
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,59 @@ class LiveEvaluation:
 
     is_due: Callable[[int], bool]  # whether the weights of this iteration are to be evaluated
     measure: Callable[[int], Awaitable[EvaluationResult | None]]  # None if the budget ran out meanwhile
+
+
+@dataclass(frozen=True)
+class LiveStudent:
+    """The student's servers as training sees them: they take new weights, may sleep meanwhile, and are evaluated."""
+
+    weight_sinks: Sequence[WeightSink]
+    sleepers: Sequence[Sleeper] = ()  # they sleep while the trainer computes
+    evaluation: LiveEvaluation | None = None
+
+
+class SleepingServers:
+    """The student's servers that share the trainer's devices: they sleep while it trains. There may be none.
+
+    They wake in this order: memory for weights, new weights, the rest. So the old weights and the cache of keys and
+    values never lie beside what an update needs, and no request is answered by weights that are about to be replaced.
+    """
+
+    def __init__(self, sleepers: Sequence[Sleeper], timeout_s: float) -> None:
+        """`timeout_s` is for one step: to sleep, or to wake a part."""
+        self._sleepers = sleepers
+        self._timeout_s = timeout_s
+        self._are_asleep = False
+
+    def __bool__(self) -> bool:
+        return bool(self._sleepers)
+
+    async def sleep(self) -> None:
+        self._are_asleep = True
+        await gather(each.sleep(deadline=self._deadline()) for each in self._sleepers)
+
+    @asynccontextmanager
+    async def updated(self) -> AsyncIterator[None]:
+        """Wake what an update of weights needs. It is made inside; the rest wakes after it."""
+        if self._are_asleep:
+            await gather(each.wake_weights(deadline=self._deadline()) for each in self._sleepers)
+        yield
+        if self._are_asleep:
+            await gather(each.wake(deadline=self._deadline()) for each in self._sleepers)
+            self._are_asleep = False
+
+    async def end(self) -> None:
+        """Wake what still sleeps at the end of a run, since servers that are not ours outlive it.
+
+        A server that ended needs no waking, and must not hide what failed first.
+        """
+        if self._are_asleep:
+            deadline = asyncio.get_running_loop().time() + LAST_WAKE_TIMEOUT_S
+            with contextlib.suppress(RequestError):
+                await gather(each.wake(deadline=deadline) for each in self._sleepers)
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._timeout_s
 
 
 class Publication(NamedTuple):
@@ -50,12 +104,11 @@ class WeightPublisher:
 
     def __init__(
         self,
-        sinks: Sequence[WeightSink],
+        student: LiveStudent,
         stages: Stages,
         *,
         timeout_s: float,
         drains: bool,
-        evaluation: LiveEvaluation | None,
         sleepers: SleepingServers,
         served: WeightVersion,
         changed: asyncio.Event,
@@ -68,11 +121,11 @@ class WeightPublisher:
         self.confirmed = served  # all student servers hold them
         self.served = self.confirmed  # and an evaluation that was due is made: prompts may be admitted
         self._changed = changed
-        self._sinks = sinks
+        self._sinks = student.weight_sinks
         self._stages = stages
         self._timeout_s = timeout_s
         self._drains = drains
-        self._evaluation = evaluation
+        self._evaluation = student.evaluation
         self._sleepers = sleepers
         self._events = stages.events
         self._phases = Phases("publish", stages.events)
@@ -137,7 +190,7 @@ class WeightPublisher:
             yield
             return
         phase = self._phases.begin(iteration, "drain")
-        async with self._stages.student_gate.drained():
+        async with self._stages.student_pause.drained():
             self._phases.end(phase)
             yield
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, Literal, Self
 
 from spot_async.base.tasks import gather, settle
@@ -35,6 +36,15 @@ ATTACH_INTERVAL_S = 0.5  # between two attempts to reach a server that is not th
 LAST_SLEEP_TIMEOUT_S = 30.0  # for a server in trouble, which may not answer any more
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeopleListener:
+    """Functions that get a line for people."""
+
+    warn: Callable[[str], None] = lambda line: None  # a server's limit is lowered, or a server asks for a long pause
+    # Entering waits, up to `recovery_timeout_s`, for a server at an address. None: then the start fails at once.
+    waiting: Callable[[str], None] | None = None
+
+
 class ReplicaPool(Generic[B]):
     """A `ServicePool`, `Backend`, `WeightSink`, `Sleeper` and `TrafficSource` of one or more replicas.
 
@@ -49,8 +59,7 @@ class ReplicaPool(Generic[B]):
         *,
         are_ours: bool = True,
         rate_limit: RateLimiter | None = None,
-        warn: Callable[[str], None] = lambda line: None,
-        tell_of_wait: Callable[[str], None] | None = None,
+        people: PeopleListener | None = None,
         turns: Turns | None = None,
     ) -> None:
         """Make a pool that is not entered yet.
@@ -58,9 +67,6 @@ class ReplicaPool(Generic[B]):
         * `factories` make each replica's backend, by the replica's name. Entering a backend starts its server, or
           attaches to it.
         * `are_ours`: entering starts servers, so that entering again counts as a restart.
-        * `warn` gets a line for people when a server's limit is lowered, or a server asks for a long pause.
-        * `tell_of_wait` gets a line for people when entering waits, up to `recovery_timeout_s`, for servers at an
-          address. Without it, a server that is not there fails the start at once.
         * `turns` of replicas that share devices with others, by their names; they start in these, and start again.
         """
         self.role = role
@@ -68,12 +74,12 @@ class ReplicaPool(Generic[B]):
         self._are_ours = are_ours
         self._made = {name: (make, make()) for name, make in factories.items()}
         self._replicas: list[Replica[B]] = []
-        self._dispatcher = Dispatcher(self._replicas, rate_limit, warn)
+        self._people = people or PeopleListener()
+        self._dispatcher = Dispatcher(self._replicas, rate_limit, self._people.warn)
         self._moved = asyncio.Event()  # set when a replica changes its state
         self._weights = Weights(self._replicas, self._dispatcher, self._moved)
         self._awake = asyncio.Event()
         self._awake.set()
-        self._tell_of_wait = tell_of_wait
         self._turns = turns or Turns()
         self._asleep: list[Replica[B]] = []
 
@@ -99,7 +105,7 @@ class ReplicaPool(Generic[B]):
 
         Raises ConfigError where nothing answers at its address.
         """
-        loop, waits, is_told = asyncio.get_running_loop(), self._tell_of_wait is not None, False
+        loop, waits, is_told = asyncio.get_running_loop(), self._people.waiting is not None, False
         longest_s = self._serving.recovery_timeout_s
         until_s = loop.time() + (longest_s if waits else 0.0)
         while True:
@@ -114,8 +120,8 @@ class ReplicaPool(Generic[B]):
                     raise ConfigError(
                         f"{self.role}.backend.url: {nothing}{waited} ({error.reason}): start it, or correct the address"
                     ) from None
-            if self._tell_of_wait is not None and not is_told:
-                self._tell_of_wait(f"waiting for {replica.name}: {nothing} yet; up to {longest_s:g} s")
+            if self._people.waiting is not None and not is_told:
+                self._people.waiting(f"waiting for {replica.name}: {nothing} yet; up to {longest_s:g} s")
                 is_told = True
             await replica.leave()
             replica.renew()

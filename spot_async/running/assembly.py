@@ -5,7 +5,7 @@ Nothing is started here. `services.py` opens the servers, `training.py` enters t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
-from spot_async.loop.publishing import LiveEvaluation
-from spot_async.loop.resuming import Checkpoints, PromptLedger, Resumption
+from spot_async.loop.publishing import LiveEvaluation, LiveStudent
+from spot_async.loop.resuming import Records
 from spot_async.models.hub import local_path
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
@@ -28,7 +28,7 @@ from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
-from spot_async.stages.services import Services
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.trainer.settings import ResumePoint, TrainerSettings
@@ -52,34 +52,29 @@ def make_stages(
     events: Channel | None = None,
 ) -> Stages:
     """Make the stages of a run whose servers have answered."""
-    student, teacher, needs = services.student, services.teacher, plan.policy.needs
     # The student's backend is then a `BaseScorer`: the plan has seen to that.
-    reference: Any = student if plan.reference_is_base else services.reference
-    return Stages(
-        Services(
-            generator=student,
-            scorer=teacher,
-            candidate_scorer=student,
-            verifier=verifier,
-            teacher_generator=teacher if needs.teacher_responses else None,
-            reference=reference,
-            reference_is_base=plan.reference_is_base,
-        ),
-        config.stages,
-        config.sampling,
-        student=plan.student.vocabulary,
-        teacher=(plan.teacher or plan.student).vocabulary,
-        run_seed=config.run.seed,
-        max_running_prompts=config.queue_capacity_prompts,
-        max_probes_per_prompt=needs.probes_per_prompt,
-        max_samples_per_prompt=needs.samples_per_prompt,
-        retry=retry,
+    reference: Any = services.student if plan.reference_is_base else services.reference
+    asked = Services(
+        student=services.student,
+        verifier=verifier,
+        vocabulary=plan.student.vocabulary,
+        teacher=services.teacher,
+        reference=reference,
+        reference_is_base=plan.reference_is_base,
+        teacher_vocabulary=None if plan.teacher is None else plan.teacher.vocabulary,
         common=plan.common,
         capabilities=services.capabilities,
         kept_scores=services.kept_scores,
-        weights_may_change=config.max_staleness > 0,
-        events=events,
     )
+    settings = StagesSettings(
+        limits=config.stages,
+        sampling=config.sampling,
+        seed=config.run.seed,
+        max_prompts=config.queue_capacity_prompts,
+        weights_may_change=config.max_staleness > 0,
+        retry=retry,
+    )
+    return Stages(asked, settings, plan.policy.needs, events)
 
 
 def make_orchestrator(
@@ -87,13 +82,11 @@ def make_orchestrator(
     plan: TrainPlan,
     stages: Stages,
     trainer: Trainer,
-    weight_sinks: Sequence[WeightSink],
-    evaluate: LiveEvaluation,
-    *,
-    ledger: PromptLedger | None = None,
-    checkpoints: Checkpoints | None = None,
-    resumption: Resumption | None = None,
+    student: WeightSink,
+    evaluation: LiveEvaluation,
+    records: Records,
 ) -> Orchestrator:
+    sleepers = [student] if isinstance(student, Sleeper) and student.sleeps_while_training else []
     return Orchestrator(
         OrchestratorSettings(
             iterations=plan.schedule.iterations,
@@ -110,12 +103,8 @@ def make_orchestrator(
         policy=plan.policy,
         stages=stages,
         trainer=trainer,
-        weight_sinks=weight_sinks,
-        evaluate=evaluate,
-        ledger=ledger,
-        checkpoints=checkpoints,
-        resumption=resumption,
-        sleepers=[each for each in weight_sinks if isinstance(each, Sleeper) and each.sleeps_while_training],
+        student=LiveStudent([student], sleepers, evaluation),
+        records=records,
     )
 
 

@@ -19,7 +19,7 @@ from spot_async.loop.events import StepBegan
 from spot_async.models.files import ModelFiles
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.measuring import measure
-from spot_async.running.services import StartListener, open_services
+from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.running.summary import evaluation_summary
 from spot_async.spending.records import spending_words, summarize_spending
 from spot_async.spending.run_spending import RunSpending
@@ -70,7 +70,8 @@ async def evaluate_student(
         stack.enter_context(screen.live())
         for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
             screen.warn(warning)
-        opening = open_services(served, directory.path, cluster=config.cluster, spending=spending, listener=listener)
+        beside = Companions(spending=spending, listener=listener)
+        opening = open_services(served, directory.path, cluster=config.cluster, beside=beside)
         try:
             async with alongside(watchdog.watch), opening as services:
                 ledger_file.write(0)  # what was asked during the start

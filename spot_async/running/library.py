@@ -12,32 +12,27 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from spot_async.base.tasks import root_cause
 from spot_async.checks.plan import TrainPlan, plan_training
 from spot_async.checks.room import check_room
-from spot_async.config import Config, SamplingConfig, StagesConfig
+from spot_async.config import Config
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, SpotError
-from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.hub import with_downloads
-from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Policy, Scorer, Verifier
-from spot_async.replicas.leasing import ServicePool
+from spot_async.protocols import Policy
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running import training as runtime
 from spot_async.running.resuming import open_run
 from spot_async.running.summary import TrainOutcome
-from spot_async.spending.teacher_cache import KeptScores
-from spot_async.stages.services import Services
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.run_log import log_events_to_python_logging
 from spot_async.telemetry.screen import Screen, show_nearest_characters
-from spot_async.types import Capabilities
 
 _one_run = threading.Lock()
 
@@ -126,70 +121,13 @@ async def _train(
         raise root_cause(failures) from failures
 
 
-class StudentServices(Generator, CandidateScorer, Protocol):
-    """What the stages ask of a student."""
-
-
-def stages_for(
-    policy: Policy,
-    vocabulary: Vocabulary,
-    *,
-    student: StudentServices,
-    verifier: Verifier,
-    teacher: Scorer | None = None,
-    reference: Scorer | BaseScorer | None = None,
-    reference_is_base: bool = False,
-    teacher_vocabulary: Vocabulary | None = None,
-    capabilities: Mapping[str, Capabilities] | None = None,
-    sampling: SamplingConfig | None = None,
-    config: StagesConfig | None = None,
-    seed: int = 0,
-    max_prompts: int = 1024,
-    softmax_widths: Mapping[str, int] | None = None,
-    kept_scores: KeptScores | None = None,
-    weights_may_change: bool = False,
-) -> Stages:
+def stages_for(policy: Policy, services: Services, settings: StagesSettings | None = None) -> Stages:
     """Return stages over services that run already: `await policy.supervise(prompt, stages.for_prompt(prompt))`.
-
-    * `vocabulary` is the student's. Give `teacher_vocabulary` where the teacher ends its responses with another token.
-    * `teacher` and `reference` are given as the policy's needs say. A teacher whose responses are needed must generate.
-    * `reference_is_base`: `reference` is a server of the student with adapters, which is asked for its base.
-    * `capabilities`, by role, are for servers that offer less than whole distributions. Without them a policy asks for
-      exact values.
-    * `seed` and the prompt's ordinal decide what is sampled.
-    * `max_prompts`: the most that may be supervised at once.
-    * `softmax_widths`, by role, are needed where one model's softmax is padded further than another's.
-    * `kept_scores` answers again what the teacher was asked before.
-    * `weights_may_change`: the student gets new weights while prompts are supervised.
 
     Events (a retry, a server's end) go to Python's `logging`, unless the program configured structlog.
     """
     log_events_to_python_logging()
-    needs = policy.needs
-    teacher_generator = teacher if needs.teacher_responses and isinstance(teacher, Generator | ServicePool) else None
-    return Stages(
-        Services(
-            generator=student,
-            scorer=teacher,
-            candidate_scorer=student,
-            verifier=verifier,
-            teacher_generator=teacher_generator,
-            reference=reference,
-            reference_is_base=reference_is_base,
-        ),
-        config or StagesConfig(),
-        sampling or SamplingConfig(),
-        student=vocabulary,
-        teacher=teacher_vocabulary or vocabulary,
-        run_seed=seed,
-        max_running_prompts=max_prompts,
-        max_probes_per_prompt=needs.probes_per_prompt,
-        max_samples_per_prompt=needs.samples_per_prompt,
-        common=CommonVocabulary(softmax_widths or {}),
-        capabilities=capabilities,
-        kept_scores=kept_scores,
-        weights_may_change=weights_may_change,
-    )
+    return Stages(services, settings or StagesSettings(), policy.needs)
 
 
 def _resolve(source: ConfigSource, overrides: Sequence[str]) -> tuple[Config, str]:

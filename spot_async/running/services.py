@@ -20,7 +20,7 @@ from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_student
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import ClusterConfig, Config, ModelConfig
 from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
-from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.pool import PeopleListener, ReplicaPool
 from spot_async.running.backend_factories import backend_factories, core_shares
 from spot_async.running.initial_weights import send_initial_weights
 from spot_async.running.ray_places import placed
@@ -66,14 +66,25 @@ class OpenServices:
         return self.backends.get("reference")
 
 
-@dataclass(frozen=True)
-class StartListener:
-    """Functions that are told how a start goes. By default they do nothing."""
+@dataclass(frozen=True, kw_only=True)
+class StartListener(PeopleListener):
+    """Functions that are told how a start goes, and later what a pool has for people. By default they do nothing."""
 
     starting: Callable[[Mapping[str, Backend]], None] = lambda backends: None  # by role, before the first is entered
     step: Callable[[str], None] = lambda name: None  # what is done with the services next
-    warn: Callable[[str], None] = lambda line: None  # for people; also later, such as of a limit that is lowered
-    waiting: Callable[[str], None] | None = None  # that a server is not there yet; None: then the start fails at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Companions:
+    """What a caller has beside the servers that it opens. What is None is made for them."""
+
+    # Entered and left together with the servers. What shares devices with them takes its turn.
+    entered: Sequence[AbstractAsyncContextManager[Any]] = ()
+    watches: Sequence[Callable[[], Awaitable[None]]] = ()  # run beside the servers'; the first that raises ends all
+    spending: RunSpending | None = None
+    cores: CoreShares | None = None
+    turns: Turns | None = None
+    listener: StartListener = StartListener()
 
 
 @asynccontextmanager
@@ -85,12 +96,7 @@ async def open_services(
     cluster: ClusterConfig | None = None,
     is_used: bool = True,
     directly: bool = False,
-    spending: RunSpending | None = None,
-    cores: CoreShares | None = None,
-    turns: Turns | None = None,
-    beside: Sequence[AbstractAsyncContextManager[Any]] = (),
-    watches: Sequence[Callable[[], Awaitable[None]]] = (),
-    listener: StartListener = StartListener(),
+    beside: Companions = Companions(),
 ) -> AsyncIterator[OpenServices]:
     """Start or attach what is `served`, by role, and yield it once it has answered. Logs go under `directory`.
 
@@ -99,19 +105,16 @@ async def open_services(
     * `is_used`: unsafe services are refused (`ConfigError`), the teacher's scores are kept, and the student's servers
       get their first weights. False for a caller that only looks.
     * `directly`: only the first server of each role is opened, without a pool. If it ends, so does the `async with`.
-    * `spending`, `cores`, `turns`: given by a caller that needs them too; otherwise they are made here.
-    * `beside` is entered and left together with the servers. What shares devices with them takes its turn.
-    * `watches` run beside those of the servers. The first that raises ends the `async with`.
 
     Errors of starting are raised as they are, and those of watches in an exception group.
     """
-    spending = RunSpending(served) if spending is None else spending
-    cores = core_shares(served) if cores is None else cores
+    listener = beside.listener
+    spending = RunSpending(served) if beside.spending is None else beside.spending
+    cores = core_shares(served) if beside.cores is None else beside.cores
     if cluster is None:
         cluster = ClusterConfig() if run is None else run[0].cluster
     async with placed(served, cluster, directory) as there:
-        if turns is None:
-            turns = Turns(starting_order(there.served))
+        turns = Turns(starting_order(there.served)) if beside.turns is None else beside.turns
         models = {role: _of_run(role, model, run) for role, model in there.served.items()}
         servers: list[AbstractAsyncContextManager[Any]] = []
         if directly:
@@ -126,13 +129,16 @@ async def open_services(
         if (replayed := spending.replayed_teacher) is not None:
             backends["teacher"] = replayed
             servers.append(replayed)
-        entered = [*(spending.resources if is_used else ()), *servers, *beside]
+        entered = [*(spending.resources if is_used else ()), *servers, *beside.entered]
         with confined(cores):
             for warning in cores.warnings:
                 listener.warn(warning)
             listener.starting(backends)
             check_room(servers_on_devices(there.served, device_gib(cluster, there.served)))
-            async with running(*entered), watching(*(each.watch for each in backends.values()), *watches, there.watch):
+            async with (
+                running(*entered),
+                watching(*(each.watch for each in backends.values()), *beside.watches, there.watch),
+            ):
                 found, diagnosis = await _ask(run, backends, listener)
                 kept_scores = None
                 if is_used:
@@ -167,8 +173,7 @@ def _pool(
         model.serving,
         are_ours=not any(place is not None and place.is_attached for place in places),
         rate_limit=account.rate_limit if account is not None and account.is_limited else None,
-        warn=listener.warn,
-        tell_of_wait=listener.waiting,
+        people=listener,
         turns=turns,
     )
 

@@ -33,8 +33,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, ServersStarting, StepBegan
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.loop.publishing import LiveEvaluation
-from spot_async.loop.resuming import Resumption
-from spot_async.loop.stopping import StopRequest
+from spot_async.loop.resuming import Records, Resumption, StopRequest
 from spot_async.models.precision import precision
 from spot_async.protocols import Backend, Verifier
 from spot_async.replicas.pool import ReplicaPool
@@ -60,7 +59,7 @@ from spot_async.running.ray_places import RayPlaces, placed
 from spot_async.running.resuming import beginning_of
 from spot_async.running.run_evaluations import RunEvaluations, Student
 from spot_async.running.run_trainer import Restarts, RunTrainer, loss_of_trainer
-from spot_async.running.services import OpenServices, StartListener, open_services
+from spot_async.running.services import Companions, OpenServices, StartListener, open_services
 from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import FailureLog, MismatchWarning
@@ -213,12 +212,19 @@ class TrainingRun:
             places.served,
             self._directory.path,
             run=(self._config, self._plan),
-            spending=self._spending,
-            cores=self._cores,
-            turns=self._turns,
-            beside=[self._trainer, self._verifier],
-            watches=[places.watch],
-            listener=StartListener(self._servers_starting, self._begin, self._screen.warn, self._screen.say),
+            beside=Companions(
+                entered=[self._trainer, self._verifier],
+                watches=[places.watch],
+                spending=self._spending,
+                cores=self._cores,
+                turns=self._turns,
+                listener=StartListener(
+                    starting=self._servers_starting,
+                    step=self._begin,
+                    warn=self._screen.warn,
+                    waiting=self._screen.say,
+                ),
+            ),
         )
 
     def _servers_starting(self, backends: Mapping[str, Backend]) -> None:
@@ -349,11 +355,13 @@ class TrainingRun:
             self._plan,
             stages,
             self._trainer,
-            [student],
+            student,
             evaluate,
-            ledger=self._ledger,
-            checkpoints=checkpoints if self._config.training.checkpoint_every else None,
-            resumption=self._part.resumption,
+            Records(
+                self._ledger,
+                checkpoints if self._config.training.checkpoint_every else None,
+                self._part.resumption,
+            ),
         )
 
     def _go_back(self, beginning: Manifest, checkpoint: Checkpoint | None) -> Part:

@@ -1,4 +1,4 @@
-"""Checks what policies and verifiers return, before the core relies on it.
+"""Asks policies and verifiers, and checks what they return before the core relies on it.
 
 Plug-ins are other people's code, and their authors see these errors first. So each breach of `protocols.py` is one line
 that names the class and says what it must do. An exception that a plug-in raises by itself becomes such a line too, and
@@ -12,9 +12,12 @@ import traceback
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
+from spot_async.base.retry import VERIFY_ATTEMPTS
 from spot_async.base.tasks import error_words, leaves
-from spot_async.errors import ConfigError, PluginError, SpotError
+from spot_async.base.waiting_room import Priority
+from spot_async.errors import ConfigError, DeadlineExceededError, PluginError, SpotError
 from spot_async.protocols import Policy, PromptStages, Verifier
+from spot_async.stages.stage import Stage
 from spot_async.types import PolicyNeeds, Problem, Prompt, Sample, Supervision, Verdict
 
 T = TypeVar("T")
@@ -74,6 +77,24 @@ async def verify(verifier: Verifier, problem: Problem, response_text: str, *, de
         raise
     if not isinstance(verdict, Verdict):
         raise PluginError(f"{name} returned {_shown(verdict)}; return a Verdict, such as Verdict.CORRECT")
+    return verdict
+
+
+async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
+    """Return a verdict. A missing one is asked for once more. When the deadline passes, it counts as missing."""
+    verdict = Verdict.TIMEOUT
+    for _ in range(VERIFY_ATTEMPTS):
+        try:
+            verdict = await stage.ask(
+                priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
+            )
+        except DeadlineExceededError:
+            verdict = Verdict.TIMEOUT
+        else:
+            if verdict.is_missing:
+                stage.note_missing(f"verdict {verdict}")
+        if not verdict.is_missing:
+            break
     return verdict
 
 

@@ -1,12 +1,22 @@
-"""What stages send their requests to, by role, and how often a prompt asks. It opens nothing and sends nothing."""
+"""What the stages of a run are made of: the services that they ask, by role, and their limits.
+
+It opens nothing and sends nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from spot_async.base.retry import RetryPolicy
+from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.models.common_vocabulary import CommonVocabulary
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
+from spot_async.spending.teacher_cache import KeptScores
+from spot_async.types import Capabilities
 
 # The role whose servers answer a stage's requests.
 STAGE_SERVERS = {
@@ -33,15 +43,36 @@ def requests_per_prompt(*, samples: int, probes: int) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class Services:
-    """What stages send their requests to: pools of replicas, or single services."""
+class StudentService(Generator, CandidateScorer, Protocol):
+    """What the stages ask of a student."""
 
-    generator: Generator | ServicePool[Generator]
-    scorer: Scorer | ServicePool[Scorer] | None  # the teacher; None when the policy needs no scores of it
-    candidate_scorer: CandidateScorer | ServicePool[CandidateScorer]
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """What stages send their requests to, pools of replicas or single services, and what is known of them."""
+
+    student: StudentService | ServicePool[Any]
     verifier: Verifier | ServicePool[Verifier]
-    # None when the policy needs no responses of the teacher
-    teacher_generator: Generator | ServicePool[Generator] | None = None
-    reference: Scorer | BaseScorer | ServicePool[Any] | None = None  # None when the policy needs no reference
-    reference_is_base: bool = False  # the student's servers answer for it too, with their base (`BaseScorer`)
+    vocabulary: Vocabulary  # the student's
+    # As the policy's needs say. A teacher whose responses are needed must generate.
+    teacher: Scorer | ServicePool[Any] | None = None
+    reference: Scorer | BaseScorer | ServicePool[Any] | None = None
+    reference_is_base: bool = False  # the reference is a server of the student, asked for its base (`BaseScorer`)
+    teacher_vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
+    common: CommonVocabulary = field(default_factory=CommonVocabulary)  # where one softmax is padded further
+    capabilities: Mapping[str, Capabilities] = field(default_factory=dict)  # by role; one that is missing offers all
+    kept_scores: KeptScores | None = None  # answers again what the teacher was asked before
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesSettings:
+    """How stages ask: their limits, what is sampled, and for how many prompts at once."""
+
+    limits: StagesConfig = field(default_factory=StagesConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    seed: int = 0  # this and the prompt's ordinal decide what is sampled
+    max_prompts: int = 1024  # the most that are supervised at once
+    # The student may get new weights while a prompt is under way. So candidates are asked of the weights that its
+    # servers hold then, and deadlines are put off while they load.
+    weights_may_change: bool = False
+    retry: Callable[[int], RetryPolicy] = RetryPolicy  # makes a stage's retry policy from its `attempts`

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
@@ -25,7 +26,6 @@ from spot_async.base.waiting_room import Priority, WaitingRoom
 from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
 from spot_async.replicas.leasing import Errand, Lease, ServicePool
 from spot_async.stages.events import AttemptFailed, RequestAsked, RequestEnded
-from spot_async.stages.gate import Gate
 
 FAILED_KEPT = 64  # attempts of one request: it may be throttled for a day
 REASON_CHARACTERS = 300
@@ -104,6 +104,57 @@ class OpenRequest(Errand):
             self.timer.reschedule(when_s)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """How many requests a stage has at once, for how long each, and how often it is sent."""
+
+    concurrency: int
+    timeout_s: float  # of all attempts
+    attempt_timeout_s: float | None = None  # None: as long as all
+    retry: RetryPolicy
+    mailbox_capacity: int
+    # For how long a server may stand still for new weights while it has a request. Servers are told a deadline that is
+    # later by this, since it cannot be put off. The stage itself keeps to the right one.
+    longest_standstill_s: float = 0.0
+
+
+class UpdatePause:
+    """Holds requests back while a server that cannot do both loads weights. One for all stages of a role's servers."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    @property
+    def is_on(self) -> bool:
+        return not self._ended.is_set()
+
+    async def enter(self) -> None:
+        """Wait until there is no pause, and go to the servers. Every request that went must `leave`."""
+        while self.is_on:  # another one may begin before this task runs
+            await self._ended.wait()
+        self._inside += 1
+        self._emptied.clear()
+
+    def leave(self) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._emptied.set()
+
+    @asynccontextmanager
+    async def drained(self) -> AsyncIterator[None]:
+        """Begin a pause, wait until all have left, and end it after the block."""
+        self._ended.clear()
+        try:
+            await self._emptied.wait()
+            yield
+        finally:
+            self._ended.set()
+
+
 class Stage(Generic[S]):
     """Admits requests by priority, at most `concurrency` at once, each with `timeout_s` for all its attempts.
 
@@ -118,41 +169,33 @@ class Stage(Generic[S]):
         self,
         name: str,
         pool: ServicePool[S],
+        limits: StageLimits,
         *,
-        concurrency: int,
-        timeout_s: float,
-        attempt_timeout_s: float | None = None,
-        retry: RetryPolicy,
-        mailbox_capacity: int,
         jitter: Callable[[], float],
-        longest_standstill_s: float = 0.0,
         events: Channel | None = None,
-        gate: Gate | None = None,
+        pause: UpdatePause | None = None,
     ) -> None:
         """Make a stage without requests. Where `events` is given, it publishes its requests there.
 
-        Its requests pass `gate` on their way to a server.
-
-        `longest_standstill_s`: for how long a server may stand still for new weights while it has a request. Servers
-        are told a deadline that is later by this, since it cannot be put off. The stage itself keeps to the right one.
+        `pause` holds its requests back on their way to a server.
         """
         self.name = name
-        self.concurrency = concurrency
+        self.concurrency = limits.concurrency
         self.counters = StageCounters()
         self.open: dict[OpenRequest, None] = {}  # waiting or in flight, in the order in which they were asked
         self._pool = pool
         self._askers: Counter[int] = Counter()  # how many requests each prompt has here
-        self._timeout_s = timeout_s
-        self._attempt_timeout_s = timeout_s if attempt_timeout_s is None else attempt_timeout_s
+        self._timeout_s = limits.timeout_s
+        self._attempt_timeout_s = limits.timeout_s if limits.attempt_timeout_s is None else limits.attempt_timeout_s
         self._answered_s = float("-inf")  # when it had its newest answer
-        self._retry = retry
+        self._retry = limits.retry
         self._jitter = jitter
-        self._longest_standstill_s = longest_standstill_s
+        self._longest_standstill_s = limits.longest_standstill_s
         self._events = events or Channel()
-        self._gate = gate or Gate()
+        self._pause = pause or UpdatePause()
         self._slots_taken = 0
         self._room: WaitingRoom[OpenRequest, Literal[True]] = WaitingRoom(
-            self._take_slot, self._free_slot, capacity=mailbox_capacity
+            self._take_slot, self._free_slot, capacity=limits.mailbox_capacity
         )
 
     @property
@@ -281,7 +324,7 @@ class Stage(Generic[S]):
                     pending.work = work(result)
                 return result
         finally:
-            self._gate.leave()
+            self._pause.leave()
 
     def _note_lease(self, pending: OpenRequest, replica: str, asked_s: float) -> None:
         """Note the server of an attempt. The deadline counts from the first lease; later waiting extends it."""
@@ -344,19 +387,19 @@ class Stage(Generic[S]):
         return delay_s
 
     async def _inside(self, pending: OpenRequest) -> Lease[S]:
-        """Pass the gate and return a lease."""
+        """Wait until there is no pause, and return a lease."""
         while True:
-            await self._gate.enter()
+            await self._pause.enter()
             try:
                 lease = await self._pool.lease(pending)
             except BaseException:
-                self._gate.leave()
+                self._pause.leave()
                 raise
-            if self._gate.is_open:
+            if not self._pause.is_on:
                 return lease
-            # It was closed while this request waited for a lease. Whoever closed it must not wait for this one too.
+            # It began while this request waited for a lease. Whoever began it must not wait for this one too.
             lease.give_back()
-            self._gate.leave()
+            self._pause.leave()
 
     def _take_slot(self, pending: OpenRequest) -> Literal[True] | None:
         if self._slots_taken >= self.concurrency:

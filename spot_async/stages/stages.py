@@ -9,33 +9,32 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from spot_async.base.events import Channel
-from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
 from spot_async.base.waiting_room import Priority
-from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.config import StageConfig
 from spot_async.errors import PermanentError
 from spot_async.models.alignment import branch_root
-from spot_async.models.common_vocabulary import CommonVocabulary, EndTokens, known_positions, with_summed_last
-from spot_async.models.vocabulary import Vocabulary, stop_token_ids
+from spot_async.models.common_vocabulary import EndTokens, known_positions, with_summed_last
+from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
 from spot_async.replicas.leasing import ServicePool, pool_of
-from spot_async.spending.teacher_cache import KeptScores
-from spot_async.stages.gate import Gate
-from spot_async.stages.services import STAGE_SERVERS, Services, requests_per_prompt
-from spot_async.stages.stage import Stage
-from spot_async.stages.verdicts import ask_verdict
+from spot_async.stages.plugin_contract import ask_verdict
+from spot_async.stages.services import STAGE_SERVERS, Services, StagesSettings, requests_per_prompt
+from spot_async.stages.stage import Stage, StageLimits, UpdatePause
 from spot_async.types import (
     Capabilities,
     FloatArray,
     Generation,
     IntArray,
+    PolicyNeeds,
     Prompt,
     SamplingSettings,
     ScoredPositions,
@@ -54,78 +53,47 @@ class Stages:
     """All stages of a run. `for_prompt` gives a policy its view."""
 
     def __init__(
-        self,
-        services: Services,
-        config: StagesConfig,
-        sampling: SamplingConfig,
-        *,
-        student: Vocabulary,
-        teacher: Vocabulary,
-        run_seed: int,
-        max_running_prompts: int,
-        max_probes_per_prompt: int,
-        max_samples_per_prompt: int = 1,
-        retry: Callable[[int], RetryPolicy] = RetryPolicy,
-        common: CommonVocabulary | None = None,
-        capabilities: Mapping[str, Capabilities] | None = None,
-        kept_scores: KeptScores | None = None,
-        weights_may_change: bool = False,
-        events: Channel | None = None,
+        self, services: Services, settings: StagesSettings, needs: PolicyNeeds, events: Channel | None = None
     ) -> None:
-        """Make the stages of a run whose services are known.
-
-        * `retry` makes a stage's retry policy from its `attempts`.
-        * `common`: None where all softmaxes are equally wide.
-        * `capabilities`: what the servers offer, by role. A role that is missing may be asked for everything.
-        * `kept_scores`: the teacher's scores that are kept, if any are.
-        * `weights_may_change`: the student may get new weights while a prompt is under way. So candidates are asked of
-          the weights that its servers hold then, and deadlines are put off while they load.
-        * `events`: the channel to publish on; None makes a new one.
-        """
+        """Make the stages of a policy with these `needs`. `events`: the channel to publish on; None makes a new one."""
         self.services = services
-        self.sampling = sampling
-        self.run_seed = run_seed
-        self.vocabulary = student
-        self.common = common or CommonVocabulary()
-        self.capabilities = capabilities or {}
-        self.kept_scores = kept_scores
-        self.weights_may_change = weights_may_change
+        self.settings = settings
         self.events = events or Channel()
-        self.stop_token_ids = stop_token_ids(student, teacher)
-        self.ends = EndTokens(student.end_token_ids, teacher.end_token_ids, config.score.end_token)
-        self.student_gate = Gate()  # closed while the student's servers are drained
-        jitter = random.Random(derive_seed(run_seed, "retry jitter")).random
+        own, teachers = services.vocabulary, services.teacher_vocabulary or services.vocabulary
+        self.stop_token_ids = stop_token_ids(own, teachers)
+        self.ends = EndTokens(own.end_token_ids, teachers.end_token_ids, settings.limits.score.end_token)
+        self.student_pause = UpdatePause()
+        jitter = random.Random(derive_seed(settings.seed, "retry jitter")).random
 
-        standstill_s = WEIGHT_UPDATE_TIMEOUT_S if weights_may_change else 0.0
-        requests = requests_per_prompt(samples=max_samples_per_prompt, probes=max(1, max_probes_per_prompt))
+        standstill_s = WEIGHT_UPDATE_TIMEOUT_S if settings.weights_may_change else 0.0
+        requests = requests_per_prompt(samples=needs.samples_per_prompt, probes=max(1, needs.probes_per_prompt))
 
-        def stage(name: str, service: S | ServicePool[S], stage_config: StageConfig) -> Stage[S]:
+        def stage(name: str, service: S | ServicePool[S], config: StageConfig) -> Stage[S]:
             is_students = STAGE_SERVERS[name] == "student" or (name == "reference" and services.reference_is_base)
-            return Stage(
-                name,
-                pool_of(service),
-                concurrency=stage_config.concurrency,
-                timeout_s=stage_config.timeout_s,
-                attempt_timeout_s=stage_config.attempt_timeout_s,
-                retry=retry(stage_config.attempts),
-                mailbox_capacity=max_running_prompts * requests[name],
-                jitter=jitter,
+            limits = StageLimits(
+                concurrency=config.concurrency,
+                timeout_s=config.timeout_s,
+                attempt_timeout_s=config.attempt_timeout_s,
+                retry=settings.retry(config.attempts),
+                mailbox_capacity=settings.max_prompts * requests[name],
                 longest_standstill_s=standstill_s if is_students else 0.0,
-                events=self.events,
-                gate=self.student_gate if is_students else None,
             )
+            pause = self.student_pause if is_students else None
+            return Stage(name, pool_of(service), limits, jitter=jitter, events=self.events, pause=pause)
 
-        self.rollout = stage("rollout", services.generator, config.rollout)
-        self.score = stage("score", services.scorer, config.score)
-        self.candidates = stage("candidates", services.candidate_scorer, config.candidates)
-        self.probe = stage("probe", services.generator, config.probe)
-        self.verify = stage("verify", services.verifier, config.verify)
-        self.teacher_response = stage("teacher_response", services.teacher_generator, config.teacher_response)
-        self.reference = stage("reference", services.reference, config.reference)
-        used: list[Stage[Any]] = [self.rollout, self.score, self.candidates, self.probe, self.verify]
-        used += [self.teacher_response] if services.teacher_generator is not None else []
-        used += [self.reference] if services.reference is not None else []
-        self.all = tuple(used)
+        limits = settings.limits
+        student: Any = services.student
+        self.rollout: Stage[Generator] = stage("rollout", student, limits.rollout)
+        self.score = stage("score", services.teacher, limits.score)
+        self.candidates: Stage[CandidateScorer] = stage("candidates", student, limits.candidates)
+        self.probe: Stage[Generator] = stage("probe", student, limits.probe)
+        self.verify = stage("verify", services.verifier, limits.verify)
+        self.writer: Any = services.teacher if needs.teacher_responses else None  # of the teacher's responses
+        self.teacher_response: Stage[Any] = stage("teacher_response", self.writer, limits.teacher_response)
+        self.reference = stage("reference", services.reference, limits.reference)
+        self.all: tuple[Stage[Any], ...] = (self.rollout, self.score, self.candidates, self.probe, self.verify)
+        self.all += (self.teacher_response,) if self.writer is not None else ()
+        self.all += (self.reference,) if services.reference is not None else ()
 
     @property
     def tokens_generated(self) -> int:
@@ -147,11 +115,11 @@ class BoundStages:
 
     @property
     def student(self) -> Capabilities | None:
-        return self._stages.capabilities.get("student")
+        return self._stages.services.capabilities.get("student")
 
     @property
     def teacher(self) -> Capabilities | None:
-        return self._stages.capabilities.get("teacher")
+        return self._stages.services.capabilities.get("teacher")
 
     @property
     def ends(self) -> EndTokens:
@@ -163,21 +131,21 @@ class BoundStages:
             self._stages.rollout,
             (self._prompt.ordinal,),
             self._prompt.token_ids,
-            self._settings(self._stages.sampling.max_response_tokens, "rollout", *nth),
+            self._settings(self._stages.settings.sampling.max_response_tokens, "rollout", *nth),
             top_k=top_k,
         )
 
     async def teacher_response(self) -> Generation:
         response = await self._generate(
-            _given(self._stages.teacher_response, self._stages.services.teacher_generator, "teacher_responses"),
+            _given(self._stages.teacher_response, self._stages.writer, "teacher_responses"),
             (self._prompt.ordinal,),
             self._prompt.token_ids,
-            self._settings(self._stages.sampling.max_response_tokens, "teacher response"),
+            self._settings(self._stages.settings.sampling.max_response_tokens, "teacher response"),
         )
         return msgspec.structs.replace(response, token_ids=self._stages.ends.swapped(response.token_ids))
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        common, widest = self._stages.common, self.teacher.max_top_k if self.teacher is not None else None
+        common, widest = self._stages.services.common, self.teacher.max_top_k if self.teacher is not None else None
         scores = await self._scored(response_ids, top_k=max(1, top_k))
         if (wider := common.wider(scores, top_k, widest)) is not None:
             scores = await self._scored(response_ids, top_k=wider)
@@ -186,7 +154,7 @@ class BoundStages:
     async def _scored(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         scored_ids = self._stages.ends.as_teachers(response_ids)
         added_ids = self._stages.ends.summed_with_last(response_ids)
-        stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
+        stage = _given(self._stages.score, self._stages.services.teacher, "teacher_top_k")
 
         async def score(scorer: Scorer, deadline: float) -> TokenScores:
             request = self._request(scored_ids, deadline)
@@ -212,7 +180,7 @@ class BoundStages:
 
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
         scored_ids = self._stages.ends.as_teachers(response_ids)
-        stage = _given(self._stages.score, self._stages.services.scorer, "teacher_top_k")
+        stage = _given(self._stages.score, self._stages.services.teacher, "teacher_top_k")
         rows = await self._kept(
             ScoredPositions,
             (scored_ids, top_k, positions),
@@ -227,17 +195,17 @@ class BoundStages:
             ),
         )
         rows = msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
-        limit = self._stages.common.limit
+        limit = self._stages.services.common.limit
         return rows if limit is None else known_positions(rows, limit)
 
     async def _kept(
         self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
     ) -> Kept:
         """Return the teacher's answer. Where the cache has it, this takes no turn and sends no request."""
-        kept, prompt = self._stages.kept_scores, self._prompt
+        kept, prompt = self._stages.services.kept_scores, self._prompt
         if kept is None:
             return await ask()
-        key = (prompt.token_ids, *asked, self._stages.sampling.temperature)
+        key = (prompt.token_ids, *asked, self._stages.settings.sampling.temperature)
         return await kept.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
@@ -269,7 +237,7 @@ class BoundStages:
         *,
         version: WeightVersion | None = None,
     ) -> FloatArray:
-        expected = None if self._stages.weights_may_change else version
+        expected = None if self._stages.settings.weights_may_change else version
         return await self._stages.candidates.ask(
             (self._prompt.ordinal,),
             lambda student, deadline: student.candidate_logprobs(
@@ -280,7 +248,7 @@ class BoundStages:
         )
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
-        budget = self._stages.sampling.max_response_tokens - position - 1
+        budget = self._stages.settings.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
             return _empty_generation()  # the branch is verified as it stands
         return await self._generate(
@@ -299,7 +267,7 @@ class BoundStages:
         )
 
     def decode(self, token_ids: IntArray) -> str:
-        return self._stages.vocabulary.decode(token_ids)
+        return self._stages.services.vocabulary.decode(token_ids)
 
     def _generate(
         self,
@@ -321,20 +289,20 @@ class BoundStages:
         )
 
     def _request(self, response_ids: IntArray, deadline: float) -> ScoreRequest:
-        return ScoreRequest(self._prompt.token_ids, response_ids, self._stages.sampling.temperature, deadline)
+        return ScoreRequest(self._prompt.token_ids, response_ids, self._stages.settings.sampling.temperature, deadline)
 
     def _tokens_with(self, response_ids: IntArray) -> int:
         return len(self._prompt.token_ids) + len(response_ids)
 
     def _settings(self, max_tokens: int, *request: int | str) -> SamplingSettings:
-        sampling = self._stages.sampling
+        sampling = self._stages.settings.sampling
         return SamplingSettings(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=max_tokens,
             stop_token_ids=self._stages.stop_token_ids,
-            seed=derive_seed(self._stages.run_seed, self._prompt.ordinal, *request),
-            vocab_limit=self._stages.common.limit,
+            seed=derive_seed(self._stages.settings.seed, self._prompt.ordinal, *request),
+            vocab_limit=self._stages.services.common.limit,
         )
 
 

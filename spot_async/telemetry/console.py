@@ -36,8 +36,8 @@ from spot_async.loop.events import (
     StepBegan,
 )
 from spot_async.loop.orchestrator import Orchestrator
+from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
-from spot_async.stages.wait_clock import busiest
 from spot_async.telemetry.evaluations import BestCheckpoint, estimate_words
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen

@@ -22,8 +22,8 @@ from spot_async.loop.events import Phase, PhaseEnded
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
+from spot_async.stages.events import Wait, WaitClock
 from spot_async.stages.stage import Stage, StageCounters
-from spot_async.stages.wait_clock import Wait, WaitClock
 from spot_async.telemetry.bottleneck import Bottleneck, ServerUse, judge
 from spot_async.telemetry.failures import Tally, kinds_words
 from spot_async.telemetry.meters import Pool, PumpClock, phase_metrics, stage_metrics

@@ -31,7 +31,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.stage import Stage
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.fault_plan import (
     MAY_END,
     MAY_KILL,
@@ -288,11 +288,11 @@ class Drill:
             verifier=self.scene.verifier,
             trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
-            evaluate=LiveEvaluation(self.evaluation_is_due, partial(self.measured, self.evaluations(student))),
+            evaluation=LiveEvaluation(self.evaluation_is_due, partial(self.measured, self.evaluations(student))),
             prompts=simulated_prompts(self.prompts, problems=self.problems),
             sleepers=[student] if self._sleeps else [],
             capabilities={"student": offers, "teacher": capabilities(VOCAB_SIZE)},
-            config=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
+            limits=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
             seed=self.seed,
             iterations=self.iterations,
             batch_size=self.batch_size,
@@ -309,10 +309,7 @@ class Drill:
         return Stage(
             "evaluate",
             student,
-            concurrency=8,
-            timeout_s=REQUEST_TIMEOUT_S,
-            retry=RetryPolicy(attempts=20),
-            mailbox_capacity=8,
+            StageLimits(concurrency=8, timeout_s=REQUEST_TIMEOUT_S, retry=RetryPolicy(attempts=20), mailbox_capacity=8),
             jitter=lambda: 0.5,
         )
 

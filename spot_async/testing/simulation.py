@@ -8,8 +8,8 @@ Orchestrator and stages are the real ones. Everything else has a default; a test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any, ClassVar
 
@@ -20,11 +20,12 @@ from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import RequestError
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
-from spot_async.loop.publishing import LiveEvaluation
-from spot_async.loop.resuming import Checkpoints, PromptLedger, Resumption
+from spot_async.loop.publishing import LiveStudent
+from spot_async.loop.resuming import Records
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import BaseScorer, Policy, Scorer, Sleeper, Trainer, WeightSink
+from spot_async.protocols import Policy, Trainer
 from spot_async.running.library import stages_for
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import (
     END_TOKEN,
@@ -35,7 +36,7 @@ from spot_async.testing.services import (
     SimulatedVerifier,
 )
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Capabilities, PolicyContext, Problem, Prompt, Sample, Supervision
+from spot_async.types import PolicyContext, PolicyNeeds, Problem, Prompt, Sample, Supervision
 
 PROBLEMS = 32
 MAX_RESPONSE_TOKENS = 64
@@ -141,87 +142,68 @@ class SimulatedRun:
         return self
 
 
+def simulated_services(needs: PolicyNeeds, **changes: Any) -> Services:
+    """Return services of a policy with these needs: simulated ones, but for `changes`."""
+    simulated = {
+        "student": SimulatedStudent(),
+        "verifier": SimulatedVerifier(),
+        "vocabulary": simulated_vocabulary(),
+        "teacher": SimulatedTeacher() if needs.teacher else None,
+        "reference": SimulatedTeacher() if needs.reference else None,
+    }
+    return Services(**{**simulated, **changes})
+
+
 def make_run(
-    policy: Policy,
-    *,
-    student: Any = None,
-    teacher: Scorer | None = None,
-    reference: Scorer | BaseScorer | None = None,
-    reference_is_base: bool = False,
-    verifier: Any = None,
-    trainer: Trainer | None = None,
-    weight_sinks: Sequence[WeightSink] | None = None,
-    evaluate: LiveEvaluation | None = None,
-    sleepers: Sequence[Sleeper] = (),
-    ledger: PromptLedger | None = None,
-    checkpoints: Checkpoints | None = None,
-    resumption: Resumption | None = None,
-    prompts: Iterable[Prompt] | None = None,
-    vocabulary: Vocabulary | None = None,
-    teacher_vocabulary: Vocabulary | None = None,
-    capabilities: Mapping[str, Capabilities] | None = None,
-    kept_scores: Any = None,
-    config: StagesConfig | None = None,
-    sampling: SamplingConfig | None = None,
-    seed: int = 0,
-    **settings: Any,
+    policy: Policy, *, prompts: Iterable[Prompt] | None = None, trainer: Trainer | None = None, **changes: Any
 ) -> SimulatedRun:
     """Make a run that has not begun. With real services it runs in real time: `await run.orchestrator.run()`.
 
-    `settings` are fields of `OrchestratorSettings`. By default, there are a teacher and a reference if the policy needs
-    them, and the student takes the weights. `run.stages.events.subscribe(listener)` lets others listen too.
+    `changes` are fields of `Services`, `StagesSettings`, `LiveStudent`, `Records` and `OrchestratorSettings`; None
+    leaves the default. By default, there are a teacher and a reference if the policy needs them, and the student takes
+    the weights. `run.stages.events.subscribe(listener)` lets others listen too.
     """
-    needs, journal = policy.needs, Journal()
-    student = SimulatedStudent() if student is None else student
-    trainer = SimulatedTrainer() if trainer is None else trainer
-    sampling = sampling or SamplingConfig(max_response_tokens=MAX_RESPONSE_TOKENS)
-    batch_size = settings.get("batch_size", 16)
-    numbers = OrchestratorSettings(
-        **{
-            "iterations": 2,
-            "batch_size": batch_size,
-            "max_staleness": 0,
-            "capacity_prompts": (1 + settings.get("max_staleness", 0)) * batch_size,
-            "capacity_bytes": 1 << 30,
-            "max_response_tokens": sampling.max_response_tokens,
-            "vocab_size": VOCAB_SIZE,
-            "weight_update_timeout_s": 60.0,
-            "max_dead_share": 0.1,
-            **settings,
-        }
-    )
-    stages = stages_for(
-        policy,
-        vocabulary or simulated_vocabulary(),
-        student=student,
-        teacher=SimulatedTeacher() if teacher is None and needs.teacher else teacher,
-        reference=SimulatedTeacher() if reference is None and needs.reference else reference,
-        reference_is_base=reference_is_base,
-        verifier=SimulatedVerifier() if verifier is None else verifier,
-        teacher_vocabulary=teacher_vocabulary,
-        capabilities=capabilities,
-        kept_scores=kept_scores,
-        sampling=sampling,
-        config=config,
-        seed=seed,
-        max_prompts=numbers.capacity_prompts,
-        weights_may_change=numbers.max_staleness > 0,
-    )
+    changes = {name: value for name, value in changes.items() if value is not None}
+    journal, trainer = Journal(), SimulatedTrainer() if trainer is None else trainer
+    services = simulated_services(policy.needs, **_taken(changes, Services))
+    batch_size, staleness = changes.get("batch_size", 16), changes.get("max_staleness", 0)
+    settings = {
+        "sampling": SamplingConfig(max_response_tokens=MAX_RESPONSE_TOKENS),
+        "max_prompts": changes.get("capacity_prompts", (1 + staleness) * batch_size),
+        "weights_may_change": staleness > 0,
+        **_taken(changes, StagesSettings),
+    }
+    stages = stages_for(policy, services, StagesSettings(**settings))
     stages.events.subscribe(journal)
+    student = LiveStudent(**{"weight_sinks": [services.student], **_taken(changes, LiveStudent)})
+    records = Records(**_taken(changes, Records))
+    numbers = {
+        "iterations": 2,
+        "batch_size": batch_size,
+        "max_staleness": staleness,
+        "capacity_prompts": stages.settings.max_prompts,
+        "capacity_bytes": 1 << 30,
+        "max_response_tokens": stages.settings.sampling.max_response_tokens,
+        "vocab_size": VOCAB_SIZE,
+        "weight_update_timeout_s": 60.0,
+        "max_dead_share": 0.1,
+        **changes,
+    }
     orchestrator = Orchestrator(
-        numbers,
+        OrchestratorSettings(**numbers),
         prompts=simulated_prompts() if prompts is None else prompts,
         policy=policy,
         stages=stages,
         trainer=trainer,
-        weight_sinks=[student] if weight_sinks is None else weight_sinks,
-        evaluate=evaluate,
-        sleepers=sleepers,
-        ledger=ledger,
-        checkpoints=checkpoints,
-        resumption=resumption,
+        student=student,
+        records=records,
     )
     return SimulatedRun(orchestrator, trainer, journal)
+
+
+def _taken(changes: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Take what names fields of this dataclass out of `changes`."""
+    return {each.name: changes.pop(each.name) for each in fields(kind) if each.name in changes}
 
 
 def simulated_run(policy: Policy, **changes: Any) -> SimulatedRun:

@@ -24,7 +24,7 @@ from spot_async.errors import (
     TransientError,
 )
 from spot_async.replicas.leasing import OneService
-from spot_async.stages.stage import Stage
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.services import token_scores
 from spot_async.types import Generation, SamplingSettings, VersionSpan, WeightVersion
 
@@ -84,11 +84,9 @@ async def test_a_reply_that_trickles_and_one_that_hangs_are_asked_for_again_in_t
             stage = Stage(
                 "score",
                 OneService(endpoint),
-                concurrency=1,
-                timeout_s=60.0,
-                attempt_timeout_s=0.2,
-                retry=RetryPolicy(50),
-                mailbox_capacity=1,
+                StageLimits(
+                    concurrency=1, timeout_s=60.0, attempt_timeout_s=0.2, retry=RetryPolicy(50), mailbox_capacity=1
+                ),
                 jitter=lambda: 0.0,
             )
             assert await stage.ask((0,), lambda each, deadline: each.get("/x", deadline=deadline)) == b"answer"

@@ -58,7 +58,7 @@ def watched(max_staleness, *, in_flight_updates=True, policy=None, **changes):
         policy or make_policy(OpdPolicy),
         student=student,
         capabilities={"student": capabilities(VOCAB_SIZE, in_flight_updates=in_flight_updates)},
-        config=same_limits(concurrency=64, timeout_s=60.0),
+        limits=same_limits(concurrency=64, timeout_s=60.0),
         **{"iterations": ITERATIONS, "max_staleness": max_staleness, **changes},
     )
     watching = Watching(run, max_staleness)
@@ -160,7 +160,7 @@ def test_weights_that_an_evaluation_is_due_on_are_served_and_measured_however_sl
         await asyncio.sleep(5.0)
         return student.version.step
 
-    _, watching = watched(4, student=student, evaluate=LiveEvaluation(lambda iteration: iteration % 2 == 0, measure))
+    _, watching = watched(4, student=student, evaluation=LiveEvaluation(lambda iteration: iteration % 2 == 0, measure))
     assert watching.evaluated == [(2, 2), (4, 4), (6, 6), (8, 8)]
 
 

@@ -12,7 +12,7 @@ from crashes.plan import DiskFault
 from simulated_crashes import explained, failure
 
 from spot_async.base.seeds import derive_seed
-from spot_async.loop.saving import StateSaver
+from spot_async.loop.resuming import StateSaver
 from spot_async.run_directory import layout, manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger

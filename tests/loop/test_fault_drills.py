@@ -93,7 +93,7 @@ async def run(backend: Any, files: ModelFiles, timeout_s: float = 60.0) -> Simul
         trainer=SimulatedTrainer(step_s=0.0, directory=str(MODEL)),
         prompts=simulated_prompts(problems=8),
         vocabulary=files.vocabulary,
-        config=same_limits(timeout_s=timeout_s),
+        limits=same_limits(timeout_s=timeout_s),
         sampling=SamplingConfig(max_prompt_tokens=64, max_response_tokens=24),
         batch_size=BATCH,
         vocab_size=files.vocab_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 
 import pytest
@@ -65,13 +66,13 @@ def skip_an_evaluation(monkeypatch):
 def evaluate_with_the_gate_open(monkeypatch):
     make = WeightPublisher.__init__
 
-    def made(publisher, *arguments, evaluation, **more):
+    def made(publisher, student, *arguments, **more):
         async def served_at_once(iteration):
             publisher.served = publisher.confirmed
-            return await evaluation.measure(iteration)
+            return await student.evaluation.measure(iteration)
 
-        opened = LiveEvaluation(evaluation.is_due, served_at_once)
-        make(publisher, *arguments, evaluation=opened, **more)
+        opened = LiveEvaluation(student.evaluation.is_due, served_at_once)
+        make(publisher, dataclasses.replace(student, evaluation=opened), *arguments, **more)
 
     monkeypatch.setattr(WeightPublisher, "__init__", made)
 

@@ -24,7 +24,7 @@ def made(policy=None, *, concurrency=64, **changes):
     """A run of SPOT over four iterations, whose requests may take a minute."""
     return make_run(
         policy or make_policy(SpotPolicy),
-        config=same_limits(concurrency=concurrency, timeout_s=60.0),
+        limits=same_limits(concurrency=concurrency, timeout_s=60.0),
         **{"iterations": 4, "prompts": simulated_prompts(problems=7), **changes},
     )
 
@@ -57,7 +57,7 @@ def test_an_evaluation_has_the_student_to_itself_and_measures_the_weights_just_t
         seen.append((iteration, student.version.step))
         return f"result {iteration}"
 
-    run = made(student=student, iterations=3, evaluate=LiveEvaluation(lambda iteration: iteration != 2, evaluate))
+    run = made(student=student, iterations=3, evaluation=LiveEvaluation(lambda iteration: iteration != 2, evaluate))
     journal = run.finish().journal
     assert seen == [(1, 1), (3, 3)]
     assert [(each.iteration, each.result, each.seconds) for each in journal.evaluated] == [

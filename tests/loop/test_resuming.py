@@ -261,7 +261,7 @@ def test_a_run_that_was_asked_to_stop_waits_only_for_the_step_that_is_under_way(
             batch_size=BATCH,
             ledger=ledger,
             checkpoints=NowAndThen(tmp_path / "0", beginning, ledger),
-            evaluate=LiveEvaluation(lambda iteration: iteration == 1, evaluate),
+            evaluation=LiveEvaluation(lambda iteration: iteration == 1, evaluate),
         )
 
         async def until_stopped():

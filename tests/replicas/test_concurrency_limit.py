@@ -20,7 +20,7 @@ from spot_async.errors import DeadlineExceededError, ThrottledError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS, ConcurrencyLimit, Moment
 from spot_async.replicas.leasing import Errand
-from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.pool import PeopleListener, ReplicaPool
 from spot_async.testing.services import capabilities, token_scores
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -276,7 +276,9 @@ def strict_iterations(count, *, seed, slots=None, slower=None, slower_from=0):
         rng = random.Random(seed)
         student, teacher = Engine(score_s=0.001), Engine(score_s=0.002)
         lines: list[str] = []
-        pool = ReplicaPool("student", {"student": lambda: Backend(student, slots)}, warn=lines.append)
+        pool = ReplicaPool(
+            "student", {"student": lambda: Backend(student, slots)}, people=PeopleListener(warn=lines.append)
+        )
 
         turns = {stage: asyncio.Semaphore(most) for stage, most in CONCURRENCY.items()}
 

@@ -20,7 +20,7 @@ from spot_async.models.weight_files import delete_weights
 from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.stage import Stage
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import make_policy, make_run, same_limits
@@ -76,7 +76,7 @@ def test_replies_that_fail_or_never_come_cost_no_prompt_and_leave_the_limit_as_i
         run = make_run(
             make_policy(OpdPolicy),
             teacher=pool,
-            config=same_limits(timeout_s=60.0, attempt_timeout_s=2.0),
+            limits=same_limits(timeout_s=60.0, attempt_timeout_s=2.0),
             iterations=100,
             batch_size=16,
         )
@@ -114,11 +114,9 @@ def test_a_frozen_server_is_noticed_before_its_requests_have_used_up_their_attem
         stage = Stage(
             "probe",
             pool_of_servers([server], stall_s=60.0),
-            concurrency=8,
-            timeout_s=60.0,
-            attempt_timeout_s=2.0,
-            retry=RetryPolicy(attempts=3),
-            mailbox_capacity=8,
+            StageLimits(
+                concurrency=8, timeout_s=60.0, attempt_timeout_s=2.0, retry=RetryPolicy(attempts=3), mailbox_capacity=8
+            ),
             jitter=lambda: 0.5,
         )
 
@@ -148,10 +146,7 @@ def test_a_request_whose_connection_breaks_each_time_does_not_restart_a_server_t
         stage = Stage(
             "probe",
             pool_of_servers([server]),
-            concurrency=8,
-            timeout_s=60.0,
-            retry=RetryPolicy(attempts=8),
-            mailbox_capacity=8,
+            StageLimits(concurrency=8, timeout_s=60.0, retry=RetryPolicy(attempts=8), mailbox_capacity=8),
             jitter=lambda: 0.5,
         )
 
@@ -377,10 +372,7 @@ def replay(load, number):
             return Stage(
                 name,
                 pool,
-                concurrency=concurrency,
-                timeout_s=600.0,
-                retry=retry,
-                mailbox_capacity=10_000,
+                StageLimits(concurrency=concurrency, timeout_s=600.0, retry=retry, mailbox_capacity=10_000),
                 jitter=lambda: 0.5,
             )
 

@@ -12,7 +12,7 @@ from spot_async.base.tasks import both, gather
 from spot_async.errors import DeadlineExceededError, PermanentError, TransientError
 from spot_async.replicas.concurrency_limit import WINDOW_REQUESTS
 from spot_async.replicas.life_cycle import State
-from spot_async.stages.stage import Stage
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import WeightSnapshot, WeightVersion
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -36,12 +36,14 @@ def stage_of(pool, *, attempts=3):
     return Stage(
         "rollout",
         pool,
-        concurrency=99,
-        timeout_s=TIMEOUT_S,
-        retry=RetryPolicy(attempts),
-        mailbox_capacity=99,
+        StageLimits(
+            concurrency=99,
+            timeout_s=TIMEOUT_S,
+            retry=RetryPolicy(attempts),
+            mailbox_capacity=99,
+            longest_standstill_s=LONGEST_S,
+        ),
         jitter=lambda: 0.0,
-        longest_standstill_s=LONGEST_S,
     )
 
 

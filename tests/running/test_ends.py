@@ -28,7 +28,7 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.cli import ending
 from spot_async.cli.ending import Screen, leave_at_once, run_until_stopped
 from spot_async.errors import DataError, ProcessDiedError, StorageError, TrainerError
-from spot_async.loop.stopping import StopRequest
+from spot_async.loop.resuming import StopRequest
 from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.reading import RunFiles
 from spot_async.serving import server

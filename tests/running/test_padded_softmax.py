@@ -32,6 +32,7 @@ from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.identity import settings_of
 from spot_async.policies.teacher_responses import ResponseFile, TeacherResponse
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.testing.services import SimulatedVerifier, generation
 from spot_async.tools.check import servers
 from spot_async.trainer.feed_check import check_feed
@@ -88,17 +89,19 @@ async def test_every_method_supervises_a_padded_pair(
         deadline = asyncio.get_running_loop().time() + 60
         stages = stages_for(
             plan.policy,
-            plan.student.vocabulary,
-            student=student,
-            verifier=SimulatedVerifier(share_correct=1.0),  # so that each probed position is kept
-            teacher=None if method == "grpo" else other,
-            reference=other if method == "grpo" else None,
-            capabilities={
-                "student": await student.capabilities(deadline=deadline),
-                judge: await other.capabilities(deadline=deadline),
-            },
-            sampling=SHORT,
-            softmax_widths=plan.common.widths,
+            Services(
+                student=student,
+                verifier=SimulatedVerifier(share_correct=1.0),  # so that each probed position is kept
+                vocabulary=plan.student.vocabulary,
+                teacher=None if method == "grpo" else other,
+                reference=other if method == "grpo" else None,
+                capabilities={
+                    "student": await student.capabilities(deadline=deadline),
+                    judge: await other.capabilities(deadline=deadline),
+                },
+                common=plan.common,
+            ),
+            StagesSettings(sampling=SHORT),
         )
         samples = await plan.policy.supervise(prompt, stages.for_prompt(prompt))
     batch = [each.supervision for each in samples if each.supervision is not None]

@@ -12,7 +12,7 @@ from spot_async.base.tasks import root_cause
 from spot_async.config import ModelConfig
 from spot_async.config.loading import validate_as
 from spot_async.errors import ProcessDiedError
-from spot_async.running.services import StartListener, open_services
+from spot_async.running.services import Companions, StartListener, open_services
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,9 @@ async def test_people_hear_of_the_start_before_it_and_the_student_gets_its_first
     listener = StartListener(
         starting=lambda backends: NOTED.append(f"starting {', '.join(backends)}"), step=NOTED.append
     )
-    async with open_services(served(student=""), tmp_path, beside=[trainer()], listener=listener) as services:
+    async with open_services(
+        served(student=""), tmp_path, beside=Companions(entered=[trainer()], listener=listener)
+    ) as services:
         assert set(services.capabilities) == set(services.backends) == {"student"}
         NOTED.append("inside")
     assert [
@@ -67,7 +69,11 @@ async def test_who_only_looks_sends_nothing(tmp_path):
 @pytest.mark.parametrize("directly", [True, False])
 async def test_a_server_that_ends_while_it_starts_takes_all_others_along(moment, directly, tmp_path):
     opening = open_services(
-        served(student="", teacher=moment), tmp_path, directly=directly, is_used=False, beside=[trainer()]
+        served(student="", teacher=moment),
+        tmp_path,
+        directly=directly,
+        is_used=False,
+        beside=Companions(entered=[trainer()]),
     )
     with pytest.raises((ProcessDiedError, ExceptionGroup)) as failed:
         async with opening:
@@ -80,7 +86,9 @@ async def test_a_server_that_ends_while_it_starts_takes_all_others_along(moment,
 
 async def test_a_server_that_ends_later_ends_the_inside(tmp_path):
     with pytest.raises(ExceptionGroup) as failed:
-        async with open_services(served(student="living"), tmp_path, directly=True, beside=[trainer()]):
+        async with open_services(
+            served(student="living"), tmp_path, directly=True, beside=Companions(entered=[trainer()])
+        ):
             await asyncio.Event().wait()
     assert str(root_cause(failed.value)) == "student ended"
     assert {"student left", "trainer left"} <= set(NOTED)
@@ -97,7 +105,9 @@ async def test_a_run_that_is_stopped_leaves_everything_at_any_moment(moment, tmp
             run.cancel()
 
     async def go_on():
-        async with open_services(served(student=""), tmp_path, beside=[trainer()], listener=listener):
+        async with open_services(
+            served(student=""), tmp_path, beside=Companions(entered=[trainer()], listener=listener)
+        ):
             NOTED.append("inside")
             stop_at("inside")
             await asyncio.Event().wait()

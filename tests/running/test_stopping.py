@@ -15,7 +15,7 @@ from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError
 from spot_async.evaluation.response_log import ResponseLog
-from spot_async.loop.stopping import StopRequest
+from spot_async.loop.resuming import StopRequest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.resuming import open_run
 from spot_async.running.training import train

@@ -9,7 +9,7 @@ from replica_incidents import OFFERS
 
 from spot_async.config import ServingConfig
 from spot_async.errors import ConfigError, Exchange, UnreachableError
-from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.pool import PeopleListener, ReplicaPool
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -45,7 +45,7 @@ def start(since_s, *, moment="entering", tell=None, are_ours=False):
     async def run():
         factories = {"teacher": lambda: Attached(since_s, moment)}
         serving = ServingConfig(recovery_timeout_s=30.0)
-        async with ReplicaPool("teacher", factories, serving, are_ours=are_ours, tell_of_wait=tell):
+        async with ReplicaPool("teacher", factories, serving, are_ours=are_ours, people=PeopleListener(waiting=tell)):
             return asyncio.get_running_loop().time()
 
     return run_on_virtual_time(run())

@@ -21,6 +21,7 @@ from spot_async.base.tasks import gather
 from spot_async.checks.diagnosis import capabilities
 from spot_async.config import SamplingConfig, TrainingConfig
 from spot_async.models.files import read_model
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import ReplicatedStrategy, process_group
 from spot_async.trainer.rank import StudentTrainer
@@ -85,13 +86,15 @@ async def supervise(
     method = kind(kind.Settings(**settings), context)
     stages = stages_for(
         method,
-        student_files.vocabulary,
-        student=Student(record, student),
-        teacher=teacher,
-        teacher_vocabulary=teacher_files.vocabulary,
-        verifier=LengthIsRight(),
-        sampling=sampling,
-        capabilities={"student": await capabilities(student), "teacher": await capabilities(teacher)},
+        Services(
+            student=Student(record, student),
+            teacher=teacher,
+            verifier=LengthIsRight(),
+            vocabulary=student_files.vocabulary,
+            teacher_vocabulary=teacher_files.vocabulary,
+            capabilities={"student": await capabilities(student), "teacher": await capabilities(teacher)},
+        ),
+        StagesSettings(sampling=sampling),
     )
     prompts = _prompts(student_files.vocabulary.tokenizer)
     samples = await gather(method.supervise(prompt, stages.for_prompt(prompt)) for prompt in prompts)

@@ -30,7 +30,7 @@ from spot_async.base.retry import RetryPolicy
 from spot_async.base.tasks import watched
 from spot_async.errors import ConfigError
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.stage import Stage
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 
 PROMPT = np.arange(10, 30, dtype=np.int32)
@@ -130,10 +130,7 @@ async def test_a_student_on_another_machine_comes_back_with_its_weights_whicheve
         stage: Stage[Any] = Stage(
             "rollout",
             pool,
-            concurrency=1,
-            timeout_s=300.0,
-            retry=RetryPolicy(8),
-            mailbox_capacity=1,
+            StageLimits(concurrency=1, timeout_s=300.0, retry=RetryPolicy(8), mailbox_capacity=1),
             jitter=lambda: 0.5,
         )
 

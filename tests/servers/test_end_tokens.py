@@ -14,6 +14,7 @@ from spot_async.backends.sglang.backend import SglangBackend
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config import ScoreStageConfig, StagesConfig
 from spot_async.policies.opd import OpdPolicy
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.testing.services import SimulatedVerifier
 from spot_async.testing.simulation import make_policy, simulated_vocabulary
 from spot_async.types import Problem, Prompt
@@ -36,12 +37,14 @@ async def test_the_last_token_gets_what_all_that_end_the_teachers_responses_have
         await backend.capabilities(deadline=soon())
         stages = stages_for(
             make_policy(OpdPolicy),
-            simulated_vocabulary((9,)),
-            teacher_vocabulary=simulated_vocabulary(TEACHER_ENDS),
-            student=backend,
-            teacher=backend,
-            verifier=SimulatedVerifier(),
-            config=StagesConfig(score=ScoreStageConfig(end_token="sum")),
+            Services(
+                student=backend,
+                teacher=backend,
+                verifier=SimulatedVerifier(),
+                vocabulary=simulated_vocabulary((9,)),
+                teacher_vocabulary=simulated_vocabulary(TEACHER_ENDS),
+            ),
+            StagesSettings(limits=StagesConfig(score=ScoreStageConfig(end_token="sum"))),
         )
         prompt = Prompt(ordinal=0, problem=Problem(id="p", text="?", answer="1"), token_ids=PROMPT)
         scores = await stages.for_prompt(prompt).score(RESPONSE, top_k=3)

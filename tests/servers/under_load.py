@@ -13,7 +13,7 @@ from parity import PARITY_NATS, Dense, decisions, own, soon
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import both, watched
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.stages.stage import Stage
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.conformance.contract import A_LITTLE
 from spot_async.types import (
     FloatArray,
@@ -50,12 +50,14 @@ class Load:
             return Stage(
                 name,
                 pool,
-                concurrency=ROLLOUTS + 1,
-                timeout_s=300.0,
-                retry=RetryPolicy(8),
-                mailbox_capacity=ROLLOUTS + 1,
+                StageLimits(
+                    concurrency=ROLLOUTS + 1,
+                    timeout_s=300.0,
+                    retry=RetryPolicy(8),
+                    mailbox_capacity=ROLLOUTS + 1,
+                    longest_standstill_s=WEIGHT_UPDATE_TIMEOUT_S,
+                ),
                 jitter=lambda: 0.5,
-                longest_standstill_s=WEIGHT_UPDATE_TIMEOUT_S,
             )
 
         self._rollout, self._candidates = stage("rollout"), stage("candidates")

@@ -37,6 +37,7 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.serving import api
 from spot_async.serving.server import _listen
 from spot_async.serving.settings import ServeSettings
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.testing.services import SimulatedVerifier
 from spot_async.testing.simulation import make_policy, simulated_vocabulary
 from spot_async.types import (
@@ -132,13 +133,17 @@ async def test_a_students_end_token_is_scored_by_the_teachers_first_or_by_all_of
 
     stages = stages_for(
         make_policy(OpdPolicy),
-        simulated_vocabulary((1,)),
-        teacher_vocabulary=simulated_vocabulary(teacher_ends),
-        student=backend,
-        teacher=backend,
-        verifier=SimulatedVerifier(),
-        config=StagesConfig(score=ScoreStageConfig(end_token=end_token)),
-        sampling=SamplingConfig(temperature=temperature),
+        Services(
+            student=backend,
+            teacher=backend,
+            verifier=SimulatedVerifier(),
+            vocabulary=simulated_vocabulary((1,)),
+            teacher_vocabulary=simulated_vocabulary(teacher_ends),
+        ),
+        StagesSettings(
+            limits=StagesConfig(score=ScoreStageConfig(end_token=end_token)),
+            sampling=SamplingConfig(temperature=temperature),
+        ),
     )
     prompt = Prompt(ordinal=0, problem=Problem(id="p", text="?", answer="1"), token_ids=PROMPT)
     scores = await stages.for_prompt(prompt).score(response, top_k=3)

@@ -7,6 +7,7 @@ and cache are the real ones; student and trainer are simulated.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import urllib.request
 from pathlib import Path
@@ -177,7 +178,7 @@ async def replay_otherwise(paid, folder):
         found = await teacher.capabilities(deadline=0.0)
         scores = await kept.identify(found)
         run = run_with(teacher, found, scores, SpendingLog(RunDirectory(folder), {}))
-        run.stages.run_seed += 1  # other seeds, other responses
+        run.stages.settings = dataclasses.replace(run.stages.settings, seed=1)  # other responses
         await run.orchestrator.run()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import DeadlineExceededError, PermanentError, ThrottledError, TransientError
 from spot_async.replicas.leasing import OneService
-from spot_async.stages.stage import Stage
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.virtual_time import DeadlockError, run_on_virtual_time
 
 
@@ -23,12 +23,14 @@ def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000, **more):
     return Stage(
         "probe",
         OneService(None),
-        concurrency=concurrency,
-        timeout_s=timeout_s,
-        retry=RetryPolicy(attempts),
-        mailbox_capacity=capacity,
+        StageLimits(
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+            retry=RetryPolicy(attempts),
+            mailbox_capacity=capacity,
+            **more,
+        ),
         jitter=lambda: 0.0,
-        **more,
     )
 
 

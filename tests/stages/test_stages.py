@@ -13,10 +13,10 @@ from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError
-from spot_async.stages.services import Services
+from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
-from spot_async.types import Problem, Prompt, ScoredPositions, Verdict, WeightVersion
+from spot_async.types import PolicyNeeds, Problem, Prompt, ScoredPositions, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
@@ -67,20 +67,26 @@ class Recorder:
 
 def bound(
     recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), end_token="replace", run_seed=0, prompt=PROMPT,
-    kept_scores=None, weights_may_change=False, **services,
+    weights_may_change=False, teacher_responses=False, **services,
 ):  # fmt: skip
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
-        Services(recorder, scorer or recorder, recorder, recorder, **services),
-        StagesConfig(score=ScoreStageConfig(end_token=end_token)),
-        SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
-        student=vocabulary(student_ends),
-        teacher=vocabulary(teacher_ends),
-        run_seed=run_seed,
-        max_running_prompts=1,
-        max_probes_per_prompt=8,
-        kept_scores=kept_scores,
-        weights_may_change=weights_may_change,
+        Services(
+            student=recorder,
+            teacher=scorer or recorder,
+            verifier=recorder,
+            vocabulary=vocabulary(student_ends),
+            teacher_vocabulary=vocabulary(teacher_ends),
+            **services,
+        ),
+        StagesSettings(
+            limits=StagesConfig(score=ScoreStageConfig(end_token=end_token)),
+            sampling=SamplingConfig(max_response_tokens=6, temperature=0.7, top_p=0.9),
+            seed=run_seed,
+            max_prompts=1,
+            weights_may_change=weights_may_change,
+        ),
+        PolicyNeeds(probes_per_prompt=8, teacher_responses=teacher_responses),
     )
     return stages.for_prompt(prompt)
 
@@ -119,7 +125,7 @@ async def test_every_request_has_a_seed_of_its_own_that_follows_from_what_it_is(
 
 async def test_what_the_teacher_writes_is_seeded_apart_from_the_students_rollout():
     recorder = Recorder()
-    stages = bound(recorder, teacher_generator=recorder)
+    stages = bound(recorder, teacher_responses=True)
     await stages.rollout()
     await stages.teacher_response()
     (prompt, by_student), (same_prompt, by_teacher) = recorder.generated

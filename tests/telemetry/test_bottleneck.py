@@ -19,9 +19,9 @@ from spot_async.loop.events import PhaseBegan, PhaseEnded
 from spot_async.replicas.leasing import pool_of
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
+from spot_async.stages.events import WaitClock
 from spot_async.stages.services import STAGE_SERVERS
-from spot_async.stages.stage import Stage
-from spot_async.stages.wait_clock import WaitClock
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, StageUse, judge
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_lines
 from spot_async.telemetry.totals import may_be_asynchronous, roles_with_room
@@ -265,10 +265,7 @@ class Run:
         self.stage = Stage(
             stage,
             pool_of(None),
-            concurrency=concurrency,
-            timeout_s=1e6,
-            retry=RetryPolicy(8),
-            mailbox_capacity=1000,
+            StageLimits(concurrency=concurrency, timeout_s=1e6, retry=RetryPolicy(8), mailbox_capacity=1000),
             jitter=lambda: 0.0,
             events=self.events,
         )

@@ -30,8 +30,8 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.leasing import OneService
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.events import AttemptFailed, RequestEnded
-from spot_async.stages.stage import Stage
-from spot_async.stages.verdicts import ask_verdict
+from spot_async.stages.plugin_contract import ask_verdict
+from spot_async.stages.stage import Stage, StageLimits
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.failures import FailureLog, kinds_words
 from spot_async.telemetry.live_bottleneck import LiveBottleneck
@@ -83,12 +83,8 @@ def asking(request, **more):
         stage = Stage(
             "score",
             OneService(None),
-            concurrency=1,
-            timeout_s=10.0,
-            retry=RetryPolicy(3),
-            mailbox_capacity=9,
+            StageLimits(concurrency=1, timeout_s=10.0, retry=RetryPolicy(3), mailbox_capacity=9, **more),
             jitter=lambda: 1.0,
-            **more,
         )
         stage._events.subscribe(kept)
         with contextlib.suppress(RequestError):
@@ -137,8 +133,12 @@ def test_a_verdict_that_is_missing_is_a_failed_attempt():
             return Verdict.ERROR  # its worker was killed
 
     async def scenario():
-        stage = Stage("verify", OneService(Verifier()), concurrency=1, timeout_s=9.0, retry=RetryPolicy(3),
-                      mailbox_capacity=9, jitter=lambda: 0.0)  # fmt: skip
+        stage = Stage(
+            "verify",
+            OneService(Verifier()),
+            StageLimits(concurrency=1, timeout_s=9.0, retry=RetryPolicy(3), mailbox_capacity=9),
+            jitter=lambda: 0.0,
+        )
         stage._events.subscribe(kept)
         return await ask_verdict(stage, (0,), None, "1")
 
@@ -256,7 +256,7 @@ def test_failures_of_evaluations_are_told_too_and_a_lost_reply_is_asked_for_agai
 
 def test_a_teacher_that_fails_two_in_five_is_what_console_and_report_blame(tmp_path):
     said, lines = [], []
-    run = make_run(make_policy(OpdPolicy), teacher=Failing(), config=same_limits(), iterations=30, batch_size=16)
+    run = make_run(make_policy(OpdPolicy), teacher=Failing(), limits=same_limits(), iterations=30, batch_size=16)
     log = FailureLog(lines.append)
     run.stages.events.subscribe(log)
 

@@ -152,7 +152,7 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max
         teacher=teacher or SimulatedTeacher(),
         verifier=verifier,
         trainer=Trainer(),
-        evaluate=LiveEvaluation(lambda iteration: iteration % 2 == 0, evaluate),
+        evaluation=LiveEvaluation(lambda iteration: iteration % 2 == 0, evaluate),
         prompts=simulated_prompts(problems=1000),
         capabilities=capabilities,
         iterations=4,

@@ -16,8 +16,7 @@ from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.leasing import OneService
-from spot_async.stages.events import RequestAsked, RequestEnded
-from spot_async.stages.wait_clock import WaitClock, seconds_by_stage
+from spot_async.stages.events import RequestAsked, RequestEnded, WaitClock, seconds_by_stage
 from spot_async.telemetry import trace
 from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
 from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
@@ -58,7 +57,7 @@ class TwoServers:
 def spot_run(**sizes):
     """SPOT on simulated services, scarce slots so that requests queue."""
     sampling = SamplingConfig(max_response_tokens=128)
-    return make_run(make_policy(SpotPolicy), config=same_limits(concurrency=5), sampling=sampling, **sizes)
+    return make_run(make_policy(SpotPolicy), limits=same_limits(concurrency=5), sampling=sampling, **sizes)
 
 
 def record(path, run):
@@ -186,7 +185,7 @@ def test_publishing_beside_the_trainer_has_a_track_with_all_its_phases(tmp_path)
         batch_size=4,
         max_staleness=1,
         capabilities={"student": capabilities(VOCAB_SIZE, in_flight_updates=False)},
-        evaluate=LiveEvaluation(lambda iteration: iteration == 2, lambda iteration: asyncio.sleep(100.0)),
+        evaluation=LiveEvaluation(lambda iteration: iteration == 2, lambda iteration: asyncio.sleep(100.0)),
     )
     events = record(tmp_path / "trace.json", run)
     lane = sorted(slices(events, "trainer", "publishing"), key=lambda span: span[1:])

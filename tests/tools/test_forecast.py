@@ -19,8 +19,8 @@ from spot_async.errors import BudgetSpentError, ConfigError, DataError, Permanen
 from spot_async.policies.spot import SpotPolicy
 from spot_async.running.library import stages_for
 from spot_async.spending.prices import Prices
-from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedVerifier
-from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_vocabulary
+from spot_async.testing.services import SimulatedStudent
+from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_services
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.forecast.forecast import make_forecast
 from spot_async.tools.forecast.measurement import (
@@ -61,9 +61,7 @@ def measured_over(student, *, options=OPTIONS, at_once=3, prompts=8):
     policy = make_policy(SpotPolicy, probes=options.probes)
     needs = msgspec.structs.replace(policy.needs, samples_per_prompt=options.rollouts, teacher_responses=True)
     probing, progress = ProbingPolicy(policy, needs), []
-    stages = stages_for(
-        probing, simulated_vocabulary(), student=student, teacher=SimulatedTeacher(), verifier=SimulatedVerifier()
-    )
+    stages = stages_for(probing, simulated_services(needs, student=student))
     measuring = measure_all(
         probing, stages, list(simulated_prompts(prompts)), options,
         at_once=at_once, teacher_writes=True, on_prompt=lambda *done: progress.append(done),
@@ -73,10 +71,7 @@ def measured_over(student, *, options=OPTIONS, at_once=3, prompts=8):
 
 def test_positions_and_candidates_are_those_that_the_policy_itself_selects_and_probes():
     (measured_prompts, notes), stages, progress = measured_over(SimulatedStudent())
-    alone = stages_for(
-        make_policy(SpotPolicy), simulated_vocabulary(), student=SimulatedStudent(), teacher=SimulatedTeacher(),
-        verifier=SimulatedVerifier(),
-    )  # fmt: skip
+    alone = stages_for(make_policy(SpotPolicy), simulated_services(make_policy(SpotPolicy).needs))
 
     async def supervise(prompt):
         (sample,) = await make_policy(SpotPolicy).supervise(prompt, alone.for_prompt(prompt))

@@ -175,7 +175,7 @@ def recorded_run(
                 student=replica,
                 teacher=teacher() if teacher else SimulatedTeacher(Latency(0.5, 0.002, 0.1)),
                 trainer=RatedTrainer(TrainerRates(tokens_per_s=200.0, fixed_s=0.1), grain=1),
-                config=same_limits(concurrency=512),
+                limits=same_limits(concurrency=512),
                 batch_size=BATCH,
                 **{"iterations": 4, **settings},
             )

@@ -17,10 +17,10 @@ from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError, ThrottledError
 from spot_async.spending.account import Spending
-from spot_async.stages.services import Services
+from spot_async.stages.services import StagesSettings
 from spot_async.stages.stages import Stages
-from spot_async.testing.services import END_TOKEN, SimulatedStudent, SimulatedTeacher, SimulatedVerifier
-from spot_async.testing.simulation import simulated_vocabulary
+from spot_async.testing.services import END_TOKEN, SimulatedStudent
+from spot_async.testing.simulation import simulated_services
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import RecordedPrompt
 from spot_async.tools.simulate.measured import Level, Ramp, Recommendation, StageLoad, Tuning, read_tuning
@@ -73,18 +73,11 @@ class Overheard(SimulatedStudent):
 
 
 def stages_over(student: SimulatedStudent, config: StagesConfig | None = None, **more: Any) -> Stages:
-    vocabulary = simulated_vocabulary()
-    return Stages(
-        Services(student, SimulatedTeacher(), student, SimulatedVerifier()),
-        config or StagesConfig(),
-        SamplingConfig(max_response_tokens=64),
-        student=vocabulary,
-        teacher=vocabulary,
-        run_seed=0,
-        max_running_prompts=8,
-        max_probes_per_prompt=2,
-        **more,
+    needs = PolicyNeeds(teacher_top_k=1, probes_per_prompt=2)
+    settings = StagesSettings(
+        limits=config or StagesConfig(), sampling=SamplingConfig(max_response_tokens=64), max_prompts=8, **more
     )
+    return Stages(simulated_services(needs, student=student), settings, needs)
 
 
 def ramped_over(student: SimulatedStudent) -> Stages:

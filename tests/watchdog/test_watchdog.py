@@ -118,11 +118,11 @@ def simulate(
         student=student or Student(),
         teacher=teacher,
         trainer=trainer,
-        config=same_limits(timeout_s=FOR_EVER),
+        limits=same_limits(timeout_s=FOR_EVER),
         iterations=iterations,
         batch_size=8,
         weight_update_timeout_s=600.0,
-        evaluate=evaluate and LiveEvaluation(lambda iteration: True, lambda iteration: evaluate(run.stages.events)),
+        evaluation=evaluate and LiveEvaluation(lambda iteration: True, lambda iteration: evaluate(run.stages.events)),
         **settings,
     )
     orchestrator = run.orchestrator

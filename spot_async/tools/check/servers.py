@@ -15,7 +15,7 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.checks.score_rows import RIGHT
 from spot_async.config import Config
 from spot_async.running.assembly import make_spending
-from spot_async.running.services import open_services
+from spot_async.running.services import Companions, open_services
 from spot_async.telemetry.console import percent
 from spot_async.tools.check.view import show_warnings
 
@@ -25,7 +25,8 @@ Facts = Mapping[str, Fact]
 async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
     """Open everything but the trainer, ask, and close it again. Logs go under `directory`."""
     spending = make_spending(config, plan)
-    async with open_services(plan.served, directory, run=(config, plan), is_used=False, spending=spending) as services:
+    beside = Companions(spending=spending)
+    async with open_services(plan.served, directory, run=(config, plan), is_used=False, beside=beside) as services:
         assert services.diagnosis is not None  # of the run
         return services.diagnosis
 

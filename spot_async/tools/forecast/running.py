@@ -22,7 +22,7 @@ from spot_async.errors import BudgetSpentError, ConfigError, RequestError
 from spot_async.models.hub import is_same_model
 from spot_async.protocols import Policy, PromptStages, Verifier
 from spot_async.running.assembly import make_spending, make_stages
-from spot_async.running.services import StartListener, open_services
+from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.spending.records import spending_words, summarize_spending
 from spot_async.stages.stages import Stages
 from spot_async.tools.forecast.measurement import MeasuredPrompt, Measurement, PolicyKeys, measure_prompt
@@ -133,9 +133,8 @@ async def measure(
     verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     spending = make_spending(config, plan)
     listener = StartListener(step=tell, warn=lambda line: tell(f"warning: {line}"))
-    async with open_services(
-        plan.served, directory, run=(config, plan), spending=spending, beside=[verifier], listener=listener
-    ) as services:
+    beside = Companions(entered=[verifier], spending=spending, listener=listener)
+    async with open_services(plan.served, directory, run=(config, plan), beside=beside) as services:
         teacher_writes = "teacher" in services.capabilities and services.capabilities["teacher"].generation
         policy = probing_policy(config, plan, options, teacher_writes=teacher_writes)
         stages = make_stages(config, dataclasses.replace(plan, policy=policy), services, verifier)

@@ -217,7 +217,7 @@ async def _finished(
             trainer=RatedTrainer(rates.trainer, workload.grain),
             capabilities={"student": await pools["student"].capabilities(deadline=0.0)},
             prompts=prompts(),
-            config=config.stages,
+            limits=config.stages,
             sampling=config.sampling.model_copy(update={"max_response_tokens": workload.most}),
             seed=config.run.seed,
             iterations=iterations,

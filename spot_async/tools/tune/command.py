@@ -27,7 +27,7 @@ from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_stages
 from spot_async.running.backend_factories import core_shares
 from spot_async.running.initial_weights import SENDING_WEIGHTS
-from spot_async.running.services import StartListener, open_services
+from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.spending.account import Account
 from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
 from spot_async.tools.pages.series import seconds, short_number
@@ -175,9 +175,7 @@ async def measure(
         directory,
         run=(config, plan),
         directly=True,
-        cores=cores,
-        beside=[verifier],
-        listener=StartListener(step=step),
+        beside=Companions(entered=[verifier], cores=cores, listener=StartListener(step=step)),
     ) as services:
         accounts = services.spending.accounts
         schedule = iter(plan.schedule)
