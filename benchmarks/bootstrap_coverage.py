@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spot_async.evaluation.metrics import pass_at_k_of_counts
-from spot_async.tools.compare.bootstrap import macro, percentile_interval, resampled_means
+from spot_async.tools.compare.statistics import macro, percentile_interval, resampled_means
 from spot_async.types import Float64Array
 
 CONFIDENCE = 0.95

@@ -26,8 +26,8 @@ from tables import OPD, mean_of, read_problems, with_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from values import decision_value
 
+from spot_async.tools.forecast.command import read_forecast
 from spot_async.tools.forecast.forecast import Forecast
-from spot_async.tools.forecast.results import read_forecast
 
 CONTEXTS = 1_000  # solutions of three steps
 

@@ -16,8 +16,8 @@ import numpy as np
 from rows import ALL_SEEDS, ROOT, Setting
 
 from spot_async.evaluation.metrics import pass_at_k_of_counts
+from spot_async.tools.forecast.command import read_forecast
 from spot_async.tools.forecast.measurement import MeasuredPrompt
-from spot_async.tools.forecast.results import read_forecast
 
 DRAWS = 10_000
 LAST_LOOKS = 3  # iterations, of those that were looked at, over which final shares of choices are taken

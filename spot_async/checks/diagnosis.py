@@ -1,17 +1,16 @@
 """Finds out whether the servers of a run fit each other and the run. `check` shows it, `train` refuses what is unsafe.
 
-It asks servers that are running already; it starts nothing and prints nothing. `discovery.py` knows how to ask,
-`capabilities.py` what a policy needs. A fact that could not be asked for is None, never a guess.
+It asks servers that are running already; it starts nothing and prints nothing. `server_diagnosis.py` asks each server,
+`agreement.py` compares those of a role, and `capabilities.py` knows what a policy needs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,27 +19,17 @@ from spot_async.base.tasks import gather
 from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends
-from spot_async.checks.discovery import Asked, Noise
-from spot_async.checks.plan import TrainPlan
-from spot_async.checks.prompt_warnings import plan_warnings
-from spot_async.checks.score_rows import MOST_MASKED, check_score_rows
-from spot_async.config import Config, ModelConfig, backend_section
+from spot_async.checks.discovery import Asked
+from spot_async.checks.plan import TrainPlan, plan_warnings
+from spot_async.checks.server_diagnosis import RESPONSE_TOKENS, Fact, ServerDiagnosis, role_model
+from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, RequestError
-from spot_async.models.files import ModelFiles
-from spot_async.models.hub import local_path
-from spot_async.models.precision import FLOAT32, NOISE_MARGIN, SURE_NATS, logit_errors, noise_nats, precision
-from spot_async.models.vocabulary import Vocabulary
-from spot_async.protocols import Backend, Generator, Scorer, SharedAddress
+from spot_async.models.precision import SURE_NATS, logit_errors, noise_nats
+from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.spending.teacher_cache import ReplayedTeacher
-from spot_async.types import Capabilities, FloatArray, LogprobTemperature, WeightVersion
+from spot_async.types import Capabilities, WeightVersion
 
 PROMPTS = 3
-RESPONSE_TOKENS = 24
-SLOW_ROUND_TRIP_S = 0.25
-UNLIKELY = 1e-6  # a p-value by which an honest server is never refused
-
-Fact: TypeAlias = str | int | float | bool | None
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     asked = await _asked(config, plan, every[first], said[first])
     agreements = {role: await agreement(role, each, said, asked) for role, each in servers.items()}
     for role, found in agreements.items():
-        await _measure_noise(_role_model(config, plan, role), role, servers[role], found, asked)
+        await _measure_noise(role_model(config, plan, role), role, servers[role], found, asked)
     together = {role: found.together for role, found in agreements.items()}
     refusals = [line for found in agreements.values() for line in found.refusals]
     try:
@@ -77,7 +66,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     except ConfigError as error:
         refusals += str(error).splitlines()
     diagnoses = [
-        _ServerDiagnosis(role, name, backend, said[name], config, plan, asked)
+        ServerDiagnosis(role, name, backend, said[name], config, plan, asked)
         for role, each in servers.items()
         for name, backend in each.items()
     ]
@@ -168,324 +157,3 @@ async def _asked(config: Config | None, plan: TrainPlan, student: Any, said: Cap
     if not said.generation:
         return asked
     return replace(asked, responses=await discovery.responses(student, asked, RESPONSE_TOKENS))
-
-
-@dataclass
-class _ServerDiagnosis:
-    """One server's facts while they are gathered."""
-
-    role: str
-    name: str
-    backend: Any
-    said: Capabilities
-    config: Config
-    plan: TrainPlan
-    asked: Asked
-    facts: dict[str, Fact] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    noise_nats: float = 0.0  # between readings of the same row
-
-    async def run(self) -> None:
-        self._state_what_is_said()
-        self._judge_model()
-        if isinstance(self.backend, SharedAddress):
-            await self._discover_behind(self.backend)
-        if self._scores:
-            await self._discover_scores()
-        if self._samples and self.said.sampled_token_ids:
-            await self._discover_generations()
-        self._judge_temperatures()
-
-    def _state_what_is_said(self) -> None:
-        said, needs, sampling = self.said, self.plan.policy.needs, self.config.sampling
-        files = self._files
-        student = self.plan.student
-        self.facts |= {
-            "role": self.role,
-            "backend": self._model.backend.kind,
-            "server": said.server,
-            "model": said.model,
-            "vocab_size": said.vocab_size,
-            "vocab_fingerprint": said.vocab_fingerprint,
-            "vocab_rows_left_out": self.plan.common.left_out(self.role),
-            "vocab_as_students": said.vocab_fingerprint == student.vocabulary.fingerprint,
-            "context_tokens": said.max_context_tokens,
-            "context_tokens_needed": sampling.max_prompt_tokens + sampling.max_response_tokens,
-            "score_top_k": said.max_top_k,
-            "score_top_k_needed": needs.teacher_top_k if self.role == "teacher" else int(self.role == "reference"),
-            "generation_top_k": said.max_generation_top_k,
-            "position_top_k": said.max_position_top_k,
-            "exact_entropy": said.exact_entropy,
-            "candidate_logprobs": said.candidate_logprobs,
-            "token_id_prompts": said.token_id_prompts,
-            "sampled_token_ids": said.sampled_token_ids if self._samples else None,
-            "logprob_convention": said.logprob_convention,
-            "score_temperature": said.score_temperature if self._scores else None,
-            "generation_temperature": said.generation_temperature if self._samples else None,
-            "seeds": said.seeds if self._samples else None,
-            "prefix_caching": said.prefix_caching,
-            "abort": said.abort,
-            "weight_update": said.weight_update,
-            "in_flight_updates": said.in_flight_updates,
-            "weight_transport": said.weight_transport,
-            "weights_checked": said.weights_checked if said.weight_update else None,
-            "round_trip_s": None,
-            "version": None if said.version is None else str(said.version),
-            "end_tokens": ", ".join(_end_tokens(files.vocabulary)),
-            "end_token_scores": self.config.stages.score.end_token,
-            "end_tokens_as_students": files.vocabulary.end_token_ids[0] == student.vocabulary.end_token_ids[0],
-            "chat_template_as_students": _template(files) == _template(student),
-            "chat_template_used": self.config.prompt.template == self.role,
-        }
-
-    def _judge_model(self) -> None:
-        """Warn of a server that serves another model than the role's.
-
-        A server that runs already may have been started with the student's model, say. If the vocabularies are equal,
-        nothing else shows that. The student's server is left out, since it is sent its weights; so are servers
-        elsewhere, whose model is no directory on this machine.
-        """
-        served, meant = self.said.model, self._model.model
-        if self.role == "student" or not os.path.isdir(served) or os.path.samefile(served, local_path(meant)):  # noqa: PTH112, PTH121
-            return
-        self.warnings.append(
-            f"{self.section}: the server serves {served}, but {self.role}.model is {meant}: scores are those of the "
-            "former; give the server that is meant, or its directory"
-        )
-
-    async def _discover_behind(self, backend: SharedAddress) -> None:
-        """Refuse a student whose weights would reach one of several servers; warn where these are not alike."""
-        deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
-        found = await backend.behind_url(deadline=deadline)
-        if found is None:
-            return
-        self.facts["servers_behind_url"] = found.servers
-        self.facts["session_header"] = found.session_header
-        self.facts["session_keeps_server"] = found.session_keeps
-        if found.servers is None or found.servers == 1:
-            return
-        line = f"{self.section}: at least {found.servers} servers answer at one url"
-        if self.role == "student":
-            self.refusals.append(
-                f"{line}, and new weights would reach one of them: give a list of urls, each server's own"
-            )
-        elif unlike := [what for what in found.differing if what != "process"]:
-            self.warnings.append(f"{line}, which differ in their {' and '.join(unlike)}: scores are those of either")
-
-    async def _discover_scores(self) -> None:
-        top_k = min(TOP_K, self.said.max_top_k)
-        noise = await self._ask("scores again", discovery.score_noise(self.backend, self.asked, top_k))
-        self._note_noise(noise)
-        await self._check_rows(noise)
-        self.facts["score_temperature_probed"] = await self._ask(
-            "scores at two temperatures", discovery.score_temperature(self.backend, self.asked)
-        )
-        if not self.said.exact_entropy:
-            self.facts["entropy_width_nats"] = await self._ask(
-                "entropies", discovery.entropy_width_nats(self.backend, self.asked, top_k)
-            )
-
-    async def _check_rows(self, noise: Noise | None) -> None:
-        """Refuse scores that are no log-probabilities of the given tokens, or of too few; warn if nobody can tell."""
-        used_top_k = self.plan.policy.needs.teacher_top_k if self.role == "teacher" else 1
-        checking = check_score_rows(
-            self.backend,
-            self.asked,
-            vocab_size=self.said.vocab_size,
-            top_k=min(self.said.max_top_k, max(used_top_k, TOP_K if self.said.every_position else 1)),
-            noise_nats=0.0 if noise is None else noise.largest,
-            special={*self._files.vocabulary.tokenizer.all_special_ids, *self.asked.stop_token_ids},
-        )
-        found = await self._ask("scores of two texts that differ in a token", checking)
-        self.facts["masked_share"] = None if found is None else found.masked
-        self.facts["score_rows"] = None if found is None else found.order
-        if found is None:
-            return
-        lines = [f"{self.section}: {fault}" for fault in found.faults]
-        if found.masked is not None and found.masked > MOST_MASKED:
-            line = (
-                f"{self.section}: {found.masked:.0%} of the positions of the student's responses are masked: they "
-                f"would teach nothing{self._why_masked}; use a server that takes and names tokens by id"
-            )
-            if self.plan.policy.needs.teacher_responses:  # these are trained on, and perhaps easier to read
-                self.warnings.append(line)
-            else:
-                lines.append(line)
-        if found.alike is not None and self.role == "teacher":
-            lines.append(f"{self.section}: {found.alike}: it has nothing to teach; serve the model that was trained")
-        elif found.alike is not None:  # a student may start so
-            self.warnings.append(f"{self.section}: {found.alike}")
-        (self.refusals if used_top_k else self.warnings).extend(lines)
-        self.warnings += [f"{self.section}: {note}" for note in found.notes]
-        if found.order is None and found.alike is None and not found.faults:
-            self.warnings.append(
-                f"{self.section}: it could not be checked that scores are of the rows that predict their tokens"
-                f"{self._why_masked}: compare some with the model's own"
-            )
-
-    @property
-    def _why_masked(self) -> str:
-        if not self.said.token_id_prompts:
-            return " (the server reads text, and cuts it into other tokens or names some by a text that several have)"
-        return "" if self.said.every_position else " (the server names tokens by text, and several have the same)"
-
-    async def _discover_generations(self) -> None:
-        backend, asked = self.backend, self.asked
-        if self.said.max_generation_top_k:
-            top_k = min(TOP_K, self.said.max_generation_top_k)
-            if self.facts.get("noise_alone_nats") is None:
-                self._note_noise(await self._ask("samples again", discovery.generation_noise(backend, asked, top_k)))
-            counting = discovery.truncation_p_value(backend, asked, RESPONSE_TOKENS, top_k)
-            self._judge_samples(await self._ask("samples to count", counting))
-            self.facts["generation_temperature_probed"] = await self._ask(
-                "samples at two temperatures", discovery.generation_temperature(backend, asked)
-            )
-        honours = await self._ask("a seed twice", discovery.honours_seeds(backend, asked, RESPONSE_TOKENS))
-        self.facts["seeds_probed"] = honours
-        if honours is False and self.role == "student":
-            self.warnings.append(
-                f"{self.section} does not honour seeds: a run cannot be repeated (vLLM does; SGLang needs "
-                "--enable-deterministic-inference)"
-            )
-        if self._scores:
-            # In 16 bits a few tokens tell little, since most are sure: the likeliest beside them are compared as well.
-            beside = min(TOP_K, self.said.max_top_k, self.said.max_generation_top_k)
-            top_k = 0 if precision(self.said.dtype) is FLOAT32 else beside
-            comparing = discovery.spoken_and_scored(backend, backend, asked, RESPONSE_TOKENS, top_k=top_k)
-            self._note_disagreement(await self._ask("its own samples", comparing))
-
-    async def time(self) -> None:
-        if not (self._scores or self._samples):
-            return
-        asking = discovery.score_round_trip_s if self._scores else discovery.generation_round_trip_s
-        seconds = await self._ask("small requests", asking(self.backend, self.asked))
-        self.facts["round_trip_s"] = seconds
-        if seconds is not None and seconds > SLOW_ROUND_TRIP_S:
-            self.warnings.append(
-                f"{self.section} answers the smallest request after {seconds:.2f} s: place it nearer, or raise "
-                "the concurrency of its stages"
-            )
-
-    def _note_noise(self, noise: Noise | None) -> None:
-        self.facts["noise_alone_nats"] = None if noise is None else noise.alone
-        self.facts["noise_together_nats"] = None if noise is None else noise.together
-        if noise is None:
-            return
-        self.noise_nats = noise.largest
-        served = precision(self.said.dtype)
-        if (nats := served.judged_nats(noise.differences)) > served.largest_nats:
-            self.warnings.append(
-                f"{self.section}: the same row differs by up to {nats:.2g} nats between requests: serve "
-                "it in a wider type, or without what batches requests differently"
-            )
-        stated = getattr(self._model.backend, "logprob_noise_nats", None)
-        if stated is not None and noise.largest > stated:
-            self.warnings.append(
-                f"{self.role}.backend.logprob_noise_nats={stated:g} is less than was measured: raise it to "
-                f"{noise.largest:.2g} or leave it out"
-            )
-
-    def _judge_samples(self, p_value: float | None) -> None:
-        """Refuse a student that samples only the top of the distributions that it states; warn of another model."""
-        self.facts["truncation_p_value"] = p_value
-        if p_value is not None and p_value < UNLIKELY:
-            line = (
-                f"{self.section}: it samples only the likeliest tokens of the distributions that it states (by chance "
-                f"with p < {UNLIKELY:g}): it, or a proxy before it, sets a top-k or temperature over the request's; "
-                "start it without"
-            )
-            (self.refusals if self.role == "student" else self.warnings).append(line)
-
-    def _note_disagreement(self, pair: tuple[FloatArray, FloatArray] | None) -> None:
-        """Refuse a server whose samples are not of the distribution that it scores.
-
-        What differs as much between readings of one row, or is stated to be noise, counts as noise.
-        """
-        served = precision(self.said.dtype)
-        stated = getattr(self._model.backend, "logprob_noise_nats", None)
-        noise = max(NOISE_MARGIN * self.noise_nats, stated or 0.0)
-        self.facts["disagreement_nats"], self.facts["disagreement_limit_nats"] = None, max(served.largest_nats, noise)
-        if pair is None or not pair[0].size:
-            return
-        spoken, scored = pair
-        self.facts["disagreement_nats"] = served.judged_nats(spoken[:, 0] - scored[:, 0])
-        beside = discovery.in_common([spoken[:, 1:]], [scored[:, 1:]])
-        fault = served.fault(scored[:, 0], spoken[:, 0], noise_nats=noise) or served.fault(
-            *beside[::-1], noise_nats=noise
-        )
-        if fault is not None:
-            self.refusals.append(
-                f"{self.section}: log-probabilities of tokens as they were sampled and as they are scored differ "
-                f"{fault}: these are not the same rows, or the server bends what it samples (penalties, biases, "
-                "processors of logits); start it without, or use another "
-                f"{self.role}.backend.kind, or version"
-            )
-
-    def _judge_temperatures(self) -> None:
-        """Compare what servers say of temperatures with what was seen. It is unsafe only if the run's is not 1."""
-        temperature = self.config.sampling.temperature
-        for name in ("score_temperature", "generation_temperature"):
-            said, seen = self.facts[name], self.facts.get(f"{name}_probed")
-            if said is None or seen is None or said == seen:
-                continue
-            line = (
-                f"{self.section} says that its log-probabilities are at {_words(said)}, but they are at {_words(seen)}"
-            )
-            if temperature != 1.0:
-                self.refusals.append(f"{line}: set sampling.temperature={temperature:g} to 1")
-            else:
-                self.warnings.append(f"{line}: keep sampling.temperature at 1")
-
-    async def _ask(self, what: str, asking: Awaitable[T]) -> T | None:
-        """Return the answer; None, with a warning, if the request fails."""
-        try:
-            return await asking
-        except RequestError as error:
-            self.warnings.append(f"{self.section} could not be asked for {what}: {error}")
-            return None
-
-    @property
-    def section(self) -> str:
-        """The key of the server's settings, for messages."""
-        return backend_section(self.role, self.name)
-
-    @property
-    def _scores(self) -> bool:
-        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer) and not self._is_replayed
-
-    @property
-    def _samples(self) -> bool:
-        """Whether it generates. A teacher's backend may have no such method, and yet say that it can."""
-        return self.said.generation and isinstance(self.backend, Generator) and not self._is_replayed
-
-    @property
-    def _is_replayed(self) -> bool:
-        """Whether there is no server to ask, only what was found when there was one."""
-        return isinstance(self.backend, ReplayedTeacher)
-
-    @property
-    def _model(self) -> ModelConfig:
-        return _role_model(self.config, self.plan, self.role)
-
-    @property
-    def _files(self) -> ModelFiles:
-        """The role's model directory; a reference has the student's."""
-        return self.plan.teacher if self.role == "teacher" and self.plan.teacher is not None else self.plan.student
-
-
-def _role_model(config: Config, plan: TrainPlan, role: str) -> ModelConfig:
-    return {"teacher": config.teacher, "reference": plan.reference}.get(role) or config.student
-
-
-def _words(convention: Fact | LogprobTemperature) -> str:
-    return "the request's temperature" if convention == "request" else "temperature 1"
-
-
-def _end_tokens(vocabulary: Vocabulary) -> Iterator[str]:
-    for token_id in vocabulary.end_token_ids:
-        yield f"{vocabulary.tokenizer.convert_ids_to_tokens(token_id)} ({token_id})"
-
-
-def _template(files: ModelFiles) -> object:
-    return files.vocabulary.tokenizer.chat_template

@@ -13,16 +13,18 @@ from itertools import islice
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from spot_async.base import registry
-from spot_async.base.addresses import is_loopback
+from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
-from spot_async.checks.device_shares import added_start_s, shared_out, sleeps_while_training
-from spot_async.config import Config, ModelConfig, Place
+from spot_async.checks.device_shares import added_start_s, shared_out
+from spot_async.checks.served import check_places, check_recovery, check_roles, offers, served_models
+from spot_async.config import Config, ModelConfig
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.golds import gold_doubts
 from spot_async.data.problem_set import ProblemSet, count_identical
-from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
+from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
@@ -30,14 +32,14 @@ from spot_async.models.adapter_files import check_lora
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path
-from spot_async.models.vocabulary import stop_token_ids
+from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.models.weight_files import has_weights, weight_files
-from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Policy, ScheduleChecker, Scorer, WeightSink
+from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
 from spot_async.spending.teacher_cache import teacher_model
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
-from spot_async.types import PolicyNeeds
-from spot_async.watchdog.silence import SilenceLimits, silence_limits, start_timeouts
+from spot_async.types import IntArray, PolicyNeeds
+from spot_async.watchdog.silence import SilenceLimits, silence_limits
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,11 @@ def plan_training(config: Config) -> TrainPlan:
     if config.training.lora is not None:
         check_lora(student.directory, config.training.lora)
     policy = make_policy(config, teacher or student, common)
-    _check_roles(config, policy.needs)
+    check_roles(config, policy.needs)
     is_summing = sums_ends(config, policy.needs, student, teacher)
-    if config.teacher is not None and is_summing and not _offers(config.teacher, CandidateScorer):
+    if config.teacher is not None and is_summing and not offers(config.teacher, CandidateScorer):
         raise ConfigError(CANNOT_SUM)
     check_places(config, policy.needs)
-    _check_weights_directory(config)
-    _check_sleep(config)
     training_set = load_problem_set(config.data.train, "data.train", needs_answers=policy.needs.outcomes)
     if policy.needs.outcomes:
         require_answers(training_set, "data.train")
@@ -190,7 +190,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     if config.evaluation is None:
         raise ConfigError("evaluation: required, but not given; it names the held-out problems")
     config.student.backend.check_machine("student.backend")
-    _check_recovery("student", config.student)
+    check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
     benchmarks = plan_benchmarks(config, student, _common_of_files(config, student).limit)
     config.student.backend.check_installed("student.backend")
@@ -211,135 +211,6 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
     policy: Policy = registry.load("policies", config.policy.kind)(config.policy, context)
     check_policy(policy, config.policy.kind)
     return policy
-
-
-def _check_roles(config: Config, needs: PolicyNeeds) -> None:
-    """Raise ConfigError unless every model that the policy needs is given, with a backend that can do what it asks."""
-    kind = config.policy.kind
-    if needs.teacher and config.teacher is None:
-        raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
-    if needs.teacher_responses and config.teacher is not None and config.teacher.replay:
-        raise ConfigError(
-            f"teacher.replay: policy {kind} asks the teacher for responses, which no cache holds: give policy.load"
-        )
-    if config.training.reference_kl > 0 and not needs.reference:
-        raise ConfigError(
-            f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
-        )
-    reference = served_models(config, needs).get("reference")
-    asked = [
-        ("student", config.student, Generator, "generate", True),
-        ("student", config.student, WeightSink, "update_weights", True),
-        ("student", config.student, CandidateScorer, "candidate_logprobs", needs.candidate_logprobs),
-        ("teacher", config.teacher, Scorer, "score", needs.teacher_top_k > 0),
-        ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
-        ("reference", reference, Scorer, "score", needs.reference),
-        ("student", config.student, BaseScorer, "score_base", needs.reference and reference is None),
-    ]
-    for role, model, protocol, method, is_needed in asked:
-        if is_needed and model is not None and not _offers(model, protocol):
-            raise ConfigError(
-                f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
-                "choose another backend"
-            )
-
-
-def _offers(model: ModelConfig, protocol: type) -> bool:
-    """Whether the model's kind of backend has the methods of `protocol`."""
-    return issubclass(registry.load("backends", model.backend.kind), protocol)
-
-
-def check_places(config: Config, needs: PolicyNeeds) -> None:
-    """Raise ConfigError unless each needed server has its own address, and this machine what its settings name."""
-    fixed = next(filter(None, places(config.student)), None)
-    is_served_twice = needs.reference and config.reference is None and not config.student.backend.takes_adapters
-    if is_served_twice and fixed is not None:
-        raise ConfigError(
-            f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
-            "once more; name its model and backend"
-        )
-    first_at: dict[str, str] = {}
-    for role, model in served_models(config, needs).items():
-        model.backend.check_machine(f"{role}.backend")
-        _check_recovery(role, model)
-        for place in filter(None, places(model)):
-            if (other := first_at.setdefault(place.address, role)) == role:
-                continue
-            if other == "student":
-                raise ConfigError(
-                    f"{role}.backend.{place.setting}: the student is served there, whose weights change; give the "
-                    f"{role} a server of its own"
-                )
-            if not place.is_attached:
-                raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
-
-
-def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
-    """Return the models to serve, by role.
-
-    A replay serves no teacher. The reference is the initial student unless the configuration names another. Where the
-    student's servers take adapters it is there already, as their base.
-    """
-    initial = None if config.student.backend.takes_adapters else config.student
-    is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
-    models = {
-        "student": config.student,
-        "teacher": config.teacher if is_asked else None,
-        "reference": (config.reference or initial) if needs.reference else None,
-    }
-    return {role: model for role, model in models.items() if model is not None}
-
-
-def _check_recovery(role: str, model: ModelConfig) -> None:
-    """Raise ConfigError unless a server of ours that ended has time to start again before the run is given up."""
-    if all(place is not None and place.is_attached for place in places(model)):
-        return
-    start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
-    if model.serving.restarts and start_s > recovery_s:
-        raise ConfigError(
-            f"{role}.serving.recovery_timeout_s={recovery_s:g}: shorter than the start_timeout_s={start_s:g} of "
-            f"{role}.backend, so that a server that ended would not have the time to start again; raise it, "
-            f"lower that, or set {role}.serving.restarts to 0"
-        )
-
-
-def places(model: ModelConfig) -> Sequence[Place | None]:
-    """Return where each of the model's servers listens; None for a server whose settings do not say."""
-    return [each.place for each in model.backend.servers()]
-
-
-def _check_weights_directory(config: Config) -> None:
-    """Raise ConfigError if a server on another machine would have to read what is published on this one alone."""
-    parent, backend = config.training.weights_directory, config.student.backend
-    if parent is None or getattr(getattr(backend, "weights", None), "transport", "") == "distributed":
-        return
-    for each in backend.servers():
-        place, launch = each.place, getattr(each, "launch", None)
-        there = "launch.prefix or launch.resources" if getattr(launch, "is_elsewhere", False) else None
-        if place is not None and place.is_attached:
-            host = place.address.partition("/")[0].rpartition(":")[0]
-            there = None if is_loopback(host) else place.setting
-        if there is not None:
-            raise ConfigError(
-                f"training.weights_directory={parent}: it is private to this machine, and the server of "
-                f"student.backend.{there} may not see it: set training.weights_directory=null, or "
-                "student.backend.weights.transport=distributed (vLLM and SGLang)"
-            )
-
-
-def _check_sleep(config: Config) -> None:
-    """Raise ConfigError unless any server that sleeps for the trainer is the student's, in a strict run."""
-    for role, model in (("teacher", config.teacher), ("reference", config.reference)):
-        if model is not None and sleeps_while_training(model):
-            raise ConfigError(
-                f"{role}.backend.sleep_while_training: only the student's server shares devices with the trainer; "
-                "remove it"
-            )
-    if sleeps_while_training(config.student) and config.max_staleness > 0:
-        raise ConfigError(
-            f"student.backend.sleep_while_training: with max_staleness={config.max_staleness} the student samples "
-            "while the trainer trains; set max_staleness to 0, or give them devices of their own"
-        )
 
 
 def merged_every(config: Config) -> int:
@@ -435,3 +306,67 @@ def _check_queue_bytes(config: Config, needs: PolicyNeeds) -> None:
             f"queue.capacity_bytes={config.queue.capacity_bytes} holds less than one batch in the worst case: "
             f"raise it to {batch * each} or more"
         )
+
+
+PROMPTS_READ = 64
+UNKNOWN_SHARE = 0.5
+
+
+def plan_warnings(plan: TrainPlan) -> list[str]:
+    """Return the warnings about prompts and tokenizers of a run, which need no server."""
+    prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
+    return [
+        *([DATE_WARNING] if plan.reads_clock else []),
+        *plan.doubts,
+        *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
+        *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
+        *_seen_in_training(plan),
+    ]
+
+
+def evaluation_warnings(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
+    """Return the warnings about prompts and tokenizers of a stand-alone evaluation, which need no server."""
+    dated = [DATE_WARNING] if any(benchmark.reads_clock for benchmark in benchmarks) else []
+    return dated + _of_benchmarks(benchmarks, vocabulary)
+
+
+def _of_benchmarks(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
+    warnings = []
+    for benchmark in benchmarks:
+        prompts = [source.token_ids for source in benchmark.sources[:PROMPTS_READ]]
+        warnings += _unknown_tokens(benchmark.key, vocabulary, prompts)
+        warnings += benchmark.doubts
+        warnings += [benchmark.warning] if benchmark.warning is not None else []
+    return warnings
+
+
+def _seen_in_training(plan: TrainPlan) -> list[str]:
+    """Return a line for each set of held-out problems of which some are trained on."""
+    return [
+        f"{benchmark.key}: {seen} of {counted(len(benchmark.problems), 'problem')} are in data.train too, word for "
+        "word: figures on them say nothing about new problems; take them out of one of the two"
+        for benchmark in plan.evaluation
+        if (seen := plan.seen.get(benchmark.key, 0))
+    ]
+
+
+def _unknown_tokens(key: str, vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> list[str]:
+    """Return a line about the prompts of `key` if much of their text is unknown to the tokenizer."""
+    share = unknown_share(vocabulary, prompts)
+    if share <= UNKNOWN_SHARE:
+        return []
+    return [
+        f"{key}: {share:.0%} of the prompts' tokens are the tokenizer's token for what it does not know "
+        f"({vocabulary.tokenizer.unk_token}): no model can read them; the problems, or the models, are the wrong ones"
+    ]
+
+
+def unknown_share(vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> float:
+    """Return the share of the prompts' tokens that stand for text unknown to the tokenizer, without special tokens."""
+    unknown = vocabulary.tokenizer.unk_token_id
+    if unknown is None:
+        return 0.0
+    tokens = np.concatenate(prompts)
+    special = {*vocabulary.tokenizer.all_special_ids, *vocabulary.tokenizer.added_tokens_decoder} - {unknown}
+    ordinary = tokens[~np.isin(tokens, list(special))]
+    return float((ordinary == unknown).mean()) if len(ordinary) else 0.0

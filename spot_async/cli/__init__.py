@@ -17,7 +17,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from spot_async.cli import checking, files, runs, servers
+from spot_async.cli import files, runs, servers
 from spot_async.cli.arguments import ConfiguredCommand
 from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
 from spot_async.cli.ending import exit_code as exit_code
@@ -88,8 +88,8 @@ app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     options_metavar="MODEL_DIR [--uds PATH | --port N] [OPTIONS]",
 )(servers.serve)
-app.command(cls=ConfiguredCommand, help=flowing(checking.check))(checking.check)
-app.command("doctor", hidden=True, cls=ConfiguredCommand)(checking.check)  # its name of earlier versions
+app.command(cls=ConfiguredCommand, help=flowing(servers.check))(servers.check)
+app.command("doctor", hidden=True, cls=ConfiguredCommand)(servers.check)  # its name of earlier versions
 app.command(cls=ConfiguredCommand, help=flowing(servers.tune))(servers.tune)
 app.command(cls=ConfiguredCommand, help=flowing(servers.forecast))(servers.forecast)
 app.command(cls=ConfiguredCommand, help=flowing(files.simulate))(files.simulate)

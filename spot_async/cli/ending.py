@@ -1,4 +1,4 @@
-"""Ends commands: prints failures as one line, chooses exit codes, and stops runs on a signal. It knows no command."""
+"""Ends commands: prints failures as one line, chooses exit codes, stops runs and downloads. It knows no command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +22,7 @@ from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, in_time, root_cause
 from spot_async.base.text import counted, visible
 from spot_async.cli.signals import SAVING, TRY_AGAIN, Answer, answer_to
+from spot_async.config import Config
 from spot_async.errors import (
     BudgetSpentError,
     ConfigError,
@@ -32,6 +34,7 @@ from spot_async.errors import (
 )
 from spot_async.evaluation.response_log import count_kept
 from spot_async.loop.resuming import StopRequest
+from spot_async.models.hub import ROLES, with_downloads
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
 from spot_async.run_directory.manifest import committed
 from spot_async.telemetry.screen import Screen
@@ -191,3 +194,28 @@ def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
     if note is not None:
         stderr.print(Text(note))
     raise typer.Exit(code)
+
+
+def downloaded(config: Config, *, weights: Collection[str] = ROLES) -> Config:
+    """Return the configuration with the models of the hub in the cache; see `with_downloads`. Raises as that does."""
+    with ending_at_once():
+        return with_downloads(config, remark, weights=weights)
+
+
+def remark(line: str) -> None:
+    """Print a line beside what the command shows, which programs may read."""
+    stderr.print(line, markup=False)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end this process inside. Nothing is started yet, and the threads of a download hear of nothing."""
+
+    def leave(number: int, frame: Any) -> None:
+        leave_at_once("stopped by SIGINT before anything was started; the same command goes on", 128 + number)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

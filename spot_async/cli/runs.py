@@ -15,8 +15,17 @@ from rich.text import Text
 from spot_async.base.addresses import own_address_towards
 from spot_async.base.text import counted
 from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides, TrainingConfigPath
-from spot_async.cli.downloads import downloaded, ending_at_once, remark
-from spot_async.cli.ending import exit_code, fail, hung, run_until_stopped, saved, screen
+from spot_async.cli.ending import (
+    downloaded,
+    ending_at_once,
+    exit_code,
+    fail,
+    hung,
+    remark,
+    run_until_stopped,
+    saved,
+    screen,
+)
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError, StorageError
@@ -62,9 +71,8 @@ def train(
     Other exit codes: 0 done, 1 failed, 2 could not start, 3 stalled, 4 budget spent, 128 and the signal's number for
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
-    from spot_async.checks.machine import Machine, without_gpu, without_weights
+    from spot_async.checks.machine import Machine, check_room, without_gpu, without_weights
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
-    from spot_async.checks.room import check_room
     from spot_async.tools.check import command
     from spot_async.tools.check.view import show_endpoints, show_memory, show_warnings
 
@@ -221,9 +229,9 @@ def _all_overrides(resume: str | None, config: Path | None, overrides: Sequence[
 def show_outcome(outcome: TrainOutcome, path: Path) -> None:
     """Print what `train` prints at its end; `path` is the run directory."""
     from spot_async.run_directory.reading import RunFiles
-    from spot_async.spending.records import spending_words
+    from spot_async.spending.run_spending import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
-    from spot_async.tools.inspect.signal import missing_signal
+    from spot_async.tools.inspect.troubles import missing_signal
 
     last = outcome.after or outcome.before
     if last is not None:
@@ -349,7 +357,7 @@ def show_evaluation_plan(
 ) -> None:
     """Print what `eval --dry-run` shows."""
     from spot_async.checks import machine
-    from spot_async.checks.prompt_warnings import evaluation_warnings
+    from spot_async.checks.plan import evaluation_warnings
     from spot_async.tools.check.endpoints import evaluation_estimate
     from spot_async.tools.check.view import show_warnings
 

@@ -35,7 +35,7 @@ from spot_async.base.files import open_regular
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.spending.account import Account, Spending
-from spot_async.spending.records import metered
+from spot_async.spending.run_spending import metered
 from spot_async.types import Sample, Supervision
 
 FILE = "ledger.sqlite"

@@ -234,11 +234,6 @@ class RunFiles:
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     yield decoder.decode(line)
 
-    def evaluation(self, label: str) -> dict[str, Any] | None:
-        """Return `evaluation-<label>.json`, or None without it; `label` is before, after or an iteration's number."""
-        path = self.path / f"evaluation-{label}.json"
-        return read_json(path, dict[str, Any]) if path.exists() else None
-
     def spending(self) -> list[dict[str, Any]]:
         """Return what was spent at endpoints with prices, in the rows that `telemetry/run_log.py` writes."""
         return _rows(self.path / "spending.jsonl", dict[str, Any])

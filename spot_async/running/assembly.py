@@ -13,9 +13,8 @@ from typing import Any
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.checks.device_shares import sleeps_while_training
-from spot_async.checks.machine import gpu_need
+from spot_async.checks.machine import gpu_need, training_under_staleness
 from spot_async.checks.plan import TrainPlan, merged_every
-from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation, LiveStudent

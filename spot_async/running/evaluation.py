@@ -10,7 +10,7 @@ from rich.text import Text
 
 from spot_async.base.events import Channel
 from spot_async.base.tasks import alongside, budget_error
-from spot_async.checks.prompt_warnings import evaluation_warnings
+from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
@@ -21,8 +21,7 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.measuring import measure
 from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.running.summary import evaluation_summary
-from spot_async.spending.records import spending_words, summarize_spending
-from spot_async.spending.run_spending import RunSpending
+from spot_async.spending.run_spending import RunSpending, spending_words, summarize_spending
 from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import FailureLog
 from spot_async.telemetry.run_log import SpendingLog, log_events_to

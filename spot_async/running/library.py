@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from spot_async.base.tasks import root_cause
+from spot_async.checks.machine import check_room
 from spot_async.checks.plan import TrainPlan, plan_training
-from spot_async.checks.room import check_room
 from spot_async.config import Config
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, SpotError

@@ -11,7 +11,7 @@ A metric is a number of an iteration, under a name `area/name`. `run_log.py` col
 * a stage: in the stage's counters (`stages/stage.py`), read in `meters.py`, as `stage/<stage>/...`
 * a replica: in `meters.py`, as `replica/<name>/...`
 * traffic of a role: in `types.Traffic`, which backends count, as `traffic/<role>/...`
-* money and kept scores: in `spending/records.py` and `spending/run_spending.py`
+* money and kept scores: in `spending/run_spending.py`
 * the event loop: in `meters.py`, as `loop/...`
 
 Each needs a row in docs/metrics.md; a test compares the two. Figures are something else: the results of an evaluation

@@ -32,7 +32,7 @@ from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_who
 from spot_async.run_directory.ledger import SpendingRow
 from spot_async.run_directory.reading import EVALUATION_ITERATION
 from spot_async.spending.account import FREE, Account, Spending
-from spot_async.spending.records import metered
+from spot_async.spending.run_spending import metered
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.meters import PumpClock, RunMeters, phase_metrics, stage_metrics
 from spot_async.telemetry.side_sink import MetricSink

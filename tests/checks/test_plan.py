@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from spot_async.checks.capabilities import check_capabilities
-from spot_async.checks.plan import check_places, plan_evaluation, plan_training
+from spot_async.checks.plan import plan_evaluation, plan_training
+from spot_async.checks.served import check_places
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spot_async.checks.staleness import training_under_staleness
+from spot_async.checks.machine import training_under_staleness
 from spot_async.config import TrainingConfig
 
 

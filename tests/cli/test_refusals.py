@@ -13,7 +13,7 @@ import pytest
 from command import arguments, assert_refused, invoke
 from safetensors.numpy import load_file, save_file
 
-from spot_async.checks import room as checked_room
+from spot_async.checks import machine as checked_room
 from spot_async.cli import main
 from spot_async.config.loading import load_config
 from spot_async.run_directory import room

@@ -99,9 +99,9 @@ def test_check_counts_adapters_that_are_published_alone(monkeypatch):
 
 
 def test_check_counts_weights_in_memory_apart_from_the_disk(monkeypatch, tmp_path):
-    monkeypatch.setattr("spot_async.checks.room.is_in_memory", lambda directory: True)
+    monkeypatch.setattr("spot_async.checks.machine.is_in_memory", lambda directory: True)
     monkeypatch.setattr("spot_async.tools.check.view.is_in_memory", lambda directory: True)
-    monkeypatch.setattr("spot_async.checks.room.available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("spot_async.checks.machine.available_bytes", lambda: 1_000_000)
     given = [*CHECK, "training.iterations=40", "training.keep_weights=3",
              f"training.weights_directory={tmp_path}"]  # fmt: skip
     shown = invoke(monkeypatch, *given, "--json")

@@ -9,8 +9,7 @@ import pytest
 from problem_files import FEW, load, write
 from typer.testing import CliRunner
 
-from spot_async.checks.plan import plan_training
-from spot_async.checks.prompt_warnings import plan_warnings
+from spot_async.checks.plan import plan_training, plan_warnings
 from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.data.golds import as_boxed, gold_doubts

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.checks.plan import plan_evaluation
-from spot_async.checks.prompt_warnings import evaluation_warnings
+from spot_async.checks.plan import evaluation_warnings, plan_evaluation
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError

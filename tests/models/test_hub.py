@@ -145,7 +145,7 @@ def test_ctrl_c_ends_a_command_that_downloads_at_once(tmp_path):
     program = tmp_path / "downloading.py"
     program.write_text(
         "import concurrent.futures, threading\n"
-        "from spot_async.cli.downloads import ending_at_once\n"
+        "from spot_async.cli.ending import ending_at_once\n"
         "with ending_at_once(), concurrent.futures.ThreadPoolExecutor() as threads:\n"
         "    threads.submit(lambda: (print('begun', flush=True), threading.Event().wait()))\n"
     )

@@ -11,7 +11,7 @@ import pytest
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.backends.vllm.backend import VllmBackend
-from spot_async.checks.plan import check_places
+from spot_async.checks.served import check_places
 from spot_async.config import Config, ModelConfig
 from spot_async.config.loading import dump_yaml, load_config, validate_as
 from spot_async.errors import ConfigError

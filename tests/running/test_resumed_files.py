@@ -12,6 +12,7 @@ from event_files import shown_steps
 from problem_files import FEW, write
 
 import spot_async
+from spot_async.evaluation.figures import read_figures
 from spot_async.run_directory.dead_letters import DeadLetter
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
@@ -63,10 +64,10 @@ def test_a_run_that_is_killed_in_its_third_iteration_goes_on_from_its_second(beg
     # evaluations
     assert (begun / "evaluation-before.jsonl").read_bytes() == before
     assert (begun / "rolled-back" / "evaluation-000003.json").exists()
-    models = [Path(files.evaluation(when)["model"]).name for when in ("000002", "after")]
-    assert models == ["step-000002", "step-000003"]
+    evaluations = [read_figures(begun / f"evaluation-{when}.json") for when in ("000002", "after")]
+    assert [Path(each.model).name for each in evaluations] == ["step-000002", "step-000003"]
     # the best student, of the first of those that are equal
-    found = [files.evaluation(when)["benchmarks"]["problems"]["avg"]["value"] for when in ("000002", "after")]
+    found = [each.benchmarks["problems"].avg.value for each in evaluations]
     assert outcome.best.value == max(found)
     assert outcome.best.iteration == 2 + found.index(max(found))
     assert (begun / "best").resolve().name == f"best-{outcome.best.iteration:06d}"

@@ -17,7 +17,7 @@ from parity import PARITY_NATS
 from served_versions import largest_difference_nats
 
 from spot_async.backends.shared.launch_settings import LaunchSettings
-from spot_async.tools.forecast.results import read_forecast
+from spot_async.tools.forecast.command import read_forecast
 
 HERE = Path(__file__).parent
 ITERATIONS = 3

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.checks import diagnosis
+from spot_async.checks import server_diagnosis
 from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
 from spot_async.checks.plan import plan_training
 from spot_async.cli import app
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
 
 pytestmark = pytest.mark.usefixtures("servers_on_threads")
-SLOW_ROUND_TRIP_S = diagnosis.SLOW_ROUND_TRIP_S
+SLOW_ROUND_TRIP_S = server_diagnosis.SLOW_ROUND_TRIP_S
 with_backends = pytest.mark.asyncio(loop_scope="module")
 Services = dict[str, LocalBackend]
 
@@ -45,7 +45,7 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch, few_problems: Path) -> None
     FEW[:] = [f"data.train={few_problems}"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(diagnosis, "SLOW_ROUND_TRIP_S", 60.0)  # this machine may be busy
+    monkeypatch.setattr(server_diagnosis, "SLOW_ROUND_TRIP_S", 60.0)  # this machine may be busy
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -423,7 +423,7 @@ async def test_a_temperature_that_is_not_what_is_said_matters_where_the_runs_is_
 async def test_what_makes_a_run_worse_is_a_warning(
     role: str, kind: type[Other], expected: str, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis, "SLOW_ROUND_TRIP_S", SLOW_ROUND_TRIP_S)
+    monkeypatch.setattr(server_diagnosis, "SLOW_ROUND_TRIP_S", SLOW_ROUND_TRIP_S)
     found = await diagnosis_of(services, **{role: kind(services[role], dtype="float32")})
     assert found.refusals == []
     assert [line for line in found.warnings if re.match(expected, line)], found.warnings

@@ -23,10 +23,9 @@ from spot_async.cli import app
 from spot_async.errors import DataError
 from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, MacroFigures
 from spot_async.tools.compare import tables
-from spot_async.tools.compare.bootstrap import percentile_interval, resampled_means
 from spot_async.tools.compare.compute import compute_of, read_compute
 from spot_async.tools.compare.reading import PairedBenchmark, paired, read_evaluated
-from spot_async.tools.compare.statistics import Column, compare, pass_curves
+from spot_async.tools.compare.statistics import Column, compare, pass_curves, percentile_interval, resampled_means
 from spot_async.tools.pages import svg
 
 ROOT = Path(__file__).parents[2]

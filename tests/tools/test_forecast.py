@@ -22,6 +22,7 @@ from spot_async.spending.prices import Prices
 from spot_async.testing.services import SimulatedStudent
 from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_services
 from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.tools.forecast.command import ForecastFile, check_output, read_forecast, write
 from spot_async.tools.forecast.forecast import make_forecast
 from spot_async.tools.forecast.measurement import (
     MeasuredPrompt,
@@ -30,7 +31,6 @@ from spot_async.tools.forecast.measurement import (
     ProbedCandidate,
     ProbedPosition,
 )
-from spot_async.tools.forecast.results import ForecastFile, check_output, read_forecast, write
 from spot_async.tools.forecast.running import (
     ForecastOptions,
     ProbingPolicy,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 
+import msgspec
 import pytest
 import yaml
 from rich.console import Console
@@ -12,6 +12,7 @@ from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 
 from spot_async.cli.runs import show_outcome
 from spot_async.errors import DataError
+from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures
 from spot_async.running.summary import TrainOutcome
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
@@ -19,6 +20,20 @@ from spot_async.telemetry.totals import limit_use, run_times, stage_slots
 from spot_async.tools.inspect.command import write_report
 from spot_async.tools.inspect.held_out import ResultRow, ResultTable
 from spot_async.tools.inspect.report import length_histogram, read_report, report_page
+
+
+def write_evaluation(run, when, avg=None, error=None, pass_at=None, settings=None):
+    """Write the file of an evaluation of one benchmark; of none without `avg`."""
+    mean = None if avg is None else Estimate(value=avg, standard_error=error)
+    benchmark = BenchmarkFigures(
+        problems=1, samples=8, tokens=1, mean_tokens=Estimate(value=1.0, standard_error=None), truncated=0.0,
+        verdicts={}, avg=mean, pass_at={k: Estimate(value=v, standard_error=None) for k, v in (pass_at or {}).items()},
+    )  # fmt: skip
+    figures = EvaluationFigures(
+        model="m", model_fingerprint="f", settings=settings or {}, settings_fingerprint="s",
+        benchmarks={} if mean is None else {"one": benchmark}, macro=None, tokens=1, truncated=0.0, verdicts={},
+    )  # fmt: skip
+    (run / f"evaluation-{when}.json").write_bytes(msgspec.json.encode(figures))
 
 
 def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
@@ -29,7 +44,7 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     summary["change"] = {"all": {"avg": 0.25, "avg_standard_error": 0.04}}
     files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 2, 3, 4)], map(metrics_row, (1, 2, 3, 4)), summary)
     drawn = {"evaluation.temperature": 0.6, "evaluation.top_p": 0.8, "evaluation.samples": 8}
-    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"settings": drawn, "benchmarks": {}}))
+    write_evaluation(tmp_path / "run", "after", settings=drawn)
     report = read_report(files)
     assert "temperature 0.6, top-p 0.8, 8 samples a problem; training draws at temperature 1, " in report.results.note
     assert re.findall(r"\w+ \(\d+ %\)|\d+ %", report.bottleneck.sentence) == ["80 %", "probe (88 %)", "rollout (12 %)"]
@@ -54,18 +69,16 @@ def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(
     assert card.figure.count('class="whisker') == 3  # Pass@8 was written without errors
     assert card.figure.count('class="mark"') == 1
     assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %"  # the first of equals
-    start = {"avg": {"value": 0.625, "standard_error": None}, "pass_at": {}}
-    (tmp_path / "run" / "evaluation-before.json").write_text(json.dumps({"benchmarks": {"one": start}}))
+    write_evaluation(tmp_path / "run", "before", 0.625)
     report = read_report(files)
     assert dict(report.facts)["best"] == "iteration 2, Avg@8 50.0 ±12.5 %, no better than before training"
     assert "iteration 0: Avg@8 62 %" in report.sections[0].plots[0].figure
-    end = {"avg": {"value": 0.875, "standard_error": 0.125}, "pass_at": {"8": {"value": 1.0, "standard_error": None}}}
-    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    write_evaluation(tmp_path / "run", "after", 0.875, 0.125, {8: 1.0})
     report = read_report(files)  # the last evaluation during training was before the last iteration
     assert dict(report.facts)["best"] == "iteration 4, Avg@8 87.5 ±12.5 %"
     assert "iteration 4: Avg@8 88 %, Pass@8 100 %" in report.sections[0].plots[0].figure
     files = make_run(tmp_path / "even", [], rows)
-    (tmp_path / "even" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    write_evaluation(tmp_path / "even", "after", 0.875, 0.125, {8: 1.0})
     assert "88 %" not in read_report(files).sections[0].plots[0].figure  # it is that of the last iteration
 
 
@@ -75,8 +88,7 @@ def test_held_out_figures_of_an_asynchronous_run_stand_at_the_weights_that_were_
     for row, (iteration, share) in late.items():
         rows[row - 1] |= {"evaluation/iteration": float(iteration), "evaluation/avg@1": share}
     files = make_run(tmp_path / "run", [], rows)
-    end = {"avg": {"value": 0.625, "standard_error": None}, "pass_at": {}}
-    (tmp_path / "run" / "evaluation-after.json").write_text(json.dumps({"benchmarks": {"one": end}}))
+    write_evaluation(tmp_path / "run", "after", 0.625)
     report = read_report(files)
     assert dict(report.facts)["best"] == "iteration 15, Avg@1 75.0 %"
     figure = report.sections[0].plots[0].figure

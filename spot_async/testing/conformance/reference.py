@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spot_async.errors import DataError
-from spot_async.testing.conformance.comparison import Rows
+from spot_async.testing.conformance.contract import Rows
 from spot_async.types import IntArray
 
 WEIGHTS = "*.safetensors"

@@ -28,7 +28,7 @@ from spot_async.types import (
 )
 
 if TYPE_CHECKING:
-    from spot_async.testing.conformance.comparison import Rows
+    from spot_async.testing.conformance.contract import Rows
     from spot_async.testing.conformance.reference import Reference
 
 COOL = 0.6  # a temperature at which log-probabilities differ clearly from those at 1

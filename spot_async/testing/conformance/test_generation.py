@@ -8,18 +8,23 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError
-from spot_async.testing.conformance.comparison import (
+from spot_async.testing.conformance.contract import (
     ENDS,
+    GENERATION,
     INNER,
+    TOKENS,
+    Finding,
+    Violation,
+    check,
     largest,
     largest_of_topk,
     log_kept_mass,
+    not_offered,
     nucleus_mass_before,
     of_tokens,
     require,
     require_close,
 )
-from spot_async.testing.conformance.contract import GENERATION, TOKENS, Finding, Violation, check, not_offered
 from spot_async.testing.conformance.subject import COOL, PROMPT_TOKENS, Subject
 from spot_async.types import Generation, IntArray
 

@@ -6,26 +6,24 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError, VersionMismatchError
-from spot_async.testing.conformance.comparison import (
+from spot_async.testing.conformance.contract import (
+    CANDIDATES,
     ENDS,
+    POSITIONS,
+    SCORES,
+    Finding,
     Rows,
+    Violation,
+    check,
     entropy,
     inner,
     known,
     largest,
     largest_of_topk,
+    not_offered,
     of_tokens,
     require,
     require_close,
-)
-from spot_async.testing.conformance.contract import (
-    CANDIDATES,
-    POSITIONS,
-    SCORES,
-    Finding,
-    Violation,
-    check,
-    not_offered,
 )
 from spot_async.testing.conformance.subject import COOL, PROMPT_TOKENS, RESPONSE_TOKENS, Subject
 from spot_async.types import IntArray, ScoreRequest, TokenScores, WeightVersion

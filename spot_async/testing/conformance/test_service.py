@@ -12,8 +12,21 @@ import numpy as np
 from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer, WeightSink
-from spot_async.testing.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
-from spot_async.testing.conformance.contract import GENERATION, PARITY, TOKENS, Finding, Violation, check, not_offered
+from spot_async.testing.conformance.contract import (
+    GENERATION,
+    INNER,
+    PARITY,
+    TOKENS,
+    Finding,
+    Violation,
+    check,
+    inner,
+    largest,
+    not_offered,
+    of_tokens,
+    require,
+    require_close,
+)
 from spot_async.testing.conformance.subject import PROMPT_TOKENS, Subject
 
 REQUESTS = 64

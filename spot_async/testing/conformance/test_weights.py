@@ -10,8 +10,20 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import RequestError, SpotError, ThrottledError, TransientError, VersionMismatchError
-from spot_async.testing.conformance.comparison import INNER, inner, largest, of_tokens, require, require_close
-from spot_async.testing.conformance.contract import PARITY, UPDATES, Finding, Violation, check, not_offered
+from spot_async.testing.conformance.contract import (
+    INNER,
+    PARITY,
+    UPDATES,
+    Finding,
+    Violation,
+    check,
+    inner,
+    largest,
+    not_offered,
+    of_tokens,
+    require,
+    require_close,
+)
 from spot_async.testing.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.types import Generation, IntArray, WeightVersion
 

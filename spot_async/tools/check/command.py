@@ -18,8 +18,7 @@ from spot_async.base.text import counted
 from spot_async.checks.device_shares import on_named_devices
 from spot_async.checks.diagnosis import Diagnosis
 from spot_async.checks.machine import Machine, placement_words, training_warnings, trains_on_gpus, without_weights
-from spot_async.checks.plan import TrainPlan
-from spot_async.checks.prompt_warnings import plan_warnings
+from spot_async.checks.plan import TrainPlan, plan_warnings
 from spot_async.config import Config, ProblemSetConfig, PromptConfig
 from spot_async.config.loading import apply_override, dump_yaml, validate_as
 from spot_async.data.golds import gold_doubts

@@ -13,9 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spot_async.checks.machine import ADAPTER_BYTES, published_bytes, student_bytes, training_under_staleness
 from spot_async.checks.plan import TrainPlan, merged_every
-from spot_async.checks.room import ADAPTER_BYTES, published_bytes, student_bytes
-from spot_async.checks.staleness import training_under_staleness
 from spot_async.config import Config
 from spot_async.config.training import TARGETS
 from spot_async.loop.sample_bytes import payload_bytes

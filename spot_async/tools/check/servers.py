@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.checks.diagnosis import UNLIKELY, Diagnosis, Fact
+from spot_async.checks.diagnosis import Diagnosis
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.score_rows import RIGHT
+from spot_async.checks.server_diagnosis import UNLIKELY, Fact
 from spot_async.config import Config
 from spot_async.running.assembly import make_spending
 from spot_async.running.services import Companions, open_services

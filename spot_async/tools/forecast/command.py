@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from spot_async.base.files import read_json
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
+from spot_async.errors import ConfigError, DataError
 from spot_async.spending.account import FREE
-from spot_async.tools.forecast.forecast import make_forecast
+from spot_async.tools.forecast.forecast import Forecast, make_forecast
 from spot_async.tools.forecast.measurement import Measurement
-from spot_async.tools.forecast.results import ForecastFile, write
 from spot_async.tools.forecast.running import ForecastOptions, measure, policy_keys
-from spot_async.tools.forecast.verdict import judge
+from spot_async.tools.forecast.verdict import Verdict, judge
 from spot_async.tools.forecast.view import OUTCOME_STYLES, forecast_page, terminal_tables
 
+FORMAT = 1  # raised when the file can no longer be read as before
 
-def show(
-    screen: Console,
-    config: Config,
-    measurement: Measurement,
-    *,
-    worth: float,
-    notes: Sequence[str],
-    name: str,
-    output: Path,
-    overrides: Sequence[str],
-) -> None:
+
+class ForecastFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One forecast."""
+
+    format: int = FORMAT
+    name: str  # of the configuration
+    overrides: list[str]
+    worth: float
+    verdict: Verdict
+    notes: list[str]
+    forecast: Forecast
+    measurement: Measurement
+
+
+def read_forecast(path: Path) -> ForecastFile:
+    """Return a forecast from its file. Raises DataError if it cannot be read, or is of a newer format."""
+    return read_json(path, ForecastFile, newest_format=FORMAT, otherwise="is no file of spot-async forecast")
+
+
+def check_output(output: Path) -> None:
+    """Raise ConfigError if `output` cannot be written, or is another program's file. Nothing is measured then."""
+    if output.suffix != ".json":
+        raise ConfigError(f"-o {output}: name a .json file; the page goes beside it as .html")
+    if not output.parent.is_dir():
+        raise ConfigError(f"-o {output}: no directory {str(output.parent)!r}")
+    if output.exists():
+        try:
+            read_forecast(output)
+        except DataError:
+            raise ConfigError(f"-o {output}: exists, and forecast did not write it; name another file") from None
+
+
+def write(found: ForecastFile, output: Path, page: str) -> None:
+    """Write the file and the page beside it. Raises DataError if one cannot be written."""
+    for path, content in ((output, msgspec.json.encode(found) + b"\n"), (output.with_suffix(".html"), page.encode())):
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with -o") from None
+
+
+def show(screen: Console, config: Config, measurement: Measurement, options: ForecastOptions, notes: list[str]) -> None:
     """Compute the forecast, show it, and write the file and the page. Raises DataError if they cannot be written."""
     prices = getattr(config.student.backend, "prices", None) or FREE
     with screen.status("computing"):
@@ -42,11 +75,11 @@ def show(
             probes=measurement.probes,
             prices=prices,
         )
-    verdict = judge(forecast, worth)
+    verdict = judge(forecast, options.worth)
     found = ForecastFile(
-        name=name,
-        overrides=list(overrides),
-        worth=worth,
+        name=options.name,
+        overrides=list(options.overrides),
+        worth=options.worth,
         verdict=verdict,
         notes=[*notes, *measurement.notes],
         forecast=forecast,
@@ -59,8 +92,9 @@ def show(
     screen.print(Text(verdict.sentence, style=OUTCOME_STYLES[verdict.outcome]), soft_wrap=True)
     for line in (*verdict.reasons, *verdict.changes):
         screen.print(Text(f"* {line}"), soft_wrap=True)
-    write(found, output, forecast_page(found))
-    screen.print(Text(f"page: {output.with_suffix('.html')}; for programs: {output}"), soft_wrap=True)
+    write(found, options.output, forecast_page(found))
+    page = options.output.with_suffix(".html")
+    screen.print(Text(f"page: {page}; for programs: {options.output}"), soft_wrap=True)
 
 
 def measured_with_progress(

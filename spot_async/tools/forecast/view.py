@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
@@ -11,13 +12,14 @@ from rich.text import Text
 from spot_async.base.text import visible
 from spot_async.tools.forecast.estimates import Estimate
 from spot_async.tools.forecast.forecast import Forecast, KeyRow, RankRow, TierRow
-from spot_async.tools.forecast.results import ForecastFile
 from spot_async.tools.forecast.verdict import ends, words
-from spot_async.tools.inspect.plots import Plot, Section
 from spot_async.tools.inspect.view import PART_LABELS
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.series import Series, short_number
-from spot_async.tools.pages.templates import templates
+from spot_async.tools.pages.page import Plot, Section, templates
+from spot_async.tools.pages.series import Series, fine_percent, short_number
+
+if TYPE_CHECKING:
+    from spot_async.tools.forecast.command import ForecastFile
 
 HEADINGS = ("figure", "estimate", "± SE", "95 % interval", "what it is")
 TIER_HEADINGS = ("tier", "prompts", "student", "Var_p(V)", "kept", "gain", "reached", "95 % interval")
@@ -70,7 +72,7 @@ def figure_rows(found: Forecast, group: Sequence[tuple[str, str, str, str]]) -> 
 
 
 def written(value: float, kind: str) -> str:
-    return f"{100 * value:.3g} %" if kind == SHARE else short_number(value)
+    return fine_percent(value) if kind == SHARE else short_number(value)
 
 
 def interval(each: Estimate, kind: str) -> str:
@@ -159,7 +161,7 @@ def value_section(found: Forecast) -> Section:
         names = [f"rank {rank} ({row.share:.0%})" for rank, row in enumerate(rows, 1)]
         means = [0.0 if row.value is None else max(0.0, row.value.value) for row in rows]
         note = f"Mean value of the candidate that the {title} likes best, second best, ...; in brackets its mean share."
-        plots.append(Plot(f"Value by {title}'s rank", note, svg.row_plot(names, [("", means)], format_x=_percent)))
+        plots.append(Plot(f"Value by {title}'s rank", note, svg.row_plot(names, [("", means)], format_x=fine_percent)))
     differing = len_known(found) - found.never_correct - found.always_correct
     counts = {"none correct": found.never_correct, "they differ": differing, "all correct": found.always_correct}
     plots.append(Plot("Outcomes at a position", "Positions by what the probes of all candidates came to.",
@@ -190,12 +192,12 @@ def gain_section(found: Forecast) -> Section:
             f"Of the target over the prior, with policy.probes={keys.probes}. Upright lines are standard errors; the "
             "dashed one is the gamma that is configured."
         )
-        figure = svg.level_plot(lines, x_name="gamma", marked=keys.gamma or None, format_y=_percent)
+        figure = svg.level_plot(lines, x_name="gamma", marked=keys.gamma or None, format_y=fine_percent)
         plots.append(Plot("Gain a decision by gamma", note, figure))
     if reached:
         note = f"At gamma {keys.gamma:g}, where OPD's loss and the branch loss settle. Dashed: the configured beta."
         lines = [_with_errors("", reached, 0)]
-        figure = svg.level_plot(lines, x_name="beta", marked=keys.beta or None, format_y=_percent)
+        figure = svg.level_plot(lines, x_name="beta", marked=keys.beta or None, format_y=fine_percent)
         plots.append(Plot("Gain reached by beta", note, figure))
     return Section("Expected gain", tuple(plots))
 
@@ -217,7 +219,7 @@ def position_section(found: Forecast) -> Section:
         Plot("Variance of the values there", "Under the prior, at positions of the same tokens.",
              svg.row_plot(names, [("", [max(0.0, row.value_variance) for row in found.tokens])])),
         Plot("Where they are", "Share of the selected positions by place in the response.",
-             svg.histogram(edges, [("", shares)], x_name="percent of the response", format_y=_percent)),
+             svg.histogram(edges, [("", shares)], x_name="percent of the response", format_y=fine_percent)),
     ]  # fmt: skip
     if parts:
         plots.append(Plot("Parts of their score", "Means over the selected positions.",
@@ -229,10 +231,6 @@ def _with_errors(name: str, points: Sequence[tuple[float, Estimate]], colour: in
     return Series(
         name, [(x, each.value) for x, each in points], colour, errors=[each.standard_error for _, each in points]
     )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
 
 
 def forecast_page(found: ForecastFile) -> str:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from spot_async.base.text import counted, visible
-from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import ConfigError, DataError
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.reading import RunFiles, SampleSummary
+from spot_async.tools.pages.page import Section, page_path, write_page
 from spot_async.types import Verdict
-
-if TYPE_CHECKING:
-    from spot_async.tools.inspect.plots import Section
 
 
 def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
@@ -103,30 +99,3 @@ def refuse_evaluation(files: RunFiles) -> None:
             f"{files.path} is an evaluation's: once it is complete, its figures are in summary.json and each judged "
             "response in evaluation.jsonl; this command is for a training run"
         )
-
-
-def page_path(run: Path, name: str, html: Path | None) -> Path:
-    """Return where a page goes: where the user says, or into the run. Raises DataError for a run of somebody else."""
-    if html is None:
-        try:
-            refuse_foreign_writers([run])
-        except DataError as error:
-            raise DataError(f"{error}; to read it only, say where the page goes: --html PATH") from None
-    return html or run / name
-
-
-def write_page(screen: Console, path: Path, page: str, *, is_named: bool) -> None:
-    """Write a page. Under a name that the user did not give, whatever is there is replaced: it may be a link."""
-    data = page.encode("utf-8", errors="replace")  # names of files may be no UTF-8
-    try:
-        if is_named:
-            path.write_bytes(data)
-        else:
-            new = path.with_name(f".{path.name}.new")
-            new.unlink(missing_ok=True)
-            with new.open("xb") as file:
-                file.write(data)
-            new.replace(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with --html") from None
-    screen.print(Text(f"page: {path}"))

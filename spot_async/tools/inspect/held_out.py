@@ -14,7 +14,8 @@ from typing import Any
 from markupsafe import Markup
 
 from spot_async.base.text import counted, with_error
-from spot_async.run_directory.reading import evaluated_iteration
+from spot_async.evaluation.figures import Estimate, EvaluationFigures, read_figures
+from spot_async.run_directory.reading import RunFiles, evaluated_iteration
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.totals import Rows
 from spot_async.tools.pages import svg
@@ -91,7 +92,7 @@ class HeldOut:
 
 
 def held_out(
-    rows: Rows, config: Mapping[str, Any], before: Mapping[str, Any] | None, after: Mapping[str, Any] | None = None
+    rows: Rows, config: Mapping[str, Any], before: EvaluationFigures | None, after: EvaluationFigures | None = None
 ) -> HeldOut | None:
     """Return the evaluations in a run's metrics, with those `before` and `after` it; None if the metrics have none."""
     found = (re.fullmatch(r"evaluation/avg@(\d+)", name) for row in rows for name in row)
@@ -104,7 +105,13 @@ def held_out(
     return HeldOut(tuple(curves.values()), curves.get(criterion, curves["avg"]))
 
 
-def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Curve:
+def figures_of(files: RunFiles, when: str) -> EvaluationFigures | None:
+    """Return the figures of the evaluation `before` or `after` a run; None without it."""
+    path = files.path / f"evaluation-{when}.json"
+    return read_figures(path) if path.exists() else None
+
+
+def _curve(rows: Rows, name: str, k: int, before: EvaluationFigures | None, after: EvaluationFigures | None) -> Curve:
     metric = f"evaluation/{name}@{k}"
     found = [
         (
@@ -115,23 +122,25 @@ def _curve(rows: Rows, name: str, k: int, before: Mapping[str, Any] | None, afte
         for row in rows
         if metric in row
     ]
-    start, end = _overall(before or {}, name, k), _overall(after or {}, name, k)
+    start, end = _overall(before, name, k), _overall(after, name, k)
     if start is not None and found:
-        found.insert(0, (0.0, start["value"], _number(start["standard_error"])))
+        found.insert(0, (0.0, start.value, _number(start.standard_error)))
     # An evaluation after the last iteration would be the same one as that after the run.
     if end is not None and found and found[-1][0] < rows[-1]["iteration"]:
-        found.append((rows[-1]["iteration"], end["value"], _number(end["standard_error"])))
+        found.append((rows[-1]["iteration"], end.value, _number(end.standard_error)))
     points = tuple((iteration, value) for iteration, value, _ in found)
     return Curve(f"{name.capitalize()}@{k}", points, tuple(error for *_, error in found))
 
 
-def _overall(evaluation: Mapping[str, Any], name: str, k: int) -> Mapping[str, Any] | None:
-    """Return a figure over everything in `evaluation-*.json`: of its only benchmark, or the mean of several."""
-    benchmarks = [*evaluation.get("benchmarks", {}).values()]
-    whole = benchmarks[0] if len(benchmarks) == 1 else evaluation.get("macro")
-    estimate: Mapping[str, Any] | None
-    estimate = whole and (whole.get("avg") if name == "avg" else (whole.get("pass_at") or {}).get(str(k)))
-    return estimate
+def _overall(evaluation: EvaluationFigures | None, name: str, k: int) -> Estimate | None:
+    """Return a figure over everything: of the only benchmark, or the mean of several."""
+    if evaluation is None:
+        return None
+    benchmarks = [*evaluation.benchmarks.values()]
+    whole = benchmarks[0] if len(benchmarks) == 1 else evaluation.macro
+    if whole is None:
+        return None
+    return whole.avg if name == "avg" else whole.pass_at.get(k)
 
 
 def _number(value: float | None) -> float:
@@ -171,10 +180,10 @@ def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTab
     return ResultTable(tuple(headings), tuple(rows), f"Percent ± one standard error over problems.{paired}{note}")
 
 
-def sampling_note(config: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str:
+def sampling_note(config: Mapping[str, Any], evaluation: EvaluationFigures | None) -> str:
     """Return how responses were drawn in the evaluation and in training, since their accuracies differ for that."""
-    settings = {name.rpartition(".")[2]: value for name, value in (evaluation or {}).get("settings", {}).items()
-                if name.count(".") == 1}  # fmt: skip
+    given = {} if evaluation is None else evaluation.settings
+    settings = {name.rpartition(".")[2]: value for name, value in given.items() if name.count(".") == 1}
     if "temperature" not in settings:
         return ""
     samples = f", {counted(settings['samples'], 'sample')} a problem" if "samples" in settings else ""

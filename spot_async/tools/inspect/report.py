@@ -17,7 +17,7 @@ from spot_async.base.text import visible
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
-from spot_async.spending.records import spending_words
+from spot_async.spending.run_spending import spending_words
 from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
 from spot_async.telemetry.totals import (
     RELATIVE_BINS,
@@ -32,15 +32,18 @@ from spot_async.telemetry.totals import (
     stage_names,
     total,
 )
-from spot_async.tools.inspect.failures import failures_by_stage, failures_section
-from spot_async.tools.inspect.held_out import HeldOut, ResultTable, held_out, result_table, sampling_note
-from spot_async.tools.inspect.plots import Section, lines, points, present, stacked
-from spot_async.tools.inspect.signal import missing_signal
-from spot_async.tools.inspect.staleness import staleness_section, staleness_words
+from spot_async.tools.inspect.held_out import HeldOut, ResultTable, figures_of, held_out, result_table, sampling_note
+from spot_async.tools.inspect.troubles import (
+    failures_by_stage,
+    failures_section,
+    missing_signal,
+    staleness_section,
+    staleness_words,
+)
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
+from spot_async.tools.pages.page import Section, lines, points, present, stacked, templates
 from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds, short_number
-from spot_async.tools.pages.templates import templates
 
 LENGTH_BINS = 20  # about so many, since their widths are round numbers
 TOP_TOKENS = 14
@@ -66,7 +69,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     statistics = SampleStatistics()
     for sample in files.samples():
         statistics.add(sample)
-    before, after = files.evaluation("before"), files.evaluation("after")
+    before, after = figures_of(files, "before"), figures_of(files, "after")
     evaluated = held_out(rows, config, before, after)
     failed = files.failed_attempts()
     results = result_table(summary, sampling_note(config, after or before))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from spot_async.base.text import counted, visible
 from spot_async.run_directory.reading import Branch, Candidate, SampleRecord
-from spot_async.tools.pages.templates import templates
+from spot_async.tools.pages.page import templates
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # from this difference on, the colour is full

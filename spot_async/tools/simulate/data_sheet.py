@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spot_async.base.processes.gpus import GPUS
 from spot_async.checks.device_shares import ServerOnDevice, servers_on_devices
-from spot_async.checks.plan import served_models
+from spot_async.checks.served import served_models
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.models.hub import local_path

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from spot_async.checks.plan import served_models
+from spot_async.checks.served import served_models
 from spot_async.config import Config
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from spot_async.config.loading import laid_over, validate_as

@@ -8,10 +8,9 @@ from rich import box
 from rich.table import Table
 
 from spot_async.telemetry.bottleneck import percent
-from spot_async.tools.inspect.plots import Plot, Section
 from spot_async.tools.pages import svg
+from spot_async.tools.pages.page import Plot, Section, templates
 from spot_async.tools.pages.series import Series, seconds, short_number
-from spot_async.tools.pages.templates import templates
 from spot_async.tools.simulate.rates import ClusterRates
 from spot_async.tools.simulate.simulation import Outcome, sufficient
 

@@ -16,10 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.errors import ConfigError, DataError
-from spot_async.tools.inspect.plots import Plot, Section
 from spot_async.tools.pages import svg
+from spot_async.tools.pages.page import Plot, Section, templates
 from spot_async.tools.pages.series import Series, seconds, short_number
-from spot_async.tools.pages.templates import templates
 from spot_async.tools.simulate.measured import Ramp, Recommendation, Tuning
 
 FIRST_LINE = "# Limits that spot-async tune measured"

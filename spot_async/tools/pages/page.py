@@ -1,13 +1,24 @@
-"""The cards of a report, and the plots that are drawn of an iteration's metrics."""
+"""What pages are made of: cards with plots of an iteration's metrics, the templates, and where a page is written.
+
+Pages are self-contained and without scripts; the template engine escapes every value.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import jinja2
 from markupsafe import Markup
+from rich.console import Console
+from rich.text import Text
 
+from spot_async.base.text import visible
+from spot_async.base.writers import refuse_foreign_writers
+from spot_async.errors import DataError
 from spot_async.telemetry.totals import Rows, total
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, seconds, short_number
@@ -68,3 +79,45 @@ def stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:
 
 def points(rows: Rows, metric: str) -> list[tuple[float, float]]:
     return [(row["iteration"], row[metric]) for row in rows if metric in row]
+
+
+@functools.cache
+def templates() -> jinja2.Environment:
+    """Return the templates of all pages. Whoever fills one gives it the functions that it calls."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("spot_async.tools.pages", "html"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {"colours": svg.COLOURS, "dark_colours": svg.DARK_COLOURS}
+    environment.filters["visible"] = visible
+    return environment
+
+
+def page_path(run: Path, name: str, html: Path | None) -> Path:
+    """Return where a page goes: where the user says, or into the run. Raises DataError for a run of somebody else."""
+    if html is None:
+        try:
+            refuse_foreign_writers([run])
+        except DataError as error:
+            raise DataError(f"{error}; to read it only, say where the page goes: --html PATH") from None
+    return html or run / name
+
+
+def write_page(screen: Console, path: Path, page: str, *, is_named: bool) -> None:
+    """Write a page. Under a name that the user did not give, whatever is there is replaced: it may be a link."""
+    data = page.encode("utf-8", errors="replace")  # names of files may be no UTF-8
+    try:
+        if is_named:
+            path.write_bytes(data)
+        else:
+            new = path.with_name(f".{path.name}.new")
+            new.unlink(missing_ok=True)
+            with new.open("xb") as file:
+                file.write(data)
+            new.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with --html") from None
+    screen.print(Text(f"page: {path}"))

@@ -1,0 +1,145 @@
+"""Checks which models a run serves: by backends that can do what the policy asks, and each at a place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spot_async.base import registry
+from spot_async.base.addresses import is_loopback
+from spot_async.checks.device_shares import sleeps_while_training
+from spot_async.config import Config, ModelConfig, Place
+from spot_async.errors import ConfigError
+from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, WeightSink
+from spot_async.types import PolicyNeeds
+from spot_async.watchdog.silence import start_timeouts
+
+
+def check_roles(config: Config, needs: PolicyNeeds) -> None:
+    """Raise ConfigError unless every model that the policy needs is given, with a backend that can do what it asks."""
+    kind = config.policy.kind
+    if needs.teacher and config.teacher is None:
+        raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
+    if needs.teacher_responses and config.teacher is not None and config.teacher.replay:
+        raise ConfigError(
+            f"teacher.replay: policy {kind} asks the teacher for responses, which no cache holds: give policy.load"
+        )
+    if config.training.reference_kl > 0 and not needs.reference:
+        raise ConfigError(
+            f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
+        )
+    reference = served_models(config, needs).get("reference")
+    asked = [
+        ("student", config.student, Generator, "generate", True),
+        ("student", config.student, WeightSink, "update_weights", True),
+        ("student", config.student, CandidateScorer, "candidate_logprobs", needs.candidate_logprobs),
+        ("teacher", config.teacher, Scorer, "score", needs.teacher_top_k > 0),
+        ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
+        ("reference", reference, Scorer, "score", needs.reference),
+        ("student", config.student, BaseScorer, "score_base", needs.reference and reference is None),
+    ]
+    for role, model, protocol, method, is_needed in asked:
+        if is_needed and model is not None and not offers(model, protocol):
+            raise ConfigError(
+                f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
+                "choose another backend"
+            )
+
+
+def offers(model: ModelConfig, protocol: type) -> bool:
+    """Whether the model's kind of backend has the methods of `protocol`."""
+    return issubclass(registry.load("backends", model.backend.kind), protocol)
+
+
+def check_places(config: Config, needs: PolicyNeeds) -> None:
+    """Raise ConfigError unless each needed server has its own address, and this machine what its settings name."""
+    fixed = next(filter(None, places(config.student)), None)
+    is_served_twice = needs.reference and config.reference is None and not config.student.backend.takes_adapters
+    if is_served_twice and fixed is not None:
+        raise ConfigError(
+            f"reference: required when student.backend.{fixed.setting} is fixed, since the initial student is served "
+            "once more; name its model and backend"
+        )
+    first_at: dict[str, str] = {}
+    for role, model in served_models(config, needs).items():
+        model.backend.check_machine(f"{role}.backend")
+        check_recovery(role, model)
+        for place in filter(None, places(model)):
+            if (other := first_at.setdefault(place.address, role)) == role:
+                continue
+            if other == "student":
+                raise ConfigError(
+                    f"{role}.backend.{place.setting}: the student is served there, whose weights change; give the "
+                    f"{role} a server of its own"
+                )
+            if not place.is_attached:
+                raise ConfigError(f"{role}.backend.{place.setting}: the {other} is served there; give another port")
+    _check_weights_directory(config)
+    _check_sleep(config)
+
+
+def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
+    """Return the models to serve, by role.
+
+    A replay serves no teacher. The reference is the initial student unless the configuration names another. Where the
+    student's servers take adapters it is there already, as their base.
+    """
+    initial = None if config.student.backend.takes_adapters else config.student
+    is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
+    models = {
+        "student": config.student,
+        "teacher": config.teacher if is_asked else None,
+        "reference": (config.reference or initial) if needs.reference else None,
+    }
+    return {role: model for role, model in models.items() if model is not None}
+
+
+def check_recovery(role: str, model: ModelConfig) -> None:
+    """Raise ConfigError unless a server of ours that ended has time to start again before the run is given up."""
+    if all(place is not None and place.is_attached for place in places(model)):
+        return
+    start_s, recovery_s = max(start_timeouts(model.backend.model_dump()), default=0.0), model.serving.recovery_timeout_s
+    if model.serving.restarts and start_s > recovery_s:
+        raise ConfigError(
+            f"{role}.serving.recovery_timeout_s={recovery_s:g}: shorter than the start_timeout_s={start_s:g} of "
+            f"{role}.backend, so that a server that ended would not have the time to start again; raise it, "
+            f"lower that, or set {role}.serving.restarts to 0"
+        )
+
+
+def places(model: ModelConfig) -> Sequence[Place | None]:
+    """Return where each of the model's servers listens; None for a server whose settings do not say."""
+    return [each.place for each in model.backend.servers()]
+
+
+def _check_weights_directory(config: Config) -> None:
+    """Raise ConfigError if a server on another machine would have to read what is published on this one alone."""
+    parent, backend = config.training.weights_directory, config.student.backend
+    if parent is None or getattr(getattr(backend, "weights", None), "transport", "") == "distributed":
+        return
+    for each in backend.servers():
+        place, launch = each.place, getattr(each, "launch", None)
+        there = "launch.prefix or launch.resources" if getattr(launch, "is_elsewhere", False) else None
+        if place is not None and place.is_attached:
+            host = place.address.partition("/")[0].rpartition(":")[0]
+            there = None if is_loopback(host) else place.setting
+        if there is not None:
+            raise ConfigError(
+                f"training.weights_directory={parent}: it is private to this machine, and the server of "
+                f"student.backend.{there} may not see it: set training.weights_directory=null, or "
+                "student.backend.weights.transport=distributed (vLLM and SGLang)"
+            )
+
+
+def _check_sleep(config: Config) -> None:
+    """Raise ConfigError unless any server that sleeps for the trainer is the student's, in a strict run."""
+    for role, model in (("teacher", config.teacher), ("reference", config.reference)):
+        if model is not None and sleeps_while_training(model):
+            raise ConfigError(
+                f"{role}.backend.sleep_while_training: only the student's server shares devices with the trainer; "
+                "remove it"
+            )
+    if sleeps_while_training(config.student) and config.max_staleness > 0:
+        raise ConfigError(
+            f"student.backend.sleep_while_training: with max_staleness={config.max_staleness} the student samples "
+            "while the trainer trains; set max_staleness to 0, or give them devices of their own"
+        )

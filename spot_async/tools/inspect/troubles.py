@@ -1,0 +1,175 @@
+"""The parts of a report about what holds a run back: attempts that failed, stale samples, nothing to learn from. Pure.
+
+A reason may quote a server, so it is cut, made visible and escaped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from spot_async.base.text import shortened, visible
+from spot_async.checks.score_rows import MOST_MASKED
+from spot_async.errors import FailureClass
+from spot_async.run_directory.reading import FailedAttempts
+from spot_async.telemetry.bottleneck import PUBLISHES, percent
+from spot_async.telemetry.failures import kinds_words
+from spot_async.telemetry.totals import Rows, lag_shares, masked_share, total
+from spot_async.tools.pages import svg
+from spot_async.tools.pages.page import Plot, Section, lines, present, stacked
+from spot_async.tools.pages.series import Series, seconds
+
+REASON_CHARACTERS = 200
+ROWS_SHOWN = 20
+HEADINGS = ("stage", "class", "what happened", "attempts", "iterations", "time lost", "the newest reason")
+NOTE = (
+    "Most were made again, so they cost time and no prompt. An iteration is the time until it ended. Time lost is "
+    "that of all requests together, with the pauses after them. logs/run.jsonl has each one."
+)
+
+
+def failures_section(failed: Sequence[FailedAttempts], rows: Rows) -> Section:
+    """Return a table of equal failures, and a plot of them by iteration; both are empty where none failed."""
+    if not failed:
+        return Section("Failures", ())
+    by_iteration: dict[str, Counter[int]] = defaultdict(Counter)
+    for each in failed:
+        by_iteration[each.stage][each.iteration] += each.count
+    last = max(int(rows[-1]["iteration"]) if rows else 0, *(each.iteration for each in failed))
+    series = [
+        Series(visible(stage), [(float(i), float(counts[i])) for i in range(1, last + 1)], number)
+        for number, (stage, counts) in enumerate(by_iteration.items())
+    ]
+    shares = ", ".join(f"{visible(stage)} {_share(stage, counts, rows)}" for stage, counts in by_iteration.items())
+    plots = [
+        Plot("Attempts that failed", f"{shares}. {NOTE}", _table(failed)),
+        Plot("Attempts that failed, by iteration", "Of each stage.", svg.line_plot(series, from_zero=True)),
+    ]
+    return Section("Failures", tuple(plots))
+
+
+def failures_by_stage(failed: Sequence[FailedAttempts]) -> Mapping[str, str]:
+    """Return what happened at each stage in words. Throttled attempts have a verdict of their own."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in failed:
+        if each.failure != FailureClass.THROTTLED:
+            kinds[each.stage][each.brief] += each.count
+    return {stage: kinds_words(counts) for stage, counts in kinds.items()}
+
+
+def _share(stage: str, counts: Counter[int], rows: Rows) -> str:
+    """Return how many of a stage's attempts failed. Evaluations count no requests in `rows`, so they have no share."""
+    failed, answered = counts.total(), total(rows, f"stage/{stage}/requests")
+    return (
+        f"{failed:,} of {failed + answered:,.0f} ({percent(failed / (failed + answered))})"
+        if answered
+        else f"{failed:,}"
+    )
+
+
+def _table(failed: Sequence[FailedAttempts]) -> Markup:
+    same: dict[tuple[str, str, str], list[FailedAttempts]] = defaultdict(list)
+    for each in failed:
+        same[each.stage, each.failure, each.brief].append(each)
+    ordered = sorted(same.items(), key=lambda item: -sum(each.count for each in item[1]))
+    lines = [
+        (
+            *map(visible, what),
+            f"{sum(each.count for each in those):,}",
+            _span(sorted({each.iteration for each in those})),
+            seconds(sum(each.lost_s for each in those)),
+            visible(shortened(those[-1].reason, REASON_CHARACTERS)),
+        )
+        for what, those in ordered[:ROWS_SHOWN]
+    ]
+    head = Markup("").join(Markup("<th>{}</th>").format(each) for each in HEADINGS)
+    body = Markup("").join(
+        Markup("<tr>{}</tr>").format(Markup("").join(Markup("<td>{}</td>").format(cell) for cell in line))
+        for line in lines
+    )
+    return Markup('<div class="scroll"><table><tr>{}</tr>{}</table></div>').format(head, body)
+
+
+def _span(iterations: Sequence[int]) -> str:
+    first, last = iterations[0], iterations[-1]
+    return f"{first}" if first == last else f"{len(iterations)} from {first} to {last}"
+
+
+def staleness_section(rows: Rows) -> Section:
+    """Return plots of how far training, its samples and the served weights are apart; none for a strict run."""
+    shares = lag_shares(rows)
+    work: dict[str, str] = {phase: f"publish/{phase.replace(' ', '_')}_s" for phase in ("wait for weights", *PUBLISHES)}
+    return Section(
+        "Staleness",
+        present(
+            ("Lag of tokens", "Share of all tokens trained on, by the iterations that the weights which sampled them "
+             "were behind.",
+             svg.row_plot([f"lag {lag}" for lag in shares], [("", [*shares.values()])], format_x=percent)
+             if shares else None),
+            ("Lag by iteration", "Of the tokens trained on: mean and largest. Never above max_staleness.",
+             lines(rows, {"mean": "train/lag_mean", "largest": "train/lag_max"}, from_zero=True)),
+            ("Weights trained and served", "By the iterations that made them, as each iteration ends.",
+             lines(rows, {"trained": "iteration", "served": "weights/served"}, from_zero=True, smooth=False)
+             if any("weights/served" in row for row in rows) else None),
+            ("What publishing did", "Seconds of each iteration, beside the trainer. While it waits for weights, it "
+             "holds nothing up.",
+             stacked(rows, work)),
+            ("What old samples are worth", "Effective sample size of the tokens, as a share of their number. 1 is "
+             "as good as on-policy.",
+             lines(rows, {"effective": "train/effective_sample_share"}, percent, most=1.0)),
+            ("What staleness changes", "KL from the weights that sampled to those that train, nats per token: lagging "
+             "tokens, and beside them the server's own mismatch.",
+             lines(rows, {"staleness": "train/staleness_kl", "server": "train/mismatch_kl"}, from_zero=True)
+             if any("train/staleness_kl" in row for row in rows) else None),
+        ),
+    )  # fmt: skip
+
+
+def staleness_words(config: Mapping[str, Any], rows: Rows) -> str | None:
+    """Return how stale samples could be, and how stale they were; None for a strict run."""
+    if not config.get("max_staleness"):
+        return None
+    shares = lag_shares(rows)
+    lags = ", ".join(f"{percent(share)} lag {lag}" for lag, share in shares.items())
+    mean = sum(lag * share for lag, share in shares.items())
+    return f"at most {config['max_staleness']}" + (f"; of the tokens {lags} (mean {mean:.2f})" if shares else "")
+
+
+NO_SIGNAL_REASONS = (
+    "too hard problems, too small a sampling.max_response_tokens, or a verifier that finds no answers; "
+    "`spot-async inspect` shows what was written"
+)
+
+
+def missing_signal(rows: Sequence[Mapping[str, float]]) -> str | None:
+    """Return that line, from the iterations' metrics.
+
+    None if outcomes taught something, or if the policy asks for none.
+    """
+    if rows and all(row.get("train/updates") == 0 for row in rows):
+        return (
+            "No iteration made a step: nothing could be trained on, and the weights are those of the start. "
+            "`left_out` in samples.jsonl says why of each sample; `spot-async inspect` shows it."
+        )
+    masked = masked_share(rows)
+    if masked is not None and masked > MOST_MASKED:
+        return (
+            f"The teacher masked {masked:.1%} of the positions: little or nothing was learned from it. `spot-async "
+            "check` says why; use a server that takes and names tokens by id."
+        )
+    selected, retained = (sum(row.get(f"spot/{name}", 0.0) for row in rows) for name in ("selected", "retained"))
+    if selected and not retained:
+        return (
+            "No probed position was retained, because no candidate was judged to lead to a correct answer: this was "
+            f"OPD, at the price of the probes. That comes of {NO_SIGNAL_REASONS}."
+        )
+    shares = [row["grpo/no_signal"] for row in rows if "grpo/no_signal" in row]
+    if shares and min(shares) == 1.0:
+        return (
+            "All responses of each prompt had the same reward: there was no advantage to learn from. That comes of too "
+            f"easy or {NO_SIGNAL_REASONS}."
+        )
+    return None
