@@ -7,9 +7,9 @@ A test of a policy begins with one of three names: `ScriptedStages` for one prom
 """
 
 from spot_async.testing.faulty_run import faulty_run
-from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.services import capabilities, generation, token_scores
 from spot_async.testing.simulation import (
+    ScriptedStages,
     SimulatedRun,
     make_policy,
     make_run,

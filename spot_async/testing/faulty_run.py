@@ -3,8 +3,7 @@
     faulty_run(17, make_policy(MyPolicy), max_staleness=1)
 
 The seed decides everything: how many servers there are and what they do, what goes wrong and when, and which of the
-tasks that are ready together goes on first. So it replays a run exactly. `shrunk` finds the faults that a failure
-needs.
+tasks that are ready together continues first. So it replays a run exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,23 +88,11 @@ def faulty_run(
             raise
 
 
-def shrunk(faults: Iterable[Fault], fails: Callable[[Sequence[Fault]], bool]) -> list[Fault]:
-    """Return fewer faults with which a run fails: of these, none can be left out alone."""
-    left, again = list(faults), True
-    while again:
-        again = False
-        for fault in left:
-            fewer = [each for each in left if each is not fault]
-            if fails(fewer):
-                left, again = fewer, True
-                break
-    return left
-
-
 class Drill:
     """One run, or a part of it: its servers, its faults, and the checks of it."""
 
     may_end: ClassVar[Mapping[str, str]] = MAY_END  # see `fault_plan.py`
+    trainer_class: ClassVar[type[StatefulTrainer]] = StatefulTrainer
     problems = 8  # in an epoch
 
     def __init__(
@@ -151,7 +138,7 @@ class Drill:
             witnessed=witnessed,
         )
         self._line = line or Line()
-        self.trainer = StatefulTrainer(
+        self.trainer = self.trainer_class(
             directory,
             keep=max_staleness + 2,
             step_s=lambda: self._step_s * rng.uniform(0.5, 1.5),

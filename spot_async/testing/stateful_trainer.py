@@ -1,8 +1,7 @@
 """Simulates a trainer whose weights say what they were trained on, and in which order.
 
 The weights of a step are a digest of those before it and of the batch. So two runs trained on the same if their last
-weights are equal. They lie in real directories, which are written and pruned as the real trainer does it, and so do its
-checkpoints.
+weights are equal. They lie in real directories, which are written and pruned as the real trainer does it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from typing import Literal
 
 from spot_async.base.files import all_numbered, numbered
 from spot_async.errors import TrainerError
-from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights, flush_to_disk
+from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights
 from spot_async.testing.invariants import require, weights_after
 from spot_async.types import Supervision, TrainReport, WeightFile, WeightSnapshot, WeightVersion
 
 INITIAL_WEIGHTS = ""
 FILE = SINGLE_FILE
-RANKS = 2  # whose files make a checkpoint
-SAVING_S = 0.3  # a rank's file
-
 # What may befall one step: the disk is full when its weights are published, a rank is killed, or it takes long.
 TrainerFault = Literal["disk full", "killed", "slow"]
 MEMORY = Path("/dev/shm")
@@ -44,13 +40,6 @@ def scratch_directory() -> Iterator[Path]:
 def read_weights(directory: str | Path) -> str:
     """Return the weights in a directory. Raises FileNotFoundError where it was deleted."""
     return (Path(directory) / FILE).read_text()
-
-
-def read_checkpoint(directory: Path) -> str:
-    """Return the weights in a checkpoint. Raises `InvariantError` unless all ranks' files have the same."""
-    found = {(directory / _rank_file(rank)).read_text() for rank in range(RANKS)}
-    require(len(found) == 1, "I7", f"the ranks' files in {directory} have {sorted(found)}")
-    return found.pop()
 
 
 @dataclass
@@ -88,7 +77,6 @@ class StatefulTrainer:
         self.faults: deque[TrainerFault] = deque()  # of its next steps
         self._directory = directory
         self._keep = keep
-        self._saving = 0, directory
         self._write_s = write_s
         self._wrote = asyncio.Event()
         self._disk_is_full = False
@@ -155,20 +143,10 @@ class StatefulTrainer:
         return ()
 
     async def save(self, step: int, directory: str) -> None:
-        """Begin a checkpoint. Files are written in the order of `trainer/checkpoint.py`, which imports torch."""
         require(step == self.step, "I4", f"step {step} is saved after {self.step} steps")
-        self._saving = step, Path(directory)
-        with _saving_to(Path(directory)):
-            _make(Path(directory))
 
     async def saved(self, step: int) -> float:
-        saving, directory = self._saving
-        require(saving == step, "I4", f"step {saving} is saved, not {step}")
-        with _saving_to(directory):
-            for rank in range(RANKS):
-                await asyncio.sleep(SAVING_S)
-                _write(directory / _rank_file(rank), self.weights[step])
-        return SAVING_S * RANKS
+        return 0.0
 
     def _publish(self, step: int) -> None:
         try:
@@ -185,30 +163,3 @@ class StatefulTrainer:
             f"cannot publish weights to {self.path(self.written + 1)}: {reason}; complete weights up to "
             f"{self.path(self.written)} are untouched"
         )
-
-
-@contextlib.contextmanager
-def _saving_to(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TrainerError(f"cannot save a checkpoint to {directory}: {error.strerror}") from error
-
-
-def _make(directory: Path) -> None:
-    new = [each for each in (directory, *directory.parents) if not each.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for each in new:
-        flush_to_disk(each.parent)
-    for leftover in directory.glob("rank-*"):
-        leftover.unlink()
-
-
-def _write(path: Path, weights: str) -> None:
-    path.write_text(weights)
-    flush_to_disk(path)
-    flush_to_disk(path.parent)
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank + 1:05d}-of-{RANKS:05d}.safetensors"

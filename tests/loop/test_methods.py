@@ -20,9 +20,8 @@ from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.telemetry.console import RunConsole
-from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.services import SimulatedVerifier, generation, token_scores
-from spot_async.testing.simulation import make_policy, policy_context, simulated_prompts, simulated_run
+from spot_async.testing.simulation import ScriptedStages, make_policy, policy_context, simulated_prompts, simulated_run
 from spot_async.types import PolicyNeeds, Verdict
 from spot_async.verification import BoxedMatch
 

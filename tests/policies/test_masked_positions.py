@@ -12,9 +12,8 @@ from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.services import generation, token_scores
-from spot_async.testing.simulation import SimulatedTokenizer, make_policy, policy_context
+from spot_async.testing.simulation import ScriptedStages, SimulatedTokenizer, make_policy, policy_context
 from spot_async.types import BoolArray, Problem, Prompt, Sample, Verdict
 
 VOCAB, TOKENS, K = 12, 6, 4

@@ -11,10 +11,10 @@ import pytest
 from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.policies.kd import KdPolicy
-from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.services import VOCAB_SIZE, SimulatedTeacher
 from spot_async.testing.simulation import (
     PROBLEMS,
+    ScriptedStages,
     SimulatedTokenizer,
     make_policy,
     policy_context,

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from spot_async.policies.spot import SpotPolicy
-from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.services import generation, token_scores
-from spot_async.testing.simulation import SimulatedTokenizer, make_policy, policy_context
+from spot_async.testing.simulation import ScriptedStages, SimulatedTokenizer, make_policy, policy_context
 from spot_async.types import Problem, Prompt, Verdict, WeightVersion
 
 VOCAB = 12

@@ -16,8 +16,8 @@ from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.running.backend_factories import core_shares
-from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.services import generation, token_scores
+from spot_async.testing.simulation import ScriptedStages
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "running_sum"

@@ -20,10 +20,10 @@ from pathlib import Path
 from crashes.plan import PlannedFault, planned_crashes
 from crashes.run import CrashingRun, crashing_run
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from shrunk import shrunk
 from simulated_methods import METHODS, STALENESS
 
 from spot_async.base.processes.resources import tune_gc
-from spot_async.testing.faulty_run import shrunk
 
 SHARD = 50  # seeds
 Shards = dict[int, dict[int, str]]  # by the first seed: the seeds that failed, and how

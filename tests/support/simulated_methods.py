@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing import get_context
 
+from shrunk import shrunk
+
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -24,7 +26,7 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.protocols import Policy
 from spot_async.testing.fault_plan import MOST_FAULTS, Fault, planned_faults
-from spot_async.testing.faulty_run import FaultyRun, faulty_run, shrunk
+from spot_async.testing.faulty_run import FaultyRun, faulty_run
 from spot_async.testing.simulation import make_policy, policy_context
 
 METHODS: tuple[Callable[[], Policy], ...] = (

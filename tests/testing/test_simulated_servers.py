@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from shrunk import shrunk
 
 from spot_async.errors import (
     DeadlineExceededError,
@@ -18,7 +19,6 @@ from spot_async.errors import (
     VersionMismatchError,
 )
 from spot_async.testing.fault_plan import planned_faults
-from spot_async.testing.faulty_run import shrunk
 from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, Update
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import SamplingSettings, ScoreRequest, VersionSpan, WeightSnapshot, WeightVersion

@@ -24,8 +24,8 @@ from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
-from spot_async.testing.scripted_stages import ScriptedStages
 from spot_async.testing.services import generation, whole_scores
+from spot_async.testing.simulation import ScriptedStages
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import (

@@ -25,6 +25,7 @@ import msgspec
 from pydantic import BaseModel
 
 from crashes.plan import DiskFault
+from crashes.saving_trainer import SavingTrainer, read_checkpoint
 from spot_async.base.events import Event
 from spot_async.base.seeds import derive_seed
 from spot_async.config import KeptCheckpoints, TrainingConfig
@@ -49,7 +50,7 @@ from spot_async.testing.faulty_run import Drill
 from spot_async.testing.invariants import TrueSpans, require, weights_after
 from spot_async.testing.servers import SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from spot_async.testing.simulation import SimulatedRun
-from spot_async.testing.stateful_trainer import Line, read_checkpoint
+from spot_async.testing.stateful_trainer import Line
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Sample
 
@@ -113,6 +114,7 @@ class ResumedDrill(Drill):
     """One life of a run, from the moment at which its process begins."""
 
     may_end: ClassVar[Mapping[str, str]] = {**fault_plan.MAY_END, **MAY_END}
+    trainer_class = SavingTrainer
     # Each comes once. A policy may remember what an earlier epoch gave it, which a new process does not: KD without
     # `policy.save` has another response for a problem then.
     problems = 1000
