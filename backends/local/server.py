@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from spot_async.serving.api import Credentials
 from spot_async.serving.settings import EngineSettings
 
 from ..shared.connection import Url, address_of, check_different
-from ..shared.launch import Ask, Assignment, Command, Doorway, LaunchedServer, check_installed
+from ..shared.launch import Ask, Assignment, Command, Doorway, LaunchedServer, check_installed, is_free
 from ..shared.launch_settings import ProcessSettings
 
 READY_MESSAGE_BYTES = 256
@@ -122,7 +121,7 @@ class LocalSettings(EngineSettings, BackendSettings):
                 f"{section}.device={self.device}: the torch installed here was built without CUDA: set it to cpu, or "
                 "install torch from an index with CUDA builds"
             )
-        if self.port is not None and is_taken(self.port):
+        if self.port is not None and not is_free(self.port):
             raise ConfigError(f"{section}.port={self.port}: in use by another process: choose another")
 
     def check_installed(self, section: str) -> None:
@@ -267,17 +266,6 @@ class LocalServer:
                 f"{self._name} (pid {child.pid}) was not ready after {self._settings.start_timeout_s:g} s: raise "
                 f"start_timeout_s or see the log: {self._assignment.log_path}"
             ) from None
-
-
-def is_taken(port: int) -> bool:
-    """Return whether another process listens on a loopback port."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from ..shared.connection import Url
 from ..shared.discovery import noise_nats
 from ..shared.remote import RemoteBackend, RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_generation, check_scores
-from ..shared.request_limits import OPENAI_BAN, logit_bias
+from ..shared.request_limits import OPENAI_BAN, RequestLimits, logit_bias
 from ..shared.settings import AttachedSettings
 from ..shared.token_texts import UNKNOWN, TokenTexts
 from .dialect import (
@@ -165,22 +165,18 @@ class OpenAIBackend(RemoteBackend):
         deadline: float,
     ) -> Generation:
         found = await self.capabilities(deadline=deadline)
-        self._check_tokens(prompt_ids, found, prompt_tokens=len(prompt_ids))
-        if top_k > found.max_generation_top_k:
-            raise PermanentError(
-                f"{self._server.section} gives the top-{found.max_generation_top_k} of what it samples, not {top_k}"
-            )
+        self._limits(found, found.max_generation_top_k).check(prompt_ids, top_k=top_k)
         if self._dialect.chat_length_key is not None:
             return await self._chat(prompt_ids, sampling, deadline)
         return await self._complete(prompt_ids, sampling, top_k, deadline)
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         found = await self.capabilities(deadline=request.deadline)
-        self._check_tokens(request.token_ids, found, prompt_tokens=len(request.prompt_ids))
         if self._dialect.scoring is None:
             raise PermanentError(f"{self._server.section} only writes: it gives no log-probabilities of given tokens")
-        if top_k > found.max_top_k:
-            raise PermanentError(f"{self._server.section} serves top-{found.max_top_k} at most, not {top_k}")
+        limits = self._limits(found, found.max_top_k)
+        limits.check(request.prompt_ids, top_k=top_k)
+        limits.check(request.token_ids)
         if request.temperature != 1.0 and found.score_temperature == "one":
             raise PermanentError(f"{self._server.section} scores at temperature 1 only, not {request.temperature:g}")
         if not len(request.response_ids):
@@ -382,15 +378,7 @@ class OpenAIBackend(RemoteBackend):
     def _with_fields(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {**self._settings.request_fields, **body}
 
-    def _check_tokens(self, ids: IntArray, found: Capabilities, *, prompt_tokens: int) -> None:
-        """Refuse requests that make some servers crash, cut the text silently, or answer with gaps."""
-        if not prompt_tokens:
-            raise PermanentError(f"{self._server.section}: a request needs at least one prompt token")
-        if not 0 <= ids.min() <= ids.max() < self._files.vocab_size:
-            raise PermanentError(
-                f"{self._server.section}: a token id lies outside the vocabulary of {self._files.vocab_size}"
-            )
-        if len(ids) > found.max_context_tokens:
-            raise PermanentError(
-                f"{self._server.section} serves a context of {found.max_context_tokens} tokens, not {len(ids)}"
-            )
+    def _limits(self, found: Capabilities, max_top_k: int) -> RequestLimits:
+        """What the endpoint takes. More would make some crash, cut the text silently, or answer with gaps."""
+        vocab_size = self._files.vocab_size
+        return RequestLimits(self._server.section, vocab_size, found.max_context_tokens, max_top_k, "context")

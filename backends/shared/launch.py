@@ -328,17 +328,18 @@ def _ask_interpreter(python: str, package: str, python_path: str | None) -> tupl
 
 def check_port(port: int) -> int:
     """Return the port if it is free. Raises `ConfigError` if another program listens on it."""
-    if not _is_free(port):
+    if not is_free(port):
         raise ConfigError(f"launch.port={port}: taken by another program; give another one, or none for a free one")
     return port
 
 
 def free_port() -> int:
     """Return a loopback port on which nobody listens."""
-    return next(port for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)) if _is_free(port))
+    return next(port for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)) if is_free(port))
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Return whether nobody listens on a loopback port."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering connections do not count
         try:

@@ -63,7 +63,7 @@ class ServeSettings(EngineSettings):
     host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs SPOT_ASYNC_API_KEY")
     port: int | None = Field(None, ge=0, le=65535, description="TCP port to listen on")
     max_waiting: PositiveInt = Field(
-        1024, description="choices of /v1/completions that may wait for a slot; more are refused with 503"
+        1024, description="completions under /v1 that may wait for a slot; more are refused with 503"
     )
 
     @pydantic.model_validator(mode="after")

@@ -219,12 +219,12 @@ async def test_refusals_are_one_clear_line(server: RunningServer, model: Path) -
         with pytest.raises(PermanentError, match=r"teacher: HTTP 404: .*set teacher\.backend\.served_model"):
             await teacher.capabilities(deadline=soon())
     async with backend(server.url, model) as teacher:
-        with pytest.raises(PermanentError, match="a token id lies outside the vocabulary of 512"):
+        with pytest.raises(PermanentError, match="token 600 is out of the vocabulary of 512"):
             await teacher.score(ScoreRequest(prompt, np.array([600], np.int32), 1.0, soon()), top_k=1)
-        with pytest.raises(PermanentError, match="serves top-40 at most, not 41"):
+        with pytest.raises(PermanentError, match="top_k=41 is not one of 0 to 40"):
             await teacher.score(ScoreRequest(prompt, prompt, 1.0, soon()), top_k=41)
         with pytest.raises(PermanentError, match="scores at temperature 1 only"):
             await teacher.score(ScoreRequest(prompt, prompt, 0.5, soon()), top_k=4)
         long = np.resize(prompt, 3000).astype(np.int32)
-        with pytest.raises(PermanentError, match="serves a context of 2047 tokens"):
+        with pytest.raises(PermanentError, match="exceed the server's context of 2047 tokens"):
             await teacher.score(ScoreRequest(prompt, long, 1.0, soon()), top_k=1)

@@ -54,30 +54,29 @@ async def hang_up(server: ServedModel, body: dict[str, Any]) -> None:
 
 async def test_a_client_that_hangs_up_gives_its_slots_back(server: ServedModel):
     before = server.stats().tokens_generated
-    body = {"prompt": [PROMPT] * 3, "max_tokens": ENDLESS, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": ENDLESS, "ignore_eos": True}
     await hang_up(server, body)
     found = server.until_idle()
-    assert found.tokens_generated - before < 3 * ENDLESS / 2
+    assert found.tokens_generated - before < ENDLESS / 2
 
 
 async def test_more_than_the_server_can_take_is_told_to_come_back(server: ServedModel, client: openai.OpenAI, complete):
     async with server.async_client() as many:
         fields: dict[str, Any] = {"model": server.model.name, "prompt": PROMPT, "max_tokens": ENDLESS}
         more = {"ignore_eos": True}
-        full = {**fields, "prompt": [PROMPT] * (SLOTS + WAITING)}
-        running = asyncio.create_task(many.completions.create(**full, extra_body=more))
+        running = [
+            asyncio.create_task(many.completions.create(**fields, extra_body=more)) for _ in range(SLOTS + WAITING)
+        ]
         await asyncio.to_thread(server.until, lambda found: found.active == SLOTS and found.waiting == WAITING)
-        with pytest.raises(openai.InternalServerError, match="8 of 8 choices are being worked on") as refused:
+        with pytest.raises(openai.InternalServerError, match="8 completions are being worked on") as refused:
             await many.completions.create(**fields)
         assert refused.value.status_code == 503
         assert refused.value.response.headers["retry-after"] == "1"
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+        for each in running:
+            each.cancel()
+        await asyncio.wait(running)
     await asyncio.to_thread(server.until_idle)
     assert complete(max_tokens=2).usage.completion_tokens == 2
-    with pytest.raises(openai.BadRequestError, match="9 choices are asked for; this server works on 8 at most"):
-        complete([PROMPT] * 9)
 
 
 # -- what is refused --
@@ -120,17 +119,17 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(complete):
         ({"max_tokens": 0}, "max_tokens", "needs echo"),
         ({"max_tokens": "many"}, "max_tokens", "expected `int"),
         ({"logprobs": 301}, "logprobs", "at most 300"),
-        ({"prompt": [PROMPT] * 2, "logprobs": 300, "max_tokens": 19000}, "logprobs", "at most 4,194,304 are served"),
+        ({"logprobs": 300, "max_tokens": 19000}, "logprobs", "at most 4,194,304 are served"),
         ({"stream": True}, "stream", "is not served here; leave it out, and the whole reply comes at once"),
         ({"stop": "a"}, "stop", "is not served here; give stop_token_ids, or cut the text yourself"),
-        ({"n": 2}, "n", "is not served here; repeat the prompt in a list of prompts"),
+        ({"n": 2}, "n", "is not served here; ask as often"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "is not served here"),
         ({"stop_token_ids": [5] * 1025}, "stop_token_ids", "length <= 1024"),
-        ({"prompt": [[5]] * 100_000}, "prompt", "100000 choices are asked for; this server works on 8 at most"),
+        ({"prompt": [[5]] * 100_000}, "prompt", "must be one text or the token ids of one: send several at once"),
         ({"stop_token_ids": [300]}, None, "stop_token_ids holds 300: the vocabulary has 300 tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "is not served here"),
-        ({"prompt": []}, "prompt", "not empty or mixed"),
-        ({"prompt": ["a", 3]}, "prompt", "not empty or mixed"),
+        ({"prompt": []}, "prompt", "has no tokens"),
+        ({"prompt": ["a", 3]}, "prompt", "must be one text or the token ids of one"),
         ({"prompt": ""}, "prompt", "has no tokens"),
         ({"prompt": [300]}, None, "holds 300: the vocabulary has 300 tokens"),
         ({"prompt": None}, "prompt", "expected"),

@@ -21,7 +21,6 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from spot_async.base.tasks import gather
 from spot_async.errors import SpotError
 from spot_async.serving.api import GenerateRequest, ScoreRequest, status_of
 from spot_async.serving.engine.worker import EngineWorker
@@ -29,11 +28,8 @@ from spot_async.serving.http.access import OtherApi, Refusal
 from spot_async.serving.http.bodies import MIB, Bodies
 from spot_async.serving.http.replies import ClientGone, no_reply, while_connected
 from spot_async.serving.openai.completion import (
-    Answer,
     ApiError,
-    CompletionRequest,
     Plan,
-    Prompt,
     ServedModel,
     read_request,
 )
@@ -53,7 +49,7 @@ T = TypeVar("T")
 
 
 def openai_v1(worker: EngineWorker, model: ServedModel, *, max_completions: int) -> OtherApi:
-    """Return the routes under `/v1`. More than `max_completions` choices at a time are refused with 503."""
+    """Return the routes under `/v1`. More than `max_completions` at a time are refused with 503."""
     names = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "spot-async"}
     listed = {**names, "root": model.directory, "max_model_len": model.max_context_tokens}
 
@@ -91,43 +87,32 @@ class _Completions:
             async with self._bodies.read(Request(scope, receive)) as body:
                 asked = read_request(body)
                 self._model.check(asked)
-                given = asked.prompts
-                until_sent.enter_context(self._hold(len(given)))
-                prompts = await while_connected(receive, self._read(given, asked))
-            plan = Plan(asked, prompts, self._model)
-            for needed in plan.requests():
-                self._worker.limits.check(needed)
+                read = functools.partial(self._model.read, asked.only_prompt, asked)
+                until_sent.enter_context(self._place())
+                prompt = await while_connected(receive, self._in_thread(read))
+            plan = Plan(asked, prompt, self._model)
             reply = await while_connected(receive, self._answer(plan))
             await reply(scope, receive, send)
 
     @contextlib.contextmanager
-    def _hold(self, choices: int) -> Iterator[None]:
-        """Hold places for so many choices. Raises `ApiError` if there is no room."""
-        if choices > self._places:
-            message = f"prompt: {choices} choices are asked for; this server works on {self._places} at most"
-            raise ApiError(400, message, param="prompt")
-        if self._taken + choices > self._places:
-            busy = f"{self._taken} of {self._places} choices are being worked on: try again later"
+    def _place(self) -> Iterator[None]:
+        """Hold a place. Raises `ApiError` if there is none."""
+        if self._taken == self._places:
+            busy = f"{self._taken} completions are being worked on: try again later"
             raise ApiError(503, busy, code="server_overloaded")
-        self._taken += choices
+        self._taken += 1
         try:
             yield
         finally:
-            self._taken -= choices
+            self._taken -= 1
 
     async def _answer(self, plan: Plan) -> Response:
-        async def answer(index: int) -> Answer:
-            return await self._asked(plan.scoring(index)), await self._asked(plan.generation(index))
-
-        answers = await gather(answer(index) for index in plan.choices)
-        return await self._in_thread(lambda: _reply(plan.reply(answers)))
-
-    async def _asked(self, request: ScoreRequest | GenerateRequest | None) -> Any:
-        return None if request is None else await asyncio.wrap_future(self._worker.submit(request))
-
-    async def _read(self, given: list[str | list[int]], asked: CompletionRequest) -> list[Prompt]:
-        """Read prompts one by one, so that requests take turns, and one that is given up stops."""
-        return [await self._in_thread(functools.partial(self._model.read, each, asked)) for each in given]
+        needed: list[ScoreRequest | GenerateRequest | None] = [plan.scoring, plan.generation]
+        for each in needed:
+            if each is not None:
+                self._worker.limits.check(each)
+        answers = [None if each is None else await asyncio.wrap_future(self._worker.submit(each)) for each in needed]
+        return await self._in_thread(lambda: _reply(plan.reply(*answers)))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Return the result of work on texts, which would hold up the event loop."""

@@ -48,12 +48,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _INSTEAD = {
     "stream": "leave it out, and the whole reply comes at once",
     "stop": "give stop_token_ids, or cut the text yourself",
-    "n": "repeat the prompt in a list of prompts",
+    "n": "ask as often",
     "prompt_logprobs": "ask for echo with logprobs",
 }
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Answer = tuple[TokenScores | None, Generation | None]  # to `Plan.scoring` and to `Plan.generation`
 
 
 class ApiError(Exception):
@@ -92,19 +91,14 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """One text, several texts, one list of ids or several lists. Raises `ApiError`."""
+    def only_prompt(self) -> str | list[int]:
+        """The text or the token ids, alone or in a list of one. Raises `ApiError` for several."""
         given: Any = self.prompt
-        if isinstance(given, str):
-            return [given]
-        kinds = {type(item) for item in given}
-        if kinds == {int}:
-            return [given]
-        if kinds in ({str}, {list}):
-            return list(given)
-        raise ApiError(
-            400, "prompt: must be a text, token ids, or a list of either, not empty or mixed", param="prompt"
-        )
+        if isinstance(given, str) or {type(item) for item in given} <= {int}:
+            return given  # type: ignore[no-any-return]
+        if len(given) == 1:
+            return given[0]  # type: ignore[no-any-return]
+        raise ApiError(400, "prompt: must be one text or the token ids of one: send several at once", param="prompt")
 
 
 def read_request(body: bytes | memoryview) -> CompletionRequest:
@@ -214,49 +208,44 @@ class ServedModel:
 class Plan:
     """One request, checked and ready for the engine. Raises `ApiError`."""
 
-    def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> None:
+    def __init__(self, asked: CompletionRequest, prompt: Prompt, model: ServedModel) -> None:
         self._asked = asked
-        self._prompts = prompts
+        self._prompt = prompt
         self._model = model
-        self._seed = secrets.randbits(63) if asked.seed is None else asked.seed
         self._greedy = asked.temperature is not None and asked.temperature < GREEDY_TEMPERATURE
         # Of the log-probabilities that are reported. With greedy sampling it is 1.
         self._temperature = 1.0 if self._greedy or asked.temperature is None else asked.temperature
-        echoed = sum(len(prompt.token_ids) for prompt in prompts) if asked.echo else 0
-        numbers = (tokens := echoed + len(prompts) * asked.token_budget) * (asked.logprobs or 0)
+        tokens = asked.token_budget + (len(prompt.token_ids) if asked.echo else 0)
+        numbers = tokens * (asked.logprobs or 0)
         if numbers > MAX_REPLY_LOGPROBS:  # it would take too much memory on either side, or too long to write
             message = (
                 f"logprobs={asked.logprobs}: of up to {tokens:,} tokens that makes a reply of {numbers:,} numbers; at "
-                f"most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer, or for fewer prompts at a time"
+                f"most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer"
             )
             raise ApiError(400, message, param="logprobs")
 
     @property
-    def choices(self) -> range:
-        return range(len(self._prompts))
-
-    def generation(self, index: int) -> GenerateRequest | None:
-        """Return the engine's request for choice `index`; None if no token is wanted.
-
-        Its seed depends only on its place in the request.
-        """
+    def generation(self) -> GenerateRequest | None:
+        """The engine's request for new tokens; None if none is wanted."""
         asked = self._asked
         if not asked.token_budget:
             return None
         ends = () if asked.ignore_eos else self._model.end_token_ids
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
         sampling = SamplingSettings(
             temperature=0.0 if self._greedy else self._temperature,
             top_p=asked.top_p or 1.0,
             max_tokens=asked.token_budget,
             stop_token_ids=tuple(dict.fromkeys([*ends, *(asked.stop_token_ids or ())])),
-            seed=derive_seed(self._seed, "prompt", index, "sample", 0),
+            seed=derive_seed(seed, "prompt", 0, "sample", 0),
         )
-        prompt_ids, top_k = self._prompts[index].token_ids, asked.logprobs or 0
+        prompt_ids, top_k = self._prompt.token_ids, asked.logprobs or 0
         return GenerateRequest(prompt_ids=prompt_ids, sampling=sampling, top_k=top_k, timeout_s=math.inf)
 
-    def scoring(self, index: int) -> ScoreRequest | None:
-        """Return the engine's request to score a prompt's tokens after the first; None if that is not needed."""
-        token_ids = self._prompts[index].token_ids
+    @property
+    def scoring(self) -> ScoreRequest | None:
+        """The engine's request to score the prompt's tokens after the first; None if that is not needed."""
+        token_ids = self._prompt.token_ids
         if not self._asked.echo or self._asked.logprobs is None or len(token_ids) < 2:
             return None
         return ScoreRequest(
@@ -267,26 +256,9 @@ class Plan:
             timeout_s=math.inf,
         )
 
-    def requests(self) -> Iterator[GenerateRequest | ScoreRequest]:
-        for index in self.choices:
-            yield from filter(None, (self.scoring(index), self.generation(index)))
-
-    def reply(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the whole reply. `answers` are the engine's, one for each choice."""
-        read = sum(len(prompt.token_ids) for prompt in self._prompts)
-        written = sum(len(sampled.token_ids) for _, sampled in answers if sampled is not None)
-        return {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._model.name,
-            "choices": [self._choice(index, *answer) for index, answer in enumerate(answers)],
-            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
-        }
-
-    def _choice(self, index: int, scores: TokenScores | None, sampled: Generation | None) -> dict[str, Any]:
-        """Write one choice: the prompt if it is echoed, then what was sampled. An end token adds no text."""
-        asked, (prompt, text) = self._asked, self._prompts[index]
+    def reply(self, scores: TokenScores | None, sampled: Generation | None) -> dict[str, Any]:
+        """Return the reply: the prompt if it is echoed, then what was sampled. An end token adds no text."""
+        asked, (prompt, text) = self._asked, self._prompt
         prompt_ids: list[int] = prompt.tolist()
         token_ids: list[int] = [] if sampled is None else sampled.token_ids.tolist()
         reason = "length" if sampled is None else sampled.finish_reason
@@ -298,12 +270,21 @@ class Plan:
         rows += [] if sampled is None else self._rows(token_ids, sampled)
         names = ("tokens", "token_logprobs", "top_logprobs")
         columns = {name: [row[at] for row in rows] for at, name in enumerate(names)}
-        return {
-            "index": index,
+        choice = {
+            "index": 0,
             "text": text + self._model.token_texts.after(prompt_ids, shown, special=False),
             "logprobs": None if asked.logprobs is None else columns,
             "finish_reason": reason,
             **({"token_ids": token_ids, "prompt_token_ids": prompt_ids} if asked.return_token_ids else {}),
+        }
+        read, written = len(prompt_ids), len(token_ids)
+        return {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model.name,
+            "choices": [choice],
+            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
         }
 
     def _rows(
