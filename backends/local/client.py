@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +52,9 @@ class LocalClient:
             read_error=functools.partial(read_error, self.name),
         )
 
+    async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
+        return await get(self.endpoint, path, kind, deadline=deadline)
+
     async def post(
         self,
         path: str,
@@ -66,12 +68,6 @@ class LocalClient:
     ) -> T:
         """Send a request and return what `check` makes of its reply. A large reply is read and checked in a thread."""
         sent = wire.encode(request)
-
-        def read(body: bytes) -> T:
-            message = self.decode(body, kind)
-            with self.naming(path):
-                return check(message)
-
         with self.endpoint.turn() as turn:
             reply = await self.endpoint.post(
                 path,
@@ -82,11 +78,8 @@ class LocalClient:
                 largest=largest,
                 turn=turn,
             )
-            try:
-                return await read_aside(reply, read)
-            except RequestError as error:
-                error.exchange = self.endpoint.exchange("POST", path, sent, received=reply)
-                raise
+            with self.endpoint.reading("POST", path, sent, reply):
+                return await read_aside(reply, lambda body: check(wire.decode(body, kind)))
 
     async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
         request = api.LoadRequest(name=name, snapshot=adapter, timeout_s=time_left(deadline))
@@ -107,19 +100,11 @@ class LocalClient:
         """Return no: our own server says `ServerRestartedError`."""
         return False
 
-    def decode(self, body: bytes, kind: type[T]) -> T:
-        try:
-            return wire.decode(body, kind)
-        except UNREADABLE as error:
-            raise classify(self.name, error) from error
 
-    @contextlib.contextmanager
-    def naming(self, path: str) -> Iterator[None]:
-        """Name the server and the path in what is wrong with a reply."""
-        try:
-            yield
-        except PoisonedReplyError as error:
-            raise PoisonedReplyError(f"{self.name}{path}: {error}") from None
+async def get(endpoint: HttpEndpoint, path: str, kind: type[T], *, deadline: float) -> T:
+    reply = await endpoint.get(path, deadline=deadline)
+    with endpoint.reading("GET", path, None, reply):
+        return wire.decode(reply, kind)
 
 
 def _as_it_is(reply: T) -> T:

@@ -17,7 +17,7 @@ import io
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -28,13 +28,13 @@ from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 
 from spot_async.base.secrets import SECRETS
-from spot_async.errors import Exchange, PoisonedReplyError, RequestError, TransientError
+from spot_async.errors import Exchange, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.types import Traffic
 
 from .advice import Access
 from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, Turn, parts_of, stated_length
 from .connection import secret_parts
-from .excerpts import excerpt, shortened
+from .excerpts import UNREADABLE, excerpt, shortened
 from .failures import UNKNOWN_ACCESS, FailedReply, classify
 
 CLOSED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)  # an open connection was closed
@@ -226,6 +226,26 @@ class HttpEndpoint:
         found = classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access)
         words = self._redacted(f"{found}{self.through}".encode()).decode(errors="replace")  # advice names headers
         return found.reworded(words)
+
+    @contextlib.contextmanager
+    def reading(self, method: str, path: str, sent: bytes | None, reply: bytes | bytearray) -> Iterator[None]:
+        """Turn errors of reading a reply into request errors that name the server and have the exchange."""
+        try:
+            yield
+        except RequestError as failure:  # some name the server already
+            nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
+                failure, ServerRestartedError
+            )
+            raise with_exchange(
+                failure.reworded(f"{self.name}{path}: {failure}") if nameless else failure,
+                self.exchange(method, path, sent, received=bytes(reply)),
+            ) from None
+        except UNREADABLE as failure:
+            unreadable = classify(f"{self.name}{path}", failure)
+            raise with_exchange(
+                unreadable.reworded(f"{unreadable}{self.through}"),
+                self.exchange(method, path, sent, received=bytes(reply)),
+            ) from failure
 
     def exchange(
         self, method: str, path: str, body: bytes | None, *, status: int | None = 200, received: bytes = b""

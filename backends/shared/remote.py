@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 
 from spot_async.config import backend_section
-from spot_async.errors import ConfigError, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
+from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.spending.account import Account, Charge
 from spot_async.spending.prices import Size
@@ -40,9 +40,7 @@ from .bodies import (
     run_at_once,
 )
 from .connection import access, proxy_for, read_secret, tls_context
-from .excerpts import UNREADABLE
-from .failures import classify
-from .http import HttpEndpoint, ReadError, Route, with_exchange
+from .http import HttpEndpoint, ReadError, Route
 from .launch import Assignment, LaunchedServer, MakeCommand
 from .launch_settings import LaunchSettings
 from .settings import AttachedSettings
@@ -190,7 +188,7 @@ class RemoteServer:
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
         reply = await self.endpoint.get(path, deadline=deadline)
-        with self._naming("GET", path, None, reply):
+        with self.endpoint.reading("GET", path, None, reply):
             return _decoder(kind)(reply)
 
     async def post(
@@ -225,7 +223,7 @@ class RemoteServer:
             reply = await self.meter.post(
                 self.endpoint, path, sent, deadline=deadline, resend=resend, size=size, turn=turn
             )
-            with self._naming("POST", path, sent, reply):
+            with self.endpoint.reading("POST", path, sent, reply):
                 return await read_aside(reply, decode)
 
     async def ask_in_steps(
@@ -243,30 +241,10 @@ class RemoteServer:
             reply = await self.meter.post(
                 self.endpoint, path, sent, deadline=deadline, resend=True, size=size, turn=turn
             )
-            with self._naming("POST", path, sent, reply):
+            with self.endpoint.reading("POST", path, sent, reply):
                 if len(reply) > LARGE_REPLY_BYTES:
                     return await self._steps.run(decode(reply))
                 return run_at_once(decode(reply))
-
-    @contextlib.contextmanager
-    def _naming(self, method: str, path: str, sent: bytes | None, reply: bytes) -> Iterator[None]:
-        """Turn errors of reading a reply into request errors that name the server and have the exchange."""
-        try:
-            yield
-        except RequestError as failure:  # some name the server already
-            nameless = isinstance(failure, PoisonedReplyError | TransientError) and not isinstance(
-                failure, ServerRestartedError
-            )
-            raise with_exchange(
-                failure.reworded(f"{self.name}{path}: {failure}") if nameless else failure,
-                self.endpoint.exchange(method, path, sent, received=reply),
-            ) from None
-        except UNREADABLE as failure:
-            unreadable = classify(f"{self.name}{path}", failure)
-            raise with_exchange(
-                unreadable.reworded(f"{unreadable}{self.endpoint.through}"),
-                self.endpoint.exchange(method, path, sent, received=reply),
-            ) from failure
 
     def _launch(self, launch: LaunchSettings) -> LaunchedServer:
         if self._kind.make_command is None:
