@@ -124,15 +124,15 @@ def is_strict(config: Mapping[str, Any]) -> bool:
 
 
 def may_be_asynchronous(config: Mapping[str, Any], cores: int | None) -> bool:
-    """Whether a strict run's student could sample while the trainer trains, on devices or cores of its own.
+    """Whether a strict run's student could sample while the trainer trains, on devices or cores of its own."""
+    sleeps = ((config.get("student") or {}).get("backend") or {}).get("sleep_while_training")
+    return is_strict(config) and not sleeps and not shares_cores(config, cores)
 
-    Our own servers on the CPU share its cores with the trainer. There must be enough for the threads of all.
-    """
-    if not is_strict(config) or ((config.get("student") or {}).get("backend") or {}).get("sleep_while_training"):
-        return False
-    used = sum(threads_on_cpu(config).values())
-    training = config.get("training") or {}
-    return not used or used + int(training.get("ranks") or 1) * int(training.get("threads") or 1) <= (cores or 0)
+
+def shares_cores(config: Mapping[str, Any], cores: int | None) -> bool:
+    """Whether our own servers on the CPU share its cores with the trainer: too few for the threads of all."""
+    used, training = sum(threads_on_cpu(config).values()), config.get("training") or {}
+    return used > 0 and used + int(training.get("ranks") or 1) * int(training.get("threads") or 1) > (cores or 0)
 
 
 def lag_shares(rows: Rows) -> dict[int, float]:

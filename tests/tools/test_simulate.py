@@ -327,6 +327,15 @@ def test_tune_simulate_and_the_verdict_say_the_same_of_the_same_run(tmp_path):
     assert found[0].iteration_s == pytest.approx(float(taken_s), rel=0.15)
 
 
+def test_tune_leaves_the_staleness_alone_where_trainer_and_servers_share_cores(tmp_path):
+    student = {"model": "a/student", "backend": {"kind": "local"}}
+    config = configuration(student=student, sampling={"max_response_tokens": 64})
+    recorded_run(tmp_path / "run", config, policy=OpdPolicy)
+    tuned = choose(config, PolicyNeeds(teacher_top_k=16), [], [], tmp_path / "run")
+    assert tuned.recommendations == []
+    assert "they slow each other down, which is not simulated" in tuned.advice[-1]
+
+
 def test_the_command_prints_json_and_writes_a_page(tmp_path):
     config, rates, page = tmp_path / "c.yaml", tmp_path / "rates.yaml", tmp_path / "page.html"
     config.write_text(yaml.safe_dump(configuration().model_dump(mode="json")))

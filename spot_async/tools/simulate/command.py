@@ -20,7 +20,14 @@ from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workloa
 from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates, configured_slots
 from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
-from spot_async.tools.simulate.view import binding, outcome_table, rate_lines, simulation_page, staleness_words
+from spot_async.tools.simulate.view import (
+    binding,
+    outcome_table,
+    rate_lines,
+    sharing_words,
+    simulation_page,
+    staleness_words,
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
         recorded = read_run(options.run, config)
         sources.append(recorded.rates)
         told.append(f"as the run measured them, {', '.join(recorded.rates) or 'nothing'}: {options.run}")
+        told += filter(None, [sharing_words(config, options.run)])
     stated: Tree = {} if options.rates is None else read_tree(options.rates)
     for each in options.stated:
         apply_override(stated, each)

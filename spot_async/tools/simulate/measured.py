@@ -103,16 +103,17 @@ def rates_of_ramps(ramps: Sequence[Ramp]) -> dict[str, Any]:
     """Return the rates of servers that were ramped, as `rates.ClusterRates` has them."""
     rates: dict[str, Any] = {}
     for ramp in ramps:
-        levels = {level.concurrency: level.tokens_per_s for level in ramp.levels if level.tokens}
-        if ramp.server == "verifier" and ramp.levels:
-            rates["verdict_s"] = ramp.levels[0].p50_s
+        of_verdicts = ramp.server == "verifier"
+        speeds = {each.concurrency: each.throughput if of_verdicts else each.tokens_per_s for each in ramp.levels}
+        speeds = {requests: speed for requests, speed in speeds.items() if speed > 0}
+        levels = dict(zip(speeds, running_medians([*speeds.values()]), strict=True))
+        if of_verdicts and levels:
+            rates |= {"verdict_s": ramp.levels[0].p50_s, "verdicts": levels}
         elif levels:
-            calm = dict(zip(levels, running_medians([*levels.values()]), strict=True))
+            each = max(speed / requests for requests, speed in levels.items())
             rates[ramp.server] = {
-                "tokens_per_s": max(calm.values()),
-                "tokens_per_s_each": max(speed / requests for requests, speed in calm.items()),
-                "levels": calm,
-            }
+                "tokens_per_s": max(levels.values()), "tokens_per_s_each": each, "levels": levels,
+            }  # fmt: skip
     return rates
 
 

@@ -22,7 +22,15 @@ from spot_async.types import PolicyNeeds
 
 Tree = dict[str, Any]
 ROLES = ("student", "teacher", "reference")
-RATES = ("tokens_per_s", "tokens_per_s_each")  # a source that has one of them has no use for levels of another
+RATES = ("tokens_per_s", "tokens_per_s_each")
+
+
+Levels = dict[PositiveInt, PositiveFloat]  # a server's speed by requests in flight
+
+
+def of_one(levels: Mapping[int, float], requests: int) -> float:
+    """Return the part of a server's speed that each of so many requests has."""
+    return float(np.interp(requests, [0, *levels], [0.0, *levels.values()])) / requests
 
 
 class ServerRates(Section):
@@ -33,14 +41,14 @@ class ServerRates(Section):
     tokens_per_s_each: PositiveFloat | None = Field(None, description="tokens a second of one request at most")
     request_s: NonNegativeFloat = Field(0.0, description="seconds of a request besides its time at the server")
     slots: PositiveInt | None = Field(None, description="requests that one server works on at a time; default: all")
-    levels: dict[PositiveInt, PositiveFloat] | None = Field(
+    levels: Levels | None = Field(
         None, description="tokens a second by requests in flight, where `tune` measured them; in place of both rates"
     )
 
     def tokens_per_s_of_one(self, requests: int) -> float:
         """Return the tokens a second of each of so many requests. Beyond what was measured nothing is gained."""
         if self.levels is not None:
-            return float(np.interp(requests, [0, *self.levels], [0.0, *self.levels.values()])) / requests
+            return of_one(self.levels, requests)
         return min(self.tokens_per_s_each or 0.0, (self.tokens_per_s or 0.0) / requests)
 
     @property
@@ -79,6 +87,9 @@ class ClusterRates(Section):
     )
     candidates_s: NonNegativeFloat = Field(0.0, description="seconds in which the student scores candidates")
     verdict_s: NonNegativeFloat = Field(0.0, description="seconds of a verdict")
+    verdicts: Levels | None = Field(
+        None, description="verdicts a second by requests in flight, where `tune` measured them; in place of verdict_s"
+    )
     lengths: LogNormal = LogNormal()
 
     def of(self, role: str) -> ServerRates:
@@ -94,10 +105,7 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
     """
     tree: Tree = {}
     for source in sources:
-        stated = [
-            role for role in ROLES if isinstance(own := source.get(role), dict) and any(own.get(key) for key in RATES)
-        ]
-        tree = laid_over(source, laid_over({role: {"levels": None} for role in stated}, tree))
+        tree = laid_over(source, laid_over(_no_levels(source), tree))
     rates = validate_as(ClusterRates, tree)
     roles = served_roles(config, needs)
     lacking = [f"{role}.tokens_per_s" for role in roles if rates.of(role).tokens_per_s is None]
@@ -112,6 +120,12 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
         )
     servers = {role: _whole(rates.of(role), number) for role, number in roles.items()}
     return rates.model_copy(update=servers)
+
+
+def _no_levels(source: Tree) -> Tree:
+    """Return what a source says of levels by stating another speed: that there are none."""
+    stated = [role for role in ROLES if isinstance(own := source.get(role), dict) and set(RATES) & own.keys()]
+    return {role: {"levels": None} for role in stated} | ({"verdicts": None} if "verdict_s" in source else {})
 
 
 def served_roles(config: Config, needs: PolicyNeeds) -> Mapping[str, int]:

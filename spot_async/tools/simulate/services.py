@@ -25,12 +25,13 @@ from spot_async.testing.services import (
     SimulatedStudent,
     SimulatedTeacher,
     SimulatedTrainer,
+    SimulatedVerifier,
     capabilities,
     generation,
 )
 from spot_async.testing.shared_processor import SharedProcessor
 from spot_async.tools.simulate.lengths import Asked, Workload
-from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates
+from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates, of_one
 from spot_async.types import (
     Capabilities,
     Generation,
@@ -42,6 +43,7 @@ from spot_async.types import (
     Supervision,
     TokenScores,
     TrainReport,
+    Verdict,
     VersionSpan,
     WeightSnapshot,
     WeightVersion,
@@ -230,3 +232,17 @@ class RatedTrainer(SimulatedTrainer):
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         self.step_s = self.seconds(batch)
         return await super().train(iteration, batch)
+
+
+class RatedVerifier(SimulatedVerifier):
+    """A verifier whose verdicts share what it does, where that was measured."""
+
+    def __init__(self, rates: ClusterRates) -> None:
+        super().__init__(rates.verdict_s if rates.verdicts is None else 0.0)
+        self._levels = rates.verdicts
+        self._processor = SharedProcessor(cache(lambda requests: of_one(rates.verdicts or {1: 1.0}, requests)))
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
+        if self._levels is not None:
+            await self._processor.do(1.0)
+        return await super().verify(problem, response_text, deadline=deadline)

@@ -28,12 +28,19 @@ from spot_async.replicas.pool import ReplicaPool
 from spot_async.telemetry.bottleneck import Bottleneck
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.run_log import tokens_by_lag
-from spot_async.testing.services import VOCAB_SIZE, SimulatedVerifier
+from spot_async.testing.services import VOCAB_SIZE
 from spot_async.testing.simulation import make_run, policy_context
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import Asked, Workload
 from spot_async.tools.simulate.rates import ROLES, ClusterRates, reference_is_base, served_roles
-from spot_async.tools.simulate.services import RatedServer, RatedStudent, RatedTeacher, RatedTrainer, prompts
+from spot_async.tools.simulate.services import (
+    RatedServer,
+    RatedStudent,
+    RatedTeacher,
+    RatedTrainer,
+    RatedVerifier,
+    prompts,
+)
 
 WARM_UP = 2  # iterations for each n, and one more: until then a run has not found its rhythm
 
@@ -213,7 +220,7 @@ async def _finished(
             teacher=pools.get("teacher"),
             reference=pools["student" if is_base else "reference"] if policy.needs.reference else None,
             reference_is_base=is_base,
-            verifier=SimulatedVerifier(latency_s=rates.verdict_s),
+            verifier=RatedVerifier(rates),
             trainer=RatedTrainer(rates.trainer, workload.grain),
             capabilities={"student": await pools["student"].capabilities(deadline=0.0)},
             prompts=prompts(),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
+from spot_async.config import Config
+from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.bottleneck import percent
+from spot_async.telemetry.totals import shares_cores
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.page import Plot, Section, templates
 from spot_async.tools.pages.series import Series, seconds, short_number
@@ -61,6 +65,17 @@ def staleness_words(outcomes: Sequence[Outcome]) -> str:
         f"max_staleness={enough.max_staleness} brings an iteration from {strict.iteration_s:.3g} to "
         f"{enough.iteration_s:.3g} s; at these rates none can be shorter than {enough.bound.seconds:.3g} s "
         f"({enough.bound.by})"
+    )
+
+
+def sharing_words(config: Config, run: Path) -> str:
+    """Return what a simulation does not know of a run whose trainer and servers share cores; empty for others."""
+    cores = RunFiles(run).cores
+    if not shares_cores(config.model_dump(), cores):
+        return ""
+    return (
+        f"trainer and servers share the {cores or 'few'} cores of {run}: above max_staleness=0 they slow each other "
+        "down, which is not simulated"
     )
 
 

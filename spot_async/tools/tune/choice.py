@@ -1,8 +1,9 @@
 """Chooses the limits and the `max_staleness` whose simulated iteration is shortest, among those that were measured.
 
-`simulate` says how long an iteration takes; nothing here computes a time. Each stage of a server gets the same limit,
-since a strict iteration begins with rollouts alone and ends with probes alone. Of limits that are nearly as good as the
-best, the smallest is chosen: requests that wait in a server are out of our hands.
+`simulate` says how long an iteration takes; nothing here computes a time. Each server's limit is chosen as if nothing
+else took time, so that it stays right when others get faster. Each stage of a server gets the same limit, since a
+strict iteration begins with rollouts alone and ends with probes alone. Of limits that are nearly as good as the best,
+the smallest is chosen: requests that wait in a server are out of our hands.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ from spot_async.stages.services import STAGE_SERVERS
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt, Workload
 from spot_async.tools.simulate.measured import ENOUGH, Ramp, Recommendation, rates_of_ramps, running_medians
-from spot_async.tools.simulate.rates import RATES, ROLES, ClusterRates, cluster_rates, configured_slots, served_roles
+from spot_async.tools.simulate.rates import (
+    RATES,
+    ROLES,
+    ClusterRates,
+    Tree,
+    cluster_rates,
+    configured_slots,
+    served_roles,
+)
 from spot_async.tools.simulate.reading import Recorded, read_run
-from spot_async.tools.simulate.simulation import NEARLY, Outcome, simulate, simulate_one, sufficient
-from spot_async.tools.simulate.view import binding, staleness_words
+from spot_async.tools.simulate.simulation import NEARLY, simulate, simulate_one, sufficient
+from spot_async.tools.simulate.view import binding, sharing_words, staleness_words
 from spot_async.types import PolicyNeeds
 
 MOST_STALENESS = 2  # that is simulated
@@ -39,39 +48,6 @@ class Choice(NamedTuple):
     recommendations: list[Recommendation]
     advice: list[str]
     warnings: list[str]
-
-
-class Limited:
-    """The run with limits of its servers. They are by server, as requests in flight at each one."""
-
-    def __init__(self, config: Config, rates: ClusterRates, workload: Workload, ramps: Sequence[Ramp]) -> None:
-        self._config = config
-        self._rates = rates
-        self._workload = workload
-        self._stages = {ramp.server: ramp.levels[-1].stages for ramp in ramps}
-
-    def by_stage(self, limits: Mapping[str, int]) -> dict[str, int]:
-        """Return the limits of the stages, each of which is for all servers of a role together."""
-        return {
-            stage: level * (1 if server == "verifier" else self._rates.of(server).replicas or 1)
-            for server, level in limits.items()
-            for stage in STAGE_SERVERS
-            if stage in self._stages[server]
-        }
-
-    def iteration_s(self, limits: Mapping[str, int], staleness: int, iterations: int = COMPARED) -> float:
-        return simulate_one(self._run(limits), self._rates, self._workload, staleness, iterations).iteration_s
-
-    def outcomes(self, limits: Mapping[str, int], most_staleness: int) -> list[Outcome]:
-        run = self._run(limits)
-        return simulate(run, self._rates, self._workload, most_staleness=most_staleness, iterations=ITERATIONS)
-
-    def _run(self, limits: Mapping[str, int]) -> Config:
-        stages = {
-            stage: getattr(self._config.stages, stage).model_copy(update={"concurrency": limit})
-            for stage, limit in self.by_stage(limits).items()
-        }
-        return self._config.model_copy(update={"stages": self._config.stages.model_copy(update=stages)})
 
 
 def check_run(run: Path, config: Config) -> None:
@@ -90,36 +66,30 @@ def choose(
     """Return what follows from the ramps.
 
     `prompts` have the lengths that were met while tuning. A `run` has its own and its trainer, and what it says of
-    servers counts as for `simulate --from`. Without one, training takes no time, and `max_staleness` stays.
+    servers counts as for `simulate --from`. Without one, training takes no time, and `max_staleness` stays. It also
+    stays where trainer and servers share cores.
     """
     recorded = Recorded({}, None) if run is None else read_run(run, config)
-    known = rates_of_ramps(ramps) | recorded.rates
-    unknown = [name for name in (*served_roles(config, needs), "trainer") if name not in known]
-    at_once = {name: dict.fromkeys(RATES if name in ROLES else ["tokens_per_s"], AT_ONCE) for name in unknown}
-    sources = [at_once, configured_slots(config, needs), rates_of_ramps(ramps), recorded.rates]
-    rates = cluster_rates(sources, config, needs, knows_lengths=True)
     workload = Workload.of(recorded.lengths or RecordedLengths(prompts), config.sampling.max_response_tokens)
-    whole = [ramp for ramp in ramps if ramp.is_whole]
-    limited = Limited(config, rates, workload, whole)
-    if run is None:
-        limits = shortest(limited, whole, config.max_staleness)
-        chosen = limited.outcomes(limits, config.max_staleness)[-1]
-        found, advice = [], binding(chosen)
-    else:
-        widest = {ramp.server: not_slower(ramp)[-1] for ramp in whole}
-        limits = shortest(limited, whole, sufficient(limited.outcomes(widest, MOST_STALENESS)).max_staleness)
-        chosen = sufficient(outcomes := limited.outcomes(limits, MOST_STALENESS))
-        advice = [staleness_words(outcomes), *binding(chosen)]
+    limits = {ramp.server: limit for ramp in ramps if (limit := enough(config, needs, ramp, workload)) is not None}
+    limited = with_limits(config, stage_limits(config, ramps, limits))
+    rates, unknown = _rates(config, needs, [rates_of_ramps(ramps), recorded.rates])
+    sharing = "" if run is None else sharing_words(config, run)
+    decides = run is not None and not sharing  # on the staleness
+    most = MOST_STALENESS if decides else config.max_staleness
+    outcomes = simulate(limited, rates, workload, most_staleness=most, iterations=ITERATIONS)
+    chosen = sufficient(outcomes) if decides else outcomes[-1]
+    advice, found = [*binding(chosen), *filter(None, [sharing])], []
+    if decides:
+        advice = [staleness_words(outcomes), *advice]
         reason = f"with the trainer and the lengths of {run}: {advice[0]}"
         found = [_recommended("max_staleness", config.max_staleness, chosen.max_staleness, reason)]
-    before_s = limited.iteration_s({}, chosen.max_staleness, ITERATIONS)
+    before_s = simulate_one(config, rates, workload, chosen.max_staleness, ITERATIONS).iteration_s
     times = f"a simulated iteration takes {seconds(chosen.iteration_s)}, and {seconds(before_s)} as configured"
-    reasons = {
-        ramp.server: f"{_measured(ramp, limits[ramp.server])}; {times}" for ramp in whole if ramp.server in limits
-    }
-    for stage, limit in limited.by_stage(limits).items():
+    reasons = {ramp.server: _measured(ramp, limits[ramp.server]) for ramp in ramps if ramp.server in limits}
+    for stage, limit in stage_limits(config, ramps, limits).items():
         now, reason = getattr(config.stages, stage).concurrency, reasons[STAGE_SERVERS[stage]]
-        found.append(_recommended(f"stages.{stage}.concurrency", now, limit, reason))
+        found.append(_recommended(f"stages.{stage}.concurrency", now, limit, f"{reason}; {times}"))
     if unknown:
         advice.append(f"simulated as if it took no time, since nobody has measured it: {', '.join(unknown)}")
     advice += [f"the {ramp.server} answers at once: no limit of its stages matters" for ramp in ramps
@@ -132,25 +102,53 @@ def choose(
     )
 
 
-def shortest(limited: Limited, ramps: Sequence[Ramp], staleness: int) -> dict[str, int]:
-    """Return the smallest measured limit of each server with which a simulated iteration is nearly the shortest.
-
-    A server of which none is so has no limit here, and its own stays.
+def enough(config: Config, needs: PolicyNeeds, ramp: Ramp, workload: Workload) -> int | None:
+    """Return the smallest measured level with which a simulated strict iteration is nearly the shortest, while all but
+    this server take no time. None if none is, or if more than was measured may be better.
     """
-    limits = {ramp.server: not_slower(ramp)[-1] for ramp in ramps}
-    best_s = min(limited.iteration_s({}, staleness), limited.iteration_s(limits, staleness))
-    for ramp in ramps:
-        levels = not_slower(ramp)
+    if not ramp.is_whole:
+        return None
+    rates, _ = _rates(config, needs, [rates_of_ramps([ramp])])
 
-        def is_enough(level: int, server: str = ramp.server) -> bool:
-            return limited.iteration_s({**limits, server: level}, staleness) <= NEARLY * best_s
+    def iteration_s(level: int | None) -> float:
+        limits = {} if level is None else {ramp.server: level}
+        limited = with_limits(config, stage_limits(config, [ramp], limits))
+        return simulate_one(limited, rates, workload, 0, COMPARED).iteration_s
 
-        place = bisect_left(levels, True, key=is_enough)  # within these, more in flight is no slower
-        if place < len(levels):
-            limits[ramp.server] = levels[place]
-        else:
-            del limits[ramp.server]
-    return limits
+    levels = not_slower(ramp)
+    best_s = min(iteration_s(None), iteration_s(levels[-1]))
+    place = bisect_left(levels, True, key=lambda level: iteration_s(level) <= NEARLY * best_s)
+    return levels[place] if place < len(levels) else None
+
+
+def stage_limits(config: Config, ramps: Sequence[Ramp], limits: Mapping[str, int]) -> dict[str, int]:
+    """Return the limits of the stages from those of their servers, each for all servers of a role together."""
+    asked = {stage for ramp in ramps for level in ramp.levels for stage in level.stages}
+    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference or config.student}
+    numbers = {role: len(model.backend.servers()) for role, model in models.items() if model is not None}
+    return {
+        stage: limits[server] * numbers.get(server, 1)
+        for stage, server in STAGE_SERVERS.items()
+        if stage in asked and server in limits
+    }
+
+
+def with_limits(config: Config, limits: Mapping[str, int]) -> Config:
+    stages = {
+        stage: getattr(config.stages, stage).model_copy(update={"concurrency": limit})
+        for stage, limit in limits.items()
+    }
+    return config.model_copy(update={"stages": config.stages.model_copy(update=stages)})
+
+
+def _rates(config: Config, needs: PolicyNeeds, sources: Sequence[Tree]) -> tuple[ClusterRates, list[str]]:
+    """Return the rates of these sources, and the names of what none of them knows, which then takes no time."""
+    unknown = [
+        name for name in (*served_roles(config, needs), "trainer") if not any(name in source for source in sources)
+    ]
+    at_once = {name: dict.fromkeys(RATES if name in ROLES else ["tokens_per_s"], AT_ONCE) for name in unknown}
+    every = [at_once, configured_slots(config, needs), *sources]
+    return cluster_rates(every, config, needs, knows_lengths=True), unknown
 
 
 def not_slower(ramp: Ramp) -> list[int]:
