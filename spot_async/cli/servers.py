@@ -43,7 +43,7 @@ def check(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="override any key of CONFIG; of FILE, of a problem set: fields.answer=gold"
+            metavar="[KEY=VALUE]...", help="override any key of CONFIG; of FILE, of a problem set: layout=dapo"
         ),
     ] = None,
     no_servers: Annotated[
@@ -57,7 +57,6 @@ def check(
     against: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="an evaluation set to look for; may be given again")
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="of FILE: short for layout=NAME; see docs/data.md")] = None,
     verifier: Annotated[str | None, typer.Option(metavar="KIND", help="of FILE; default: boxed_match")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR", help="whose tokenizer renders prompts of FILE")] = None,
 ) -> None:
@@ -75,16 +74,15 @@ def check(
     if not target.endswith((".yaml", ".yml")):
         if no_servers or earlier or json or directory:
             fail(ConfigError("--no-servers, --from, --json and --directory are for a run's YAML file"), code=2)
-        chosen = [*(settings or ()), *([f"layout={layout}"] if layout else ())]
-        _check_file(target, chosen, against or (), verifier, model)
+        _check_file(target, settings or (), against or (), verifier, model)
         return
     from spot_async.checks.machine import check_room
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.tools.check import command
 
     try:
-        if layout or verifier or model:
-            raise ConfigError("--layout, --verifier and --model are for files; CONFIG names them")
+        if verifier or model:
+            raise ConfigError("--verifier and --model are for files; CONFIG names them")
         config = downloaded(load_config(Path(target), settings or ()), weights=() if no_servers else ROLES)
         plan = plan_training(config)
         path = RunDirectory.choose_path(config, name_of(Path(target)))

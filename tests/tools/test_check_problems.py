@@ -142,7 +142,7 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     assert (code, "name its column in fields.problem, or another layout" in " ".join(output.split())) == (2, True)
     code, output = check(str(tmp_path))
     assert output == f"error: {tmp_path} is a directory: name the files in it\n"
-    code, output = check(train, "--layout", "maths")
+    code, output = check(train, "layout=maths")
     assert (code, output.startswith("error: layout")) == (2, True), output
     assert check(str(tmp_path / "none.jsonl"))[0] == 2
     prose = write(tmp_path, [{"problem": "p", "answer": "It sold 24 clips in all."}], "prose.jsonl")

@@ -20,6 +20,7 @@ from spot_async.tools.forecast.measurement import Measurement
 from spot_async.tools.forecast.running import ForecastOptions, measure, policy_keys
 from spot_async.tools.forecast.verdict import Verdict, judge
 from spot_async.tools.forecast.view import OUTCOME_STYLES, forecast_page, terminal_tables
+from spot_async.tools.pages.page import write_files
 
 FORMAT = 1  # raised when the file can no longer be read as before
 
@@ -57,11 +58,7 @@ def check_output(output: Path) -> None:
 
 def write(found: ForecastFile, output: Path, page: str) -> None:
     """Write the file and the page beside it. Raises DataError if one cannot be written."""
-    for path, content in ((output, msgspec.json.encode(found) + b"\n"), (output.with_suffix(".html"), page.encode())):
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with -o") from None
+    write_files({output: msgspec.json.encode(found) + b"\n", output.with_suffix(".html"): page.encode()}, "-o")
 
 
 def show(screen: Console, config: Config, measurement: Measurement, options: ForecastOptions, notes: list[str]) -> None:

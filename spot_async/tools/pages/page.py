@@ -106,6 +106,15 @@ def page_path(run: Path, name: str, html: Path | None) -> Path:
     return html or run / name
 
 
+def write_files(contents: Mapping[Path, bytes], option: str) -> None:
+    """Write files that the command line's `option` named. Raises DataError if one cannot be written."""
+    for path, content in contents.items():
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with {option}") from None
+
+
 def write_page(screen: Console, path: Path, page: str, *, is_named: bool) -> None:
     """Write a page. Under a name that the user did not give, whatever is there is replaced: it may be a link."""
     data = page.encode("utf-8", errors="replace")  # names of files may be no UTF-8

@@ -14,7 +14,8 @@ from spot_async.base.tasks import root_cause
 from spot_async.base.text import rough_time
 from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
-from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.errors import ConfigError, SpotError
+from spot_async.tools.pages.page import write_files
 from spot_async.tools.simulate.data_sheet import data_sheet_rates, data_sheet_words
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
 from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates, configured_slots
@@ -85,10 +86,7 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
         for line in lines:
             screen.print(Text(line), soft_wrap=True)
     if options.page is not None:
-        try:
-            options.page.write_text(simulation_page(source.stem, outcomes, lines), encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"--page {options.page}: cannot be written ({error.strerror}): name another") from None
+        write_files({options.page: simulation_page(source.stem, outcomes, lines).encode()}, "--page")
         if not options.is_json:
             screen.print(Text(f"page: {options.page}"))
 

@@ -15,9 +15,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, Section, templates
+from spot_async.tools.pages.page import Plot, Section, templates, write_files
 from spot_async.tools.pages.series import Series, seconds, short_number
 from spot_async.tools.simulate.measured import Ramp, Recommendation, Tuning
 
@@ -172,11 +172,7 @@ def write(tuning: Tuning, config: Path, output: Path, overrides: list[str], page
         output.with_suffix(".json"): as_json(tuning),
         output.with_suffix(".html"): page.encode(),
     }
-    for path, content in contents.items():
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({error.strerror}): name another file with -o") from None
+    write_files(contents, "-o")
 
 
 def _comment(texts: list[str], indent: int = 0) -> list[str]:
