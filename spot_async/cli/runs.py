@@ -116,8 +116,8 @@ def train(
         )
 
         directory = RunDirectory.create(path, settings) if begun is None else begun.directory
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    except SpotError as error:
+        fail(error, code=exit_code(error))
 
     if begun is not None:
         step = begun.checkpoint.manifest.step

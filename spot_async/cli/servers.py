@@ -89,8 +89,8 @@ def check(
         found = command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
         if not json:
             command.show_run(screen, config, plan, path, found, against or ())
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    except SpotError as error:
+        fail(error, code=exit_code(error))
     diagnosis = None
     if not no_servers:
         try:
@@ -115,9 +115,8 @@ def _check_file(
 
     try:
         is_verifiable = show_file(screen, path, settings, against, verifier, model)
-    except (SpotError, ExceptionGroup) as error:
-        cause = root_cause(error)
-        fail(cause, code=exit_code(cause))
+    except SpotError as error:
+        fail(error, code=exit_code(error))
     if not is_verifiable:
         raise typer.Exit(1)
 

@@ -183,6 +183,9 @@ def test_a_verifier_that_does_not_start_is_one_line(tmp_path, monkeypatch):
     (line,) = [line for line in output.splitlines() if line.startswith("error")]
     assert (code, "verification workers do not start" in line, "No such file" in line) == (1, True, True), output
     assert "Traceback" not in output
+    code, output = check("configs/quickstart.yaml", "--no-servers", f"data.train={file}", "verifier=math_verify",
+                         "prompt.instruction=", "sampling.max_prompt_tokens=64", *SMALL, "evaluation=null")  # fmt: skip
+    assert (code, "verification workers do not start" in output, "Traceback" in output) == (1, True, False), output
 
 
 def canonical(name, layout="auto"):

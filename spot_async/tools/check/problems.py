@@ -12,6 +12,7 @@ from string import ascii_uppercase
 import numpy as np
 
 from spot_async.base import registry
+from spot_async.base.tasks import root_cause
 from spot_async.config import PluginSettings, ProblemSetConfig
 from spot_async.config.loading import parse_yaml, validate_as
 from spot_async.data.problem_set import identity, load_problem_set
@@ -126,12 +127,15 @@ class GoldCheck:
 
 
 async def check_set(judged: JudgedSet) -> GoldCheck | None:
-    """Verify every answer of a set against itself; None if nobody judges them."""
+    """Verify every answer of a set against itself; None if nobody judges them. Raises what starts no verifier."""
     if judged.verifier is None:
         return None
     verifier: Verifier = registry.load("verifiers", judged.verifier.kind)(judged.verifier)
-    async with verifier:
-        return await check_golds(judged.problems, verifier)
+    try:
+        async with verifier:
+            return await check_golds(judged.problems, verifier)
+    except ExceptionGroup as failures:
+        raise root_cause(failures) from None
 
 
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
