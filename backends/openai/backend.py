@@ -301,8 +301,7 @@ class OpenAIBackend(RemoteBackend):
             return prompt_rows(choice, sent_ids)
         tokens = None if sent_ids is None else len(sent_ids)
         if tokens is None and dialect.scoring == "echo_and_generate" and choice.logprobs is not None:
-            stated = reply.usage.prompt_tokens if reply.usage is not None else None
-            tokens = stated if stated is not None else len(choice.logprobs.tokens) - 1
+            tokens = reply.prompt_tokens if reply.prompt_tokens is not None else len(choice.logprobs.tokens) - 1
         rows = echoed_rows(choice, self._texts if dialect.keyed_by_text else None, tokens=tokens)
         if sent_ids is not None:
             differ = [read for read, ours in zip(rows.token_ids, sent_ids, strict=True) if read not in (UNKNOWN, ours)]

@@ -178,7 +178,7 @@ class _Discovery:
         choice = reply.only
         return replace(
             asked,
-            prepends_start=_prompt_tokens(reply) == len(self._prompt_ids) + 1,
+            prepends_start=reply.prompt_tokens == len(self._prompt_ids) + 1,
             generation_logprobs=choice.logprobs is not None,
             sampled_token_ids=_names_ids(choice) and choice.logprobs is not None,
         )
@@ -187,8 +187,8 @@ class _Discovery:
         prompt = self._prompt(asked)
         body = {"model": asked.model, "prompt": prompt, "max_tokens": 1, **asked.extra, **more}
         reply = await self._ask(body)
-        if reply is not None and asked.token_id_prompts and _prompt_tokens(reply) not in (None, len(self._prompt_ids)):
-            read = f"read {_prompt_tokens(reply)} tokens where {len(self._prompt_ids)} were sent"
+        if reply is not None and asked.token_id_prompts and reply.prompt_tokens not in (None, len(self._prompt_ids)):
+            read = f"read {reply.prompt_tokens} tokens where {len(self._prompt_ids)} were sent"
             self._refused.append((question(COMPLETIONS, body), read))
             return None  # it took the list of ids for something else
         return reply
@@ -231,13 +231,18 @@ class _Discovery:
                 return False
             return True
 
-        taken: dict[str, Any] = {name: values[0] for name, values in wanted.items()}
-        if taken and not await takes(taken):
-            taken = {}
-            for name, value in ((name, value) for name, values in wanted.items() for value in values):
-                if name not in taken and await takes({name: value}):
-                    taken[name] = value
-        return replace(dialect, neutral=taken)
+        async def taken(names: Sequence[str]) -> dict[str, Any]:
+            """Return which of these fields it takes. Halves are asked for, since each answer may cost something."""
+            for values in zip(*(wanted[name] for name in names), strict=False):
+                fields = dict(zip(names, values, strict=True))
+                if await takes(fields):
+                    return fields
+            if len(names) == 1:
+                return {}
+            half = len(names) // 2
+            return await taken(names[:half]) | await taken(names[half:])
+
+        return replace(dialect, neutral=await taken(list(wanted)) if wanted else {})
 
     async def _scoring(self, dialect: Dialect) -> Dialect:
         ways: tuple[Scoring, ...] = ("prompt_logprobs", "echo", "echo_and_generate")
@@ -359,10 +364,6 @@ class _Discovery:
             self._has_failed = self._has_failed or failed_at(error)
             self._refused.append((asked, str(error).partition(": ")[2]))
             raise error if isinstance(error, UnsupportedError) else UnsupportedError(str(error)) from None
-
-
-def _prompt_tokens(reply: Completion) -> int | None:
-    return reply.usage.prompt_tokens if reply.usage is not None else None
 
 
 def _names_ids(choice: Choice) -> bool:

@@ -74,6 +74,10 @@ class Completion(msgspec.Struct):
     usage: Usage | None = None
 
     @property
+    def prompt_tokens(self) -> int | None:
+        return self.usage.prompt_tokens if self.usage is not None else None
+
+    @property
     def only(self) -> Choice:
         return only(self.choices)
 

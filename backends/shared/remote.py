@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,17 +24,15 @@ import msgspec
 from spot_async.config import backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles, read_model
-from spot_async.spending.account import Account, Charge
+from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Traffic
 
 from .bodies import (
-    ANSWER_BYTES,
     LARGE_REPLY_BYTES,
     StepRunner,
     Steps,
-    Turn,
     largest_reply_bytes,
     read_aside,
     run_at_once,
@@ -48,56 +46,6 @@ from .settings import AttachedSettings
 JSON = "application/json"
 
 T = TypeVar("T")
-
-
-class Meter:
-    """Sends one server's requests, and charges them to the account."""
-
-    def __init__(self, role: str, name: str, account: Account) -> None:
-        """`name` is the server's. The account keeps its sums apart by this name."""
-        self.role = role
-        self.name = name
-        self.account = account
-        self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
-
-    async def post(
-        self,
-        endpoint: HttpEndpoint,
-        path: str,
-        body: bytes,
-        *,
-        deadline: float,
-        resend: bool,
-        size: Size | None,
-        turn: Turn,
-    ) -> bytes:
-        """Send a request and return the reply's body.
-
-        A request with a `size` is one that the model works for. It waits for its turn and is charged. If it costs
-        money, it is not sent again here: whoever asked for it may send it again, and is charged again.
-        """
-        ask = functools.partial(endpoint.post, path, body, content_type=JSON, deadline=deadline, turn=turn)
-        if size is None:
-            return await ask(resend=resend, largest=ANSWER_BYTES)
-        async with self._charged(size, deadline) as charge:
-            charge.sent(body)
-            largest = largest_reply_bytes(size.counted.tokens, size.logprobs)
-            reply = await ask(resend=resend and not self.account.is_metered, largest=largest)
-            used = charge.answered(reply)
-        endpoint.traffic.prompt_tokens += used.prompt_tokens
-        endpoint.traffic.cached_tokens += used.cached_tokens
-        endpoint.traffic.completion_tokens += used.completion_tokens
-        return reply
-
-    @contextlib.asynccontextmanager
-    async def _charged(self, size: Size, deadline: float) -> AsyncIterator[Charge]:
-        limit = self.account.rate_limit if self.account.is_limited else self._own_rate_limit
-        async with self.account.request(self.name, size, limit, deadline) as charge:
-            try:
-                yield charge
-            except RequestError as error:
-                charge.was_sent = not _never_left(error)
-                raise
 
 
 def _never_left(error: BaseException | None) -> bool:
@@ -134,7 +82,8 @@ class RemoteServer:
         self._where = settings.where
         self.files: ModelFiles = read_model(role, model)
         self.endpoint: HttpEndpoint
-        self.meter = Meter(role, self.name, settings.open_account(role))
+        self.account = settings.open_account(role)
+        self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
         self._run_directory = run_directory
         self._kind = kind
         self._launched: LaunchedServer | None = None
@@ -218,13 +167,7 @@ class RemoteServer:
 
         `decode` raises a `RequestError`, or one of `failures.UNREADABLE` for a reply that cannot be read.
         """
-        sent = msgspec.json.encode(body)
-        with self.endpoint.turn() as turn:
-            reply = await self.meter.post(
-                self.endpoint, path, sent, deadline=deadline, resend=resend, size=size, turn=turn
-            )
-            with self.endpoint.reading("POST", path, sent, reply):
-                return await read_aside(reply, decode)
+        return await self._asked(path, body, lambda reply: read_aside(reply, decode), deadline, resend, size)
 
     async def ask_in_steps(
         self,
@@ -236,15 +179,51 @@ class RemoteServer:
         size: Size | None = None,
     ) -> T:
         """Do as `ask`, but read a large reply on the event loop, one step of one reply in each turn."""
+
+        async def read(reply: bytes) -> T:
+            steps = decode(reply)
+            return await self._steps.run(steps) if len(reply) > LARGE_REPLY_BYTES else run_at_once(steps)
+
+        return await self._asked(path, body, read, deadline, True, size)
+
+    async def _asked(
+        self,
+        path: str,
+        body: object,
+        read: Callable[[bytes], Awaitable[T]],
+        deadline: float,
+        resend: bool,
+        size: Size | None,
+    ) -> T:
         sent = msgspec.json.encode(body)
         with self.endpoint.turn() as turn:
-            reply = await self.meter.post(
-                self.endpoint, path, sent, deadline=deadline, resend=True, size=size, turn=turn
+            ask = functools.partial(
+                self.endpoint.post, path, sent, content_type=JSON, deadline=deadline, resend=resend, turn=turn
             )
+            reply = await ask() if size is None else await self._charged(ask, sent, size, deadline)
             with self.endpoint.reading("POST", path, sent, reply):
-                if len(reply) > LARGE_REPLY_BYTES:
-                    return await self._steps.run(decode(reply))
-                return run_at_once(decode(reply))
+                return await read(reply)
+
+    async def _charged(self, ask: Callable[..., Awaitable[bytes]], sent: bytes, size: Size, deadline: float) -> bytes:
+        """Send a request that the model works for, in its turn, and charge it.
+
+        If it costs money, it is not sent again here: whoever asked for it may send it again, and is charged again.
+        """
+        limit = self.account.rate_limit if self.account.is_limited else self._own_rate_limit
+        again = {"resend": False} if self.account.is_metered else {}
+        async with self.account.request(self.name, size, limit, deadline) as charge:
+            charge.sent(sent)
+            try:
+                reply = await ask(largest=largest_reply_bytes(size.counted.tokens, size.logprobs), **again)
+            except RequestError as error:
+                charge.was_sent = not _never_left(error)
+                raise
+            used = charge.answered(reply)
+        traffic = self.endpoint.traffic
+        traffic.prompt_tokens += used.prompt_tokens
+        traffic.cached_tokens += used.cached_tokens
+        traffic.completion_tokens += used.completion_tokens
+        return reply
 
     def _launch(self, launch: LaunchSettings) -> LaunchedServer:
         if self._kind.make_command is None:
@@ -298,11 +277,11 @@ class RemoteBackend:
 
     @property
     def account(self) -> Account:
-        return self._server.meter.account
+        return self._server.account
 
     @account.setter
     def account(self, shared: Account) -> None:
-        self._server.meter.account = shared
+        self._server.account = shared
 
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:

@@ -30,7 +30,7 @@ async def ask(port, tmp_path, *, times=1, **settings):
                 await server.post("/v1/completions", {}, dict, deadline=deadline, size=SIZE)
             except TransientError as error:
                 raised.append(error)
-    return server.meter.account, raised
+    return server.account, raised
 
 
 class Closing:
