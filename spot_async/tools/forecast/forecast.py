@@ -54,17 +54,6 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
     settled_gain: Estimate | None
 
 
-class GammaRow(msgspec.Struct, frozen=True, kw_only=True):
-    gamma: float
-    first_order: Estimate | None
-    gain: Estimate | None
-
-
-class BetaRow(msgspec.Struct, frozen=True, kw_only=True):
-    beta: float
-    settled_gain: Estimate | None
-
-
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     """The selected positions at which the student had sampled one token."""
 
@@ -76,13 +65,13 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run with other keys could expect."""
+    """What a run with other keys could expect. Files of earlier versions have less in some rows."""
 
-    changes: dict[str, float]  # by key of `policy`; empty for the configuration as it is
+    changes: dict[str, float] = {}  # by key of `policy`; empty for the configuration as it is
     gain: Estimate | None
-    kept_share: Estimate | None
-    settled_gain: Estimate | None
-    probes_per_prompt: int
+    kept_share: Estimate | None = None
+    settled_gain: Estimate | None = None
+    probes_per_prompt: int = 0
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +88,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     by_teacher_rank: list[RankRow]
     by_student_rank: list[RankRow]
     by_tier: list[TierRow]  # empty where problems have no tiers
-    by_gamma: list[GammaRow]
-    by_beta: list[BetaRow]
+    by_gamma: list[KeyRow]
+    by_beta: list[KeyRow]
     by_keys: list[KeyRow]
     never_correct: int  # positions at which no probe was correct
     always_correct: int  # positions at which every probe was
@@ -135,14 +124,12 @@ def make_forecast(
         by_teacher_rank=rank_rows(positions, positions.prior, np.arange(positions.prior.shape[-1])),
         by_student_rank=student_rank_rows(positions),
         by_tier=tier_rows(measured, keys),
-        by_gamma=gamma_rows(positions, keys),
-        by_beta=[
-            BetaRow(
-                beta=beta, settled_gain=estimate(sums, partial(settled_gain, msgspec.structs.replace(keys, beta=beta)))
-            )
-            for beta in BETAS
+        by_gamma=[
+            key_row(measured, keys, {"gamma": gamma})
+            for gamma in sorted({*GAMMAS, *([keys.gamma] if keys.gamma else [])})
         ],
-        by_keys=key_rows(measured, keys),
+        by_beta=[key_row(measured, keys, {"beta": beta}) for beta in BETAS],
+        by_keys=[key_row(measured, keys, changes) for changes in ({}, *changes_to_try(measured, keys))],
         never_correct=int((positions.correct == 0).all(axis=-1).sum()),
         always_correct=int((shares == 1.0).all(axis=-1).sum()),
         score_parts=mean_parts(of_all),
@@ -267,48 +254,21 @@ def tier_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list[Tier
     return rows
 
 
-def gamma_rows(positions: Positions, keys: PolicyKeys) -> list[GammaRow]:
-    """Return the gain at many gammas, with the configured number of probes, and what the first order makes of it."""
-    table = positions.prior, positions.correct, positions.judged
-    count = positions.per_prompt(np.ones(len(positions.owner)))
-    variance = positions.per_prompt(values.value_variance(*table))
-    rows = []
-    for gamma in sorted({*GAMMAS, *([keys.gamma] if keys.gamma else [])}):
-        gains = positions.per_prompt(values.gain(*table, gamma=gamma, probes=keys.probes))
-        rows.append(
-            GammaRow(
-                gamma=gamma,
-                first_order=estimate({"gain": gamma * variance, "count": count}, ratio("gain", "count")),
-                gain=estimate({"gain": gains, "count": count}, ratio("gain", "count")),
-            )
-        )
-    return rows
-
-
-def key_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list[KeyRow]:
-    """Return what other keys would bring: each by itself, and gamma and beta together.
-
-    The first row changes nothing.
-    """
-    of_rollouts = rollout_sums(measured)
-    rows = []
-    for changes in ({}, *changes_to_try(measured, keys)):
-        other = msgspec.structs.replace(keys, **changes)
-        sums = of_rollouts | decision_sums(positions_of(measured, other), other)
-        rows.append(
-            KeyRow(
-                changes=dict(changes),
-                gain=estimate(sums, ratio("gain", "positions")),
-                kept_share=estimate(sums, ratio("kept", "positions")),
-                settled_gain=estimate(sums, partial(settled_gain, other)),
-                probes_per_prompt=other.probes_per_prompt,
-            )
-        )
-    return rows
+def key_row(measured: Sequence[MeasuredPrompt], keys: PolicyKeys, changes: Mapping[str, float]) -> KeyRow:
+    """Return what other keys would bring."""
+    other = msgspec.structs.replace(keys, **changes)
+    sums = rollout_sums(measured) | decision_sums(positions_of(measured, other), other)
+    return KeyRow(
+        changes=dict(changes),
+        gain=estimate(sums, ratio("gain", "positions")),
+        kept_share=estimate(sums, ratio("kept", "positions")),
+        settled_gain=estimate(sums, partial(settled_gain, other)),
+        probes_per_prompt=other.probes_per_prompt,
+    )
 
 
 def changes_to_try(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list[Mapping[str, float]]:
-    """Return changes of keys, by their names in `policy`."""
+    """Return changes of keys, by their names in `policy`: each by itself, and gamma and beta together."""
     most_probes = min(
         (each.judged for prompt in measured for position in prompt.positions for each in position.candidates), default=0
     )

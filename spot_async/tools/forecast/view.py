@@ -176,9 +176,10 @@ def len_known(found: Forecast) -> int:
 
 def gain_section(found: Forecast) -> Section:
     """Return plots of the gain by gamma, and of what is reached of it by beta."""
-    exact = [(row.gamma, row.gain) for row in found.by_gamma if row.gain is not None]
-    first = [(row.gamma, row.first_order.value) for row in found.by_gamma if row.first_order is not None]
-    reached = [(row.beta, row.settled_gain) for row in found.by_beta if row.settled_gain is not None]
+    exact = [(row.changes["gamma"], row.gain) for row in found.by_gamma if row.gain is not None]
+    variance = found.figures["value_variance"]
+    first = [] if variance is None else [(gamma, gamma * variance.value) for gamma, _ in exact]
+    reached = [(row.changes["beta"], row.settled_gain) for row in found.by_beta if row.settled_gain is not None]
     highest = max((each.high for _, each in exact), default=0.0)
     keys = found.keys
     plots = []
