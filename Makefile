@@ -113,8 +113,7 @@ types: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/python -m spot_async.tools.config_docs > docs/configuration.md
-	$(BIN)/python -m spot_async.tools.library_docs docs/library.md
+	$(BIN)/python tests/support/generated_docs.py
 
 # What there is: lines, modules, wide functions, circles, commands, keys and pages. CONTRIBUTING.md has the table.
 house: install

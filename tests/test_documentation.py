@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import generated_docs
 import pytest
 import typer
 import yaml
@@ -18,7 +19,6 @@ from spot_async.config import Config
 from spot_async.config.loading import load_config, validate
 from spot_async.testing.conformance import test_generation, test_scoring, test_service, test_weights
 from spot_async.testing.conformance.contract import CHECKS
-from spot_async.tools import config_docs, library_docs
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "examples", "experiments", "benchmarks")
@@ -44,12 +44,12 @@ def configuration_examples() -> list[Any]:
 
 def test_the_configuration_page_is_current():
     current = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert current == config_docs.page(), "run `make docs` and commit docs/configuration.md"
+    assert current == generated_docs.page(), "run `make docs` and commit docs/configuration.md"
 
 
 def test_the_records_on_the_library_page_are_current():
     current = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    assert current == library_docs.renewed(current), "run `make docs` and commit docs/library.md"
+    assert current == generated_docs.renewed(current), "run `make docs` and commit docs/library.md"
     for field in ("policy_mask", "offsets", "valid", "finish_reason"):
         assert re.search(rf"^    {field}: ", current, flags=re.M), field
 
