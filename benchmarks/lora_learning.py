@@ -5,7 +5,7 @@
 The learning rate of each way to train is chosen by one rule that sees OPD alone: of the rates of a grid, that with the
 highest Avg@8 after training, with a seed that the table does not use. All methods then have this rate. Every cell is a
 whole run of a file of `configs/running_sum`, in a directory of its own. Finished runs are not made again, so the
-command goes on where it was stopped. Wall times are not compared: runs may share the machine (`--at-once`).
+command continues where it was stopped. Wall times are not compared: runs may share the machine (`--at-once`).
 """
 
 from __future__ import annotations

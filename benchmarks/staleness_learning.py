@@ -3,9 +3,9 @@
     python benchmarks/staleness_learning.py runs/staleness
 
 Every cell is a whole run of `configs/quickstart.yaml` with other keys, in a directory of its own. Finished runs are not
-made again, so the command goes on where it was stopped. The table has Avg@8 and Pass@8 after training, as the mean over
-the seeds with its standard error; the change to the strict run of the same seed, paired; and the mean lag of the tokens
-that were trained on. Wall times are not compared: runs may share the machine (`--at-once`).
+made again, so the command continues where it was stopped. The table has Avg@8 and Pass@8 after training, as the mean
+over the seeds with its standard error; the change to the strict run of the same seed, paired; and the mean lag of the
+tokens that were trained on. Wall times are not compared: runs may share the machine (`--at-once`).
 
 `--behaviors served` pushes on gaps that have closed since, which is what `recomputed` mends (docs/methods.md).
 """

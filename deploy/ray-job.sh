@@ -1,5 +1,5 @@
 #!/bin/bash
-# A run as a job of a Ray cluster. The same command again goes on with a run that was stopped:
+# A run as a job of a Ray cluster. The same command again continues a run that was stopped:
 #
 #   export RAY_API_SERVER_ADDRESS=http://HEAD:8265
 #   deploy/ray-job.sh /shared/my.yaml [KEY=VALUE ...]

@@ -355,7 +355,7 @@ class Trainer(Protocol):
     async def save(self, step: int, directory: str) -> None:
         """Begin to save the state after `step` steps, at which the trainer is, into a directory.
 
-        Training may go on at once. One save is under way at a time.
+        Training may continue at once. One save is under way at a time.
         """
         ...
 

@@ -331,8 +331,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     weight_update: bool
     weights_need: str = ""  # what it lacks to take new weights, for people
     # It loads weights while requests are in flight, and names the version of each token (`Generation.version_spans`).
-    # The responses under way go on, with keys and values of the new weights from then on. False: the student's requests
-    # must have ended before an update.
+    # The responses under way continue, with keys and values of the new weights from then on. False: the student's
+    # requests must have ended before an update.
     in_flight_updates: bool = False
     # Whether it is seen after each load that it holds what it was told to load; None: the first load tells.
     weights_checked: bool | None = True

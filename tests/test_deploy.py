@@ -134,7 +134,7 @@ def test_a_ray_job_reserves_node_0_s_devices_and_has_ray_place_the_other_nodes(t
     config = load(words[at + 3 :])
     assert meets(config, {"RAY_ADDRESS": "10.0.0.9:6379"}) == (2, 0, "10.0.0.9")
     assert (config.training.ranks, config.cluster.resources, config.training.iterations) == (16, {"GPU": 8.0}, 30)
-    assert config.run.directory == "/shared/runs/my"  # the same when the run goes on
+    assert config.run.directory == "/shared/runs/my"  # the same when the run continues
     alone = ray_job(tmp_path, TRAINER_NODES="1", TRAINER_GPUS="4")
     assert "training.ranks=4" in alone
     assert not [word for word in alone if word.startswith(("cluster.nodes", "cluster.resources"))]
@@ -162,7 +162,7 @@ def test_a_jobset_names_pod_0_and_has_no_shell_before_the_run():
     assert meets(config, {"JOB_COMPLETION_INDEX": "1"}) == (job["template"]["spec"]["completions"], 1, name)
     (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["containerName"] == container["name"]
-    assert not {75, 1, 137} & set(rule["onExitCodes"]["values"])  # a restart can go on after these
+    assert not {75, 1, 137} & set(rule["onExitCodes"]["values"])  # a restart can continue after these
 
 
 def test_each_template_of_several_nodes_gives_all_of_them_the_run_s_secret():

@@ -68,7 +68,7 @@ async def _killed(settings: Any, size: str) -> dict[str, Any]:
             await trainer.train(1, trajectories(1, size, FEW))
         except TrainerError as error:
             return {"what": "rank 1 is killed", "told_after_s": time.perf_counter() - started, "said": str(error)[:300]}
-    raise SystemExit("the run went on without a rank")
+    raise SystemExit("the run continued without a rank")
 
 
 def _ranks() -> list[tuple[int, int]]:

@@ -199,7 +199,7 @@ def main() -> None:
         try:
             run(each, directory, wide=each.seed == seeds[0], keep=given.keep, extra=given.set)
         except CommandFailed as error:
-            # The other rows go on. The next start tries this one again.
+            # The other rows continue. The next start tries this one again.
             sys.stderr.write(f"{each.name} failed: {error}\n")
             return
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {each.name}\n")

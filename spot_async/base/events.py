@@ -27,8 +27,10 @@ class Channel:
         self._listeners: list[Listener] = []
 
     def subscribe(self, *listeners: Listener) -> None:
-        """They are told in this order, and before those that came earlier: the screen is there before the files are
-        open, but does not say what is not in them yet."""
+        """Listeners are called in this order, before all earlier subscribers.
+
+        So the screen, which is there before the files are open, says nothing that is not in them yet.
+        """
         self._listeners = [*listeners, *self._listeners]
 
     def publish(self, event: Event) -> None:

@@ -1,7 +1,7 @@
 """The waiting room of a stage or role: who asks for something scarce waits here until it is granted, by priority.
 
-`Mailbox` says who is next, as a pure state machine. `WaitingRoom` is the asyncio shell around it. Its owner says what
-is granted, and when. Nothing is polled.
+`TicketQueue` says who is next, as a pure state machine. `WaitingRoom` is the asyncio shell around it. Its owner says
+what is granted, and when. Nothing is polled.
 
 `Turns` are for processes that share devices. They start one after another, since each looks at what is free then.
 """
@@ -20,7 +20,7 @@ Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordin
 G = TypeVar("G")
 
 
-class Mailbox:
+class TicketQueue:
     """Tickets in order of priority, then of arrival. They may leave early."""
 
     def __init__(self, capacity: int) -> None:
@@ -33,9 +33,9 @@ class Mailbox:
         return len(self._waiting)
 
     def add(self, priority: Priority) -> int:
-        """Enter the queue and return a ticket. Admission bounds the entries, so a full mailbox is a bug."""
+        """Enter the queue and return a ticket. Admission bounds the entries, so a full one is a bug."""
         if len(self._waiting) >= self._capacity:
-            raise OverflowError(f"mailbox holds {self._capacity} requests already: admission let in too many")
+            raise OverflowError(f"{self._capacity} requests wait already: admission let in too many")
         ticket = self._arrivals
         self._arrivals += 1
         heapq.heappush(self._heap, (priority, ticket))
@@ -88,7 +88,7 @@ class WaitingRoom(Generic[A, G]):
         self._grant = grant
         self._give_back = give_back
         self._lets_pass = lets_pass
-        self._mailbox = Mailbox(capacity)
+        self._queue = TicketQueue(capacity)
         self._turns: dict[int, tuple[A, asyncio.Future[G]]] = {}
 
     def __len__(self) -> int:
@@ -96,10 +96,10 @@ class WaitingRoom(Generic[A, G]):
 
     async def enter(self, asker: A) -> G:
         """Return what the asker is granted, once it is its turn and there is some."""
-        granted = None if self._mailbox else self._grant(asker)
+        granted = None if self._queue else self._grant(asker)
         if granted is not None:
             return granted
-        ticket = self._mailbox.add(asker.priority)
+        ticket = self._queue.add(asker.priority)
         turn: asyncio.Future[G] = asyncio.get_running_loop().create_future()
         self._turns[ticket] = asker, turn
         try:
@@ -110,13 +110,13 @@ class WaitingRoom(Generic[A, G]):
                 self._give_back(turn.result())
             raise
         finally:
-            self._mailbox.discard(ticket)
+            self._queue.discard(ticket)
             del self._turns[ticket]
 
     def admit(self) -> None:
         """Grant what there is to those who wait. Called whenever there may be more of it."""
         passed: list[tuple[A, int]] = []
-        while (ticket := self._mailbox.pop()) is not None:
+        while (ticket := self._queue.pop()) is not None:
             asker, turn = self._turns[ticket]
             if turn.done():  # cancelled, and had no time yet to leave
                 continue
@@ -128,7 +128,7 @@ class WaitingRoom(Generic[A, G]):
             if not self._lets_pass(asker):
                 break
         for asker, ticket in passed:
-            self._mailbox.put_back(asker.priority, ticket)
+            self._queue.put_back(asker.priority, ticket)
 
 
 class Turns:

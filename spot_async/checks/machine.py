@@ -208,7 +208,7 @@ def check_room(path: Path, config: Config, plan: TrainPlan) -> None:
     if training.checkpoint_every and (words := shortage(path, bytes_of_first(student, training.lora))) is not None:
         raise ConfigError(
             f"run.directory: {words}: make room, give a directory on another disk, or set training.checkpoint_every=0, "
-            "without which a run that is killed cannot go on"
+            "without which a run that is killed cannot continue"
         )
     if training.weights_directory is None:
         return

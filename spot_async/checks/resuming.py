@@ -14,7 +14,7 @@ from spot_async.config import Config, leaves
 from spot_async.errors import ConfigError, DataError
 
 DIGEST_BYTES = 16
-# Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it goes on.
+# Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it lasts.
 FREE = (
     "version",
     "run.directory",

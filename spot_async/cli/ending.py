@@ -136,7 +136,7 @@ def end_stopped(number: signal.Signals, directory: RunDirectory) -> NoReturn:
 def gone(directory: RunDirectory, error: BaseException) -> StorageError:
     """Return the error of a run whose directory was taken away. It replaces the error that noticed it first."""
     return StorageError(
-        f"the run directory {directory.path} is gone: it was removed or renamed while the run went on "
+        f"the run directory {directory.path} is gone: it was removed or renamed during the run "
         f"(noticed by: {error_words(first_error(error))})"
     )
 
@@ -177,12 +177,12 @@ def saved(directory: RunDirectory) -> str:
         return f"what was saved went with {directory.path}"
     if directory.purpose == "eval":
         kept = counted(count_kept(directory.path / "evaluation.jsonl"), "judged response")
-        return f"saved: {kept}; to go on: the same command with --resume {directory.path}"
+        return f"saved: {kept}; to continue: the same command with --resume {directory.path}"
     student = directory.path / "student"
     if not student.is_symlink():
         return f"nothing was trained yet; logs are in {directory.path}"
-    go_on = f"; to go on: spot-async train --resume {directory.path}" if committed(directory.path) else ""
-    return f"saved: {student.resolve().name} as {student}, metrics and samples beside it{go_on}"
+    to_continue = f"; to continue: spot-async train --resume {directory.path}" if committed(directory.path) else ""
+    return f"saved: {student.resolve().name} as {student}, metrics and samples beside it{to_continue}"
 
 
 def fail(error: SpotError, *, code: int, note: str | None = None) -> NoReturn:
@@ -212,7 +212,7 @@ def ending_at_once() -> Iterator[None]:
     """Let Ctrl-C end this process inside. Nothing is started yet, and the threads of a download hear of nothing."""
 
     def leave(number: int, frame: Any) -> None:
-        leave_at_once("stopped by SIGINT before anything was started; the same command goes on", 128 + number)
+        leave_at_once("stopped by SIGINT before anything was started; the same command continues", 128 + number)
 
     before = signal.signal(signal.SIGINT, leave)
     try:

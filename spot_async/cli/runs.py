@@ -54,7 +54,7 @@ def train(
         typer.Option(
             "--resume",
             metavar="RUN|auto",
-            help="go on with a run that ended early, from its newest checkpoint; auto: that of CONFIG's run.directory, "
+            help="continue a run that ended early, from its newest checkpoint; auto: that of CONFIG's run.directory, "
             "which is begun if there is none",
         ),
     ] = None,
@@ -62,12 +62,12 @@ def train(
     """Train a student from a teacher, and evaluate it before and after.
 
     Writes a run directory with the trained student as a Hugging Face directory (student/), metrics.jsonl,
-    samples.jsonl (what the policy saw), the resolved configuration and all logs. A run that was killed goes on by
+    samples.jsonl (what the policy saw), the resolved configuration and all logs. A run that was killed is continued by
     --resume RUN, which needs no CONFIG.
 
     On several machines give the same command on each (docs/distributed.md).
 
-    SIGTERM and SIGUSR1 end it with a checkpoint of the step under way, and exit code 75: go on with --resume RUN.
+    SIGTERM and SIGUSR1 end it with a checkpoint of the step under way, and exit code 75: continue it with --resume RUN.
     Other exit codes: 0 done, 1 failed, 2 could not start, 3 stalled, 4 budget spent, 128 and the signal's number for
     other signals (Ctrl-C is 130), and where no checkpoint was made yet.
     """
@@ -91,7 +91,7 @@ def train(
             settings, plan, path = begun.config, begun.plan, begun.directory.path
         else:
             if config is None:
-                raise ConfigError("CONFIG: give a configuration file, or a run to go on with: --resume RUN")
+                raise ConfigError("CONFIG: give a configuration file, or a run to continue: --resume RUN")
             settings = load_config(config, overrides or ())
             path = RunDirectory.choose_path(settings, name_of(config))
             RunDirectory.check_usable(path)
@@ -121,7 +121,7 @@ def train(
 
     if begun is not None:
         step = begun.checkpoint.manifest.step
-        screen.print(f"going on after iteration {step} of {plan.schedule.iterations}: {path}", soft_wrap=True)
+        screen.print(f"continuing after iteration {step} of {plan.schedule.iterations}: {path}", soft_wrap=True)
     if len(plan.rows) > 2:  # more than read and problems
         screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
     if plan.filtered:
@@ -159,7 +159,7 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
         settings = load_config(config, overrides)
         path = settings.run.directory
         if resume == "auto" and path is not None and committed(Path(path)):
-            # Node 0 goes on with the configuration that the run began with, whatever CONFIG says by now.
+            # Node 0 continues with the configuration that the run began with, whatever CONFIG says by now.
             RunDirectory.open_own(Path(path))
             begun = load_config(Path(path) / "config.yaml", overrides)
             settings = begun.model_copy(update={"cluster": settings.cluster})
@@ -260,7 +260,7 @@ def evaluate(
     brief: Brief = False,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="RUN", help="go on with an evaluation that was stopped, in its directory"),
+        typer.Option("--resume", metavar="RUN", help="continue an evaluation that was stopped, in its directory"),
     ] = None,
 ) -> None:
     """Evaluate `student.model` on the held-out problems of the `evaluation` section.
@@ -288,7 +288,7 @@ def evaluate(
                 RunDirectory.check_usable(path, "eval")
             elif settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
                 raise ConfigError(
-                    f"run.directory={settings.run.directory}: --resume goes on in {path}; name one directory "
+                    f"run.directory={settings.run.directory}: --resume continues in {path}; name one directory "
                     "(run.directory=null takes that of the configuration away)"
                 )
             settings = downloaded(settings, weights=() if dry_run else ("student",))

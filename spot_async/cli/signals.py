@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 # Those by which schedulers and clouds announce that they need the machine. Ctrl-C is a person who wants the end now.
 SAVING = frozenset({signal.SIGTERM, signal.SIGUSR1})
-TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the run is not done, and the same command with --resume goes on with it
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the run is not done, and the same command with --resume continues it
 
 
 class Answer(Enum):

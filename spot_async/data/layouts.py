@@ -56,7 +56,7 @@ _INSTRUCTION = r"""
     )\.?
 """
 # Remove only one separator, because DAPO has different rows whose texts differ by one more blank. Do not remove an
-# instruction in front if its sentence goes on, because the rest would lose its meaning.
+# instruction in front if its sentence continues, because the rest would lose its meaning.
 _INSTRUCTION_BEFORE = re.compile(rf"\s*{_INSTRUCTION}(?:(?<=\.)(?:\n\n|\s)?|\n\n?)", re.VERBOSE | re.IGNORECASE)
 _INSTRUCTION_BEHIND = re.compile(rf"(?:\n\n|\s)?{_INSTRUCTION}\s*\Z", re.VERBOSE | re.IGNORECASE)
 

@@ -1,6 +1,6 @@
 """Keeps an evaluation's judged responses on disk, so that a killed evaluation can be continued.
 
-While the evaluation goes on, it appends them to `evaluation.jsonl.partial` in the order in which they were judged. The
+During the evaluation it appends them to `evaluation.jsonl.partial` in the order in which they were judged. The
 first line there says what they belong to. A killed evaluation leaves this file, perhaps with a torn last line; whoever
 continues it asks only for what is missing.
 

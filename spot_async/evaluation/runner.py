@@ -115,7 +115,7 @@ class ResponseSampler:
             timeout_s=self._config.timeout_s,
             attempt_timeout_s=self._config.attempt_timeout_s,
             retry=RetryPolicy(DEFAULT_ATTEMPTS),
-            mailbox_capacity=1,
+            waiting_capacity=1,
         )
         return Stage(name, pool_of(service), limits, jitter=lambda: 0.5, events=self._events)
 

@@ -47,7 +47,7 @@ class ServersStarting(Event, frozen=True):
 class StepBegan(Event, frozen=True):
     """A step of the run begins, named for people; the one before it is done.
 
-    `orchestrator` is set while it trains. In an asynchronous run that goes on while evaluations are made during it.
+    `orchestrator` is set while it trains. In an asynchronous run that continues while evaluations are made during it.
     """
 
     name: str
@@ -55,7 +55,7 @@ class StepBegan(Event, frozen=True):
 
 
 class EvaluationBegan(Event, frozen=True):
-    """An evaluation with these stages begins. It goes on until the next step."""
+    """An evaluation with these stages begins. It lasts until the next step."""
 
     stages: Sequence[Stage[Any]]
 

@@ -321,7 +321,10 @@ class Orchestrator:
     async def _end_after(
         self, pending: Sequence[asyncio.Task[Any]], finished: IterationFinished, group: asyncio.TaskGroup
     ) -> None:
-        """End an iteration behind the one before, once its weights are on disk: no file tells of others."""
+        """End an iteration after the previous one and once its weights are on disk.
+
+        So no file names weights that do not exist.
+        """
         await asyncio.wait(pending)
         self._end(finished, group)
 

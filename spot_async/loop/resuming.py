@@ -69,7 +69,7 @@ class NoLedger:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run goes on. By default it is at its beginning."""
+    """Where a run continues. By default it is at its beginning."""
 
     version: WeightVersion = INITIAL  # the weights that are trained and served
     settled: Mapping[int, PromptState] = field(default_factory=dict)  # prompts at their end, by ordinal
@@ -112,7 +112,7 @@ class StateSaver:
         await self._trainer.save(step, self._checkpoints.directory(step))
 
     async def finish(self, step: int) -> None:
-        """Wait until it is saved, and make it count. All else that a run going on from there needs is on disk."""
+        """Wait until it is saved, and make it count. All else that a run continuing from there needs is on disk."""
         assert self._checkpoints is not None
         seconds = await self._trainer.saved(step)
         await self._checkpoints.commit(step)

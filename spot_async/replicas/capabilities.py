@@ -33,7 +33,7 @@ def check_same(expected: Capabilities, name: str, found: Capabilities, what: Seq
         if getattr(expected, each) != getattr(found, each):
             raise ConfigError(
                 f"{name} serves another model ({each} {getattr(found, each)}, not {getattr(expected, each)}): give all "
-                "servers of a role the same model, and keep it while the run goes on"
+                "servers of a role the same model, and keep it during the run"
             )
 
 

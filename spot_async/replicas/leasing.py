@@ -40,7 +40,7 @@ class Errand:
         """Its server stands still for new weights. Called by the pool; what has a deadline puts it off."""
 
     def clock_started(self, now_s: float) -> None:
-        """Its server goes on, or it has left the server. Also called where the clock was not stopped."""
+        """Its server continues, or it has left the server. Also called where the clock was not stopped."""
 
     @property
     def is_suspected(self) -> bool:

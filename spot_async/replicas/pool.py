@@ -166,8 +166,8 @@ class ReplicaPool(Generic[B]):
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Send weights to all replicas that serve, at the same time.
 
-        A replica that misses them gets no requests until it has them. If all refuse them, all go on with the old ones,
-        and the first refusal is raised. If all are lost, wait for one to come back, until `deadline` (loop time).
+        A replica that misses them gets no requests until it has them. If all refuse them, all continue with the old
+        ones, and the first refusal is raised. If all are lost, wait for one to come back, until `deadline` (loop time).
         """
         await self._weights.update(snapshot, deadline=deadline)
 

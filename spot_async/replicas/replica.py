@@ -29,7 +29,7 @@ B = TypeVar("B", bound=Backend)
 
 
 class Trouble(StrEnum):
-    """Why a replica cannot go on serving as it is."""
+    """Why a replica cannot continue serving as it is."""
 
     ENDED = "its process ended"
     SILENT = "it does not answer"

@@ -14,7 +14,7 @@ evaluation-*.jsonl.partial  those of an evaluation that was stopped
 evaluation-*.json        the figures that follow from them
 summary.json             the figures of the table at the run's end
 ledger.sqlite            what became of each prompt, so that the run can be resumed
-checkpoints/step-000010/ what a resumed run goes on from: the trainer's state, and manifest.json
+checkpoints/step-000010/ what a resumed run continues from: the trainer's state, and manifest.json
 rolled-back/             weights and evaluations of iterations that a resumed run made again
 weights/step-000012/     published students; `student` points to the newest. With `training.weights_directory` those of
                          checkpoints alone
@@ -63,10 +63,10 @@ OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weigh
 OF_ITERATIONS = ("metrics.jsonl", "samples.jsonl")
 APPENDED = (*OF_ITERATIONS, "dead_letters.jsonl", "spending.jsonl")
 
-# Events in the run's log whose `reason` says why the run did not come to its end, and the one after which it goes on.
+# Events in the run's log whose `reason` says why the run did not come to its end, and the one after which it continues.
 ENDS_EARLY, STALLED, RESUMED = "ends early", "stalled", "resumed"
 ATTEMPTS_FAILED = "attempts failed"
-RESTARTED = "trainer restarted"  # the run went on from a checkpoint by itself
+RESTARTED = "trainer restarted"  # the run continued from a checkpoint by itself
 MISMATCHED = "mismatch"  # trainer and student's server differ by more than rounding
 
 CONFIGS = "configs"
@@ -196,15 +196,15 @@ class RunDirectory:
                     "null for a new one"
                 )
             if earlier.purpose == purpose == "eval":
-                advice = f"go on with the evaluation in it by --resume {path}, "
+                advice = f"continue the evaluation in it by --resume {path}, "
             elif earlier.purpose == "train" and earlier._came_to_nothing():
                 advice = f"nothing was trained in it: delete it if {earlier._last_user() or 'that run'} is over, "
             elif earlier.purpose == purpose == "train":
-                advice = f"go on with the run in it by --resume {path}, "
+                advice = f"continue the run in it by --resume {path}, "
         raise ConfigError(f"run.directory: {path} is not empty; {advice}give another, or null for a new one")
 
     def _came_to_nothing(self) -> bool:
-        """Whether a training run has trained, evaluated and sampled nothing so far. It may still be going on."""
+        """Whether a training run has trained, evaluated and sampled nothing so far. It may still be under way."""
         weights = self.path / "weights"
         return {each.name for each in self.path.iterdir()} <= OF_A_START and not (
             weights.is_dir() and any(weights.iterdir())

@@ -1,4 +1,4 @@
-"""Keeps `ledger.sqlite`: what became of every prompt of a run, so that a run that was killed can go on.
+"""Keeps `ledger.sqlite`: what became of every prompt of a run, so that a run that was killed can continue.
 
 A row is a prompt, by its ordinal. Its state is that of the admission book, with one difference: nothing here says that
 a prompt is trained. That follows from the newest manifest (`manifest.py`): batches before its step are trained. So one
@@ -220,7 +220,7 @@ class Ledger:
             self._connection.execute("update prompts set state = 'lost' where state = 'running'")
 
     def drop_samples(self, ordinals: Iterable[int]) -> None:
-        """Delete the samples of prompts that a run that goes on supervises once more."""
+        """Delete the samples of prompts that a run that continues supervises once more."""
         with self._transaction():
             self._connection.executemany(
                 "update prompts set state = 'lost', samples = null where ordinal = ?", [(each,) for each in ordinals]

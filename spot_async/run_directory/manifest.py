@@ -132,8 +132,8 @@ def check(directory: Path) -> Checkpoint:
 def prune(run: Path, *, keep: int, keep_every: int | None) -> None:
     """Delete checkpoints but the newest `keep`, and those whose step is a multiple of `keep_every`.
 
-    The newest one is checked first. If it is damaged the older ones stay, and the log says so: the run can go on, and
-    its next checkpoint may be whole.
+    The newest one is checked first. If it is damaged the older ones stay, and the log says so: the run can continue,
+    and its next checkpoint may be whole.
     """
     found = committed(run)
     if len(found) <= keep:

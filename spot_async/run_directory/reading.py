@@ -189,7 +189,7 @@ class RunFiles:
         return read_json(path, dict[str, Any]) if path.exists() else None
 
     def early_end(self) -> str | None:
-        """Return one line that says that the run ended early, and why; None if it came to its end or goes on."""
+        """Return one line that says that the run ended early, and why; None if it came to its end or continues."""
         summary = self.summary()
         if summary is not None:
             return f"The run ended early: {reason}" if (reason := summary.get("ended_early")) else None
@@ -202,13 +202,13 @@ class RunFiles:
         if reason:
             return f"The run ended early: {reason}"
         return (
-            "The run ended early, or goes on on another machine. Its log does not say why it ended: perhaps it was "
+            "The run ended early, or continues on another machine. Its log does not say why it ended: perhaps it was "
             "killed, its disk was full, or its machine went down"
         )
 
     def interruptions(self) -> list[str]:
-        """Return a line for each time that the run went on from a checkpoint."""
-        said = {RESUMED: "The run was resumed", RESTARTED: "The trainer was lost, and the run went on"}
+        """Return a line for each time that the run continued from a checkpoint."""
+        said = {RESUMED: "The run was resumed", RESTARTED: "The trainer was lost, and the run continued"}
         return [
             f"{said[each.event]} after iteration {each.step}{f': {each.reason}' if each.reason else ''}"
             for each in self._events(_Event)

@@ -132,7 +132,7 @@ def trainer_settings(
     checkpoint: Checkpoint | None = None,
     lineage: int = 0,
 ) -> TrainerSettings:
-    """Return the trainer's settings. It goes on from `checkpoint`, and its weights are of `lineage`."""
+    """Return the trainer's settings. It continues from `checkpoint`, and its weights are of `lineage`."""
     resume = None
     if checkpoint is not None:
         resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)

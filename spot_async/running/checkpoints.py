@@ -1,4 +1,4 @@
-"""Makes a run's checkpoints count, and finds where a run that ended early goes on."""
+"""Makes a run's checkpoints count, and finds where a run that ended early continues."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RunCheckpoints:
         if (words := shortage(self._run, self._expected_bytes)) is not None:
             raise StorageError(
                 f"no room for the checkpoint of iteration {iteration}: {words}: make room, or keep fewer by "
-                "training.keep_checkpoints, and go on with --resume; the checkpoints before are whole"
+                "training.keep_checkpoints, and continue it with --resume; the checkpoints before are whole"
             )
         return str(manifest.checkpoint_directory(self._run, iteration))
 
@@ -77,7 +77,7 @@ class RunCheckpoints:
 def go_back(
     directory: RunDirectory, beginning: Manifest, ledger: Ledger, *, max_staleness: int, batch_size: int
 ) -> Resumption:
-    """Undo what a run did after the step at which it begins once more, and return what an orchestrator goes on from.
+    """Undo what a run did after the step at which it begins once more, and return what an orchestrator continues from.
 
     Weights that were published since are moved aside. Doing this twice does no more than doing it once, so a kill in
     between does no harm.
@@ -102,7 +102,7 @@ def go_back(
 
 
 def put_last_evaluation_aside(run: Path) -> None:
-    """Make room for the last evaluation of a run that goes on behind its earlier end."""
+    """Make room for the last evaluation of a run that continues behind its earlier end."""
     _put_aside(run, evaluation_files(run, "after"))
 
 

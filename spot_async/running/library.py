@@ -91,7 +91,7 @@ def _in_new_loop(otherwise: str, start: Callable[[], Coroutine[Any, Any, TrainOu
 @contextmanager
 def _alone() -> Iterator[None]:
     if not _one_run.acquire(blocking=False):
-        raise SpotError("a run is going on in this process: start another after it, or in a process of its own")
+        raise SpotError("a run is under way in this process: start another after it, or in a process of its own")
     try:
         yield
     finally:

@@ -41,7 +41,7 @@ async def measure(
 ) -> EvaluationResult | None:
     """Evaluate the `weights` that are served, and write the files; return None if the configuration has no evaluation.
 
-    `when` is part of the files' names; it is empty for the only evaluation of a run directory. `beside` is what goes on
+    `when` is part of the files' names; it is empty for the only evaluation of a run directory. `beside` is what runs
     training meanwhile. Files that are there, as in a run that was resumed, are read, and nothing is asked.
     """
     if config.evaluation is None:

@@ -1,4 +1,4 @@
-"""Opens a run that ended early, to go on with it: its configuration, its newest whole checkpoint, its plan."""
+"""Opens a run that ended early, to continue it: its configuration, its newest whole checkpoint, its plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spot_async.trainer.settings import TrainerSettings, seam_words
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """A run that can go on. Nothing of its directory is changed yet."""
+    """A run that can continue. Nothing of its directory is changed yet."""
 
     config: Config
     plan: TrainPlan
@@ -34,7 +34,7 @@ def open_run(
     """Return a run that ended early. Raises ConfigError or DataError, in one line, and changes nothing.
 
     Models of the hub that are no longer in its cache are downloaded: `say` and `weights` are as in `with_downloads`.
-    `say` also gets what happens to the learning rate, if the run goes on for another number of iterations.
+    `say` also gets what happens to the learning rate, if the run continues for another number of iterations.
     """
     directory = RunDirectory.open_own(path)
     if directory.purpose == "eval":
@@ -63,7 +63,7 @@ def open_run(
 
 
 def _seam(path: Path, before: Config, config: Config, plan: TrainPlan, step: int) -> str:
-    """Return what happens to the learning rate where the run goes on; empty if it goes on as the last part planned."""
+    """Return what happens to the learning rate where the run continues; empty if that is as the last part planned."""
     try:
         last = TrainerSettings.load(str(path / "trainer.json"))
         training, iterations = last.training, last.iterations

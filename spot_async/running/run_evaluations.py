@@ -91,7 +91,7 @@ class RunEvaluations:
         return await self._measure(student, "before", self._plan.student.directory)
 
     async def of(self, student: Student, iteration: int, beside: Orchestrator | None = None) -> EvaluationResult | None:
-        """Evaluate the weights of an iteration, which are served. `beside` is what goes on training meanwhile."""
+        """Evaluate the weights of an iteration, which are served. `beside` is what trains meanwhile."""
         weights = self._directory.weights.after(iteration)
         result = await self._measure(student, f"{iteration:06d}", weights, beside)
         if result is not None and self.history.would_be_best(iteration, result):

@@ -34,7 +34,7 @@ class TrainOutcome:
     best: BestCheckpoint | None  # None without evaluations during the run
     prompts: dict[str, int]  # how many ended in which state
     spent: BudgetSpentError | None = None  # why it ended early, with everything saved
-    stopped: bool = False  # somebody asked for its end: what it has trained is saved, and it can go on
+    stopped: bool = False  # somebody asked for its end: what it has trained is saved, and it can continue
     spending: Mapping[str, Any] = field(default_factory=dict)  # what its endpoints were asked, and what that cost
     trainer_restarts: int = 0  # since the command began
 

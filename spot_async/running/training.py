@@ -99,9 +99,9 @@ async def train(
 ) -> TrainOutcome:
     """Make one training run, evaluated before and after where the configuration says so, and return its outcome.
 
-    `exit_process`: see `Watchdog`. With a `checkpoint` the run goes on from there. `stop` is heard while it trains, if
-    it makes checkpoints. Then it ends with one, unfinished. With a `topology`, of which this is node 0, the other nodes
-    join it.
+    `exit_process`: see `Watchdog`. With a `checkpoint` the run continues from there. `stop` is heard while it trains,
+    if it makes checkpoints. Then it ends with one, unfinished. With a `topology`, of which this is node 0, the other
+    nodes join it.
     """
     run = TrainingRun(config, plan, directory, console, exit_process, checkpoint, stop or StopRequest(), topology)
     with ExitStack() as stack:
@@ -308,7 +308,7 @@ class TrainingRun:
         beginning = msgspec.structs.replace(before, step=step, lineages=(*before.lineages, step))
         self._part = self._go_back(beginning, checkpoint)
         most = self._config.training.restarts
-        self._screen.warn(f"{loss}; going on after iteration {step} (restart {self._restarts.count} of {most})")
+        self._screen.warn(f"{loss}; continuing after iteration {step} (restart {self._restarts.count} of {most})")
         structlog.get_logger().warning(RESTARTED, reason=str(loss), step=step, lineage=beginning.lineage)
 
     def _make_trainer(self) -> TrainerProcess:

@@ -162,7 +162,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Forget an adapter. Requests that name it already go on with it. Answered with a `VersionReply`."""
+    """Forget an adapter. Requests that name it already continue with it. Answered with a `VersionReply`."""
 
     name: str
     timeout_s: float

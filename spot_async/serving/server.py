@@ -220,7 +220,7 @@ def _answers(path: str) -> bool:
 
 
 def _say(line: str) -> None:
-    """Write one line to the log. If the disk is full it is lost, and serving goes on."""
+    """Write one line to the log. If the disk is full it is lost, and serving continues."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
 

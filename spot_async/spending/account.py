@@ -213,7 +213,7 @@ class Account:
         unknown = f", {spent.unknown} requests that may have been billed besides" if spent.unknown else ""
         return (
             f"{self.role}.backend.{key}={limit} is spent: {used} for {spent.answered} answers{unknown}, and the next "
-            f"request may take {next_one}; raise it, or go on with what is saved"
+            f"request may take {next_one}; raise it, or continue with what is saved"
         )
 
     def _book(self, spending: Spending, charge: Charge) -> Usage:

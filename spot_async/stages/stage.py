@@ -1,4 +1,4 @@
-"""Runs one kind of request: a stage has a bounded mailbox, its own concurrency and its own counters.
+"""Runs one kind of request: a stage has a bounded waiting room, its own concurrency and its own counters.
 
 A request gets a slot of its stage, oldest prompt first, and then a lease on a server from its role's pool. It runs in
 the asker's task. So cancelling the asker cancels the request, and there is no worker that could die unnoticed.
@@ -44,7 +44,7 @@ class StageCounters:
     retried: int = 0
     ended: int = 0  # completed, failed or cancelled after they had a slot
     busy_s: float = 0.0  # summed over `ended`: mean in flight = busy_s / elapsed
-    waited_s: float = 0.0  # summed time in the mailbox, and until a server could be had
+    waited_s: float = 0.0  # summed time in the waiting room, and until a server could be had
     permanent: int = 0  # attempts that failed, by class
     throttled: int = 0
     transient: int = 0
@@ -112,7 +112,7 @@ class StageLimits:
     timeout_s: float  # of all attempts
     attempt_timeout_s: float | None = None  # None: as long as all
     retry: RetryPolicy
-    mailbox_capacity: int
+    waiting_capacity: int
     # For how long a server may stand still for new weights while it has a request. Servers are told a deadline that is
     # later by this, since it cannot be put off. The stage itself keeps to the right one.
     longest_standstill_s: float = 0.0
@@ -195,7 +195,7 @@ class Stage(Generic[S]):
         self._pause = pause or UpdatePause()
         self._slots_taken = 0
         self._room: WaitingRoom[OpenRequest, Literal[True]] = WaitingRoom(
-            self._take_slot, self._free_slot, capacity=limits.mailbox_capacity
+            self._take_slot, self._free_slot, capacity=limits.waiting_capacity
         )
 
     @property

@@ -75,7 +75,7 @@ class Stages:
                 timeout_s=config.timeout_s,
                 attempt_timeout_s=config.attempt_timeout_s,
                 retry=settings.retry(config.attempts),
-                mailbox_capacity=settings.max_prompts * requests[name],
+                waiting_capacity=settings.max_prompts * requests[name],
                 longest_standstill_s=standstill_s if is_students else 0.0,
             )
             pause = self.student_pause if is_students else None
@@ -110,7 +110,7 @@ class BoundStages:
     def __init__(self, stages: Stages, prompt: Prompt) -> None:
         self._stages = stages
         self._prompt = prompt
-        # All requests of a prompt begin with its tokens, and those of probes and candidates go on with its response's.
+        # All requests of a prompt begin with its tokens. Those of probes and candidates continue with its response's.
         self._session = f"prompt-{prompt.ordinal}"
 
     @property

@@ -262,7 +262,7 @@ class Drill:
         return [*self.scene.struck.values()]
 
     def kept(self) -> Mapping[str, Any]:
-        """Return what the run keeps, and where it goes on: arguments of an orchestrator."""
+        """Return what the run keeps, and where it continues: arguments of an orchestrator."""
         return {}
 
     def _made(self, student: ReplicaPool[Any], teacher: Any) -> SimulatedRun:
@@ -296,7 +296,7 @@ class Drill:
         return Stage(
             "evaluate",
             student,
-            StageLimits(concurrency=8, timeout_s=REQUEST_TIMEOUT_S, retry=RetryPolicy(attempts=20), mailbox_capacity=8),
+            StageLimits(concurrency=8, timeout_s=REQUEST_TIMEOUT_S, retry=RetryPolicy(attempts=20), waiting_capacity=8),
             jitter=lambda: 0.5,
         )
 

@@ -113,7 +113,7 @@ class Invariants:
         self._run = orchestrator, trainer
         orchestrator.stages.events.subscribe(self)
 
-    # While the run goes on
+    # During the run
 
     def on(self, event: Event) -> None:
         assert self._run is not None
@@ -123,7 +123,7 @@ class Invariants:
             self._check_evaluation(orchestrator)
         match event:
             case PhaseBegan(pump=pump):
-                require(pump not in self._phases, "I5", f"{event} while {self._phases.get(pump)} goes on")
+                require(pump not in self._phases, "I5", f"{event} while {self._phases.get(pump)} continues")
                 self._phases[pump] = event
                 self._check_weights(orchestrator, trainer)
             case PhaseEnded(pump=pump, name=name):

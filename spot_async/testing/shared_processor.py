@@ -60,7 +60,7 @@ class SharedProcessor:
             self._plan()
 
     def pause(self, paused: bool, why: str = "frozen") -> None:
-        """Pause it for this reason, or end that pause. It goes on once no reason is left."""
+        """Pause it for this reason, or end that pause. It continues once no reason is left."""
         self._advance()
         if paused:
             self._pauses.add(why)

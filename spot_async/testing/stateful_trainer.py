@@ -44,7 +44,7 @@ def read_weights(directory: str | Path) -> str:
 
 @dataclass
 class Line:
-    """The weights of a run by step, and the batches that made them. A resumed run cuts it, and goes on with it."""
+    """The weights of a run by step, and the batches that made them. A resumed run cuts it, and continues it."""
 
     lineage: int = 0
     weights: list[str] = field(default_factory=lambda: [INITIAL_WEIGHTS])
@@ -70,7 +70,7 @@ class StatefulTrainer:
     ) -> None:
         """`keep` is how many directories are kept, and `check` is told of each batch before it is trained on.
 
-        With a `line` it goes on behind its last weights. Weights are written in `write_s` beside the next step, or at
+        With a `line` it continues behind its last weights. Weights are written in `write_s` beside the next step, or at
         once with None.
         """
         self._line = line or Line()

@@ -4,8 +4,8 @@ When no callback is ready, the clock jumps to the next timer. So hours of simula
 run of a seeded program is the same. A program that waits for something that can no longer happen raises `DeadlockError`
 instead of hanging.
 
-Tasks that could go on at the same moment do so in the order in which they became ready, as asyncio has them. A program
-must not rely on it: in a real run that order follows from the network. With a seed the loop shuffles them.
+Tasks that could continue at the same moment do so in the order in which they became ready, as asyncio has them. A
+program must not rely on it: in a real run that order follows from the network. With a seed the loop shuffles them.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class StudentTrainer:
         self.step = 0
         if settings.resume is not None:
             self.step = settings.resume.step
-            self._go_on_from(Path(settings.resume.directory))
+            self._continue_from(Path(settings.resume.directory))
 
     def train(self, batch: Batch) -> TrainReport:
         """Train one iteration on a batch that every rank has. See `train_share`."""
@@ -377,7 +377,7 @@ class StudentTrainer:
         more = f", and {len(found) - CULPRITS_NAMED} samples more" if len(found) > CULPRITS_NAMED else ""
         return ", ".join(found[:CULPRITS_NAMED]) + more or "non-finite gradient, though each sample's own is finite"
 
-    def _go_on_from(self, directory: Path) -> None:
+    def _continue_from(self, directory: Path) -> None:
         """Load a checkpoint of `step`, and publish its weights again if they are gone."""
         load_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy)
         # Rank 0 decides, because others may see its new directory before they look.

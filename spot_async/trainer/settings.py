@@ -24,7 +24,7 @@ WORDS = {
 
 
 class ResumePoint(Section):
-    """Where a run goes on: the checkpoint after `step` steps."""
+    """Where a run continues: the checkpoint after `step` steps."""
 
     directory: str = Field(description="the checkpoint's tensors")
     step: PositiveInt = Field(description="the first iteration that is trained, counted from 0")
@@ -127,9 +127,9 @@ def schedule_words(training: TrainingConfig, iterations: int) -> str:
 
 
 def seam_words(before: TrainingConfig, iterations_before: int, now: TrainingConfig, iterations: int, step: int) -> str:
-    """Return what going on after `step` with another number of iterations does to the learning rate; empty if nothing.
+    """Return what another number of iterations after `step` does to the learning rate; empty if nothing.
 
-    The cosine of a run that goes on for more iterations is stretched, so its rate rises where it goes on.
+    The cosine of a run that continues for more iterations is stretched, so its rate rises where it continues.
     """
     last = learning_rate(before, step - 1, iterations_before)
     following = learning_rate(before, step, iterations_before)

@@ -85,7 +85,7 @@ async def test_a_reply_that_trickles_and_one_that_hangs_are_asked_for_again_in_t
                 "score",
                 OneService(endpoint),
                 StageLimits(
-                    concurrency=1, timeout_s=60.0, attempt_timeout_s=0.2, retry=RetryPolicy(50), mailbox_capacity=1
+                    concurrency=1, timeout_s=60.0, attempt_timeout_s=0.2, retry=RetryPolicy(50), waiting_capacity=1
                 ),
                 jitter=lambda: 0.0,
             )

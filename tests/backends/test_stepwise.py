@@ -1,4 +1,4 @@
-"""Reading large replies lets everything else go on."""
+"""Reading large replies lets everything else continue."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def test_an_update_goes_on_only_with_weights_that_the_server_confirmed(con
         first, second = (WeightSnapshot(directory=str(stand_in.model), version=each) for each in (V0, V1))
         await backend.update_weights(first, deadline=soon())
         assert stand_in.calls == [*UPDATE, "/resume"]
-        # Whatever fails after the pause, the weights before are loaded again and confirmed before it goes on.
+        # Whatever fails after the pause, the weights before are loaded again and confirmed before it continues.
         for number, path in enumerate(UPDATE[1:], start=1):
             stand_in.calls.clear()
             stand_in.failing[path] = (500, {"error": {"message": "no"}})

@@ -45,7 +45,7 @@ async def test_a_vllm_that_holds_other_weights_than_it_was_told_to_load_stays_pa
         await backend.update_weights(WeightSnapshot(directory=str(stand_in.model), version=V0), deadline=soon())
         assert (await backend.capabilities(deadline=soon())).weights_checked
         await backend.update_weights(WeightSnapshot(directory=str(other), version=V1), deadline=soon())
-        stand_in.planted = stand_in.model  # it goes on loading these
+        stand_in.planted = stand_in.model  # it continues loading these
         with pytest.raises(
             ProcessDiedError, match=rf"student: does not hold weights 0\.1 .*those of {other} \(the fir"
         ):

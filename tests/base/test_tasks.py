@@ -108,7 +108,7 @@ def test_a_request_outside_of_stages_does_not_wait_where_it_is_told_to_come_back
 
 
 def _order_of_tasks(ready_order: int | None) -> list[int]:
-    """Return the order in which tasks that become ready together go on."""
+    """Return the order in which tasks that become ready together continue."""
 
     async def scenario() -> list[int]:
         order, start = list[int](), asyncio.Event()

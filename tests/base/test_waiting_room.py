@@ -9,28 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.base.waiting_room import Mailbox, WaitingRoom
+from spot_async.base.waiting_room import TicketQueue, WaitingRoom
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40))
-def test_a_mailbox_serves_by_priority_then_arrival_and_forgets_who_left(entries):
-    mailbox = Mailbox(capacity=100)
-    tickets = [mailbox.add((priority,)) for priority, _ in entries]
+def test_the_queue_serves_by_priority_then_arrival_and_forgets_who_left(entries):
+    queue = TicketQueue(capacity=100)
+    tickets = [queue.add((priority,)) for priority, _ in entries]
     for ticket, (_, leaves) in zip(tickets, entries, strict=True):
         if leaves:
-            mailbox.discard(ticket)
+            queue.discard(ticket)
     expected = sorted(((p, t) for t, (p, leaves) in zip(tickets, entries, strict=True) if not leaves))
-    assert len(mailbox) == len(expected)
-    assert [mailbox.pop() for _ in expected] == [ticket for _, ticket in expected]
-    assert mailbox.pop() is None
+    assert len(queue) == len(expected)
+    assert [queue.pop() for _ in expected] == [ticket for _, ticket in expected]
+    assert queue.pop() is None
 
 
-def test_a_full_mailbox_is_reported_as_the_bug_it_is():
-    mailbox = Mailbox(capacity=1)
-    mailbox.add((0,))
+def test_a_full_queue_is_reported_as_the_bug_it_is():
+    queue = TicketQueue(capacity=1)
+    queue.add((0,))
     with pytest.raises(OverflowError):
-        mailbox.add((0,))
+        queue.add((0,))
 
 
 def test_a_grant_whose_asker_was_cancelled_goes_to_the_next():

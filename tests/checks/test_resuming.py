@@ -1,4 +1,4 @@
-"""A run goes on only with the prompts that it began with."""
+"""A run continues only with the prompts that it began with."""
 
 from __future__ import annotations
 

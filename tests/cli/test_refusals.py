@@ -72,7 +72,7 @@ def test_what_cannot_be_resumed_is_one_line(monkeypatch, tmp_path):
     assert_refused(resume(str(tmp_path)), "is no run directory: it has no readable run.json")
     assert_refused(resume("auto"), "--resume auto: give CONFIG, whose run.directory is looked at")
     assert_refused(resume("auto", "configs/quickstart.yaml"), "--resume auto: run.directory must be set")
-    assert_refused(invoke(monkeypatch, "train"), "CONFIG: give a configuration file, or a run to go on with")
+    assert_refused(invoke(monkeypatch, "train"), "CONFIG: give a configuration file, or a run to continue")
     run = RunDirectory.create(tmp_path / "run", load_config(Path("configs/quickstart.yaml")))
     assert_refused(resume(str(run.path)), "it has no checkpoint to resume from")
     assert_refused(

@@ -208,7 +208,7 @@ def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatc
 def test_a_directory_with_a_run_in_it_is_not_overwritten(finished_run, monkeypatch):
     run, _ = finished_run
     assert_refused(invoke(monkeypatch, *arguments(run)), "run.directory", "not empty")
-    assert (run / ".lock").read_text().startswith("process ")  # nor while it goes on
+    assert (run / ".lock").read_text().startswith("process ")  # nor while it runs
 
 
 def test_a_missing_model_directory_is_one_line_and_exit_code_2(tmp_path):

@@ -136,11 +136,9 @@ def test_a_directory_that_another_process_evaluates_into_is_refused_with_the_pro
 
 def test_two_directories_are_refused_and_a_used_one_names_the_option(resumed, tmp_path):
     line = resumed(overrides=[f"run.directory={tmp_path / 'other'}"])
-    assert re.search(r"run\.directory=\S+/other: --resume goes on in \S+/eval; name one", line)
+    assert re.search(r"run\.directory=\S+/other: --resume continues in \S+/eval; name one", line)
     again = CliRunner().invoke(app, ["eval", "configs/quickstart.yaml", f"run.directory={tmp_path / 'eval'}"])
-    assert (
-        f"is not empty; go on with the evaluation in it by --resume {tmp_path / 'eval'}, give another" in again.stderr
-    )
+    assert f"is not empty; continue the evaluation in it by --resume {tmp_path / 'eval'}, give another" in again.stderr
 
 
 def test_a_training_run_is_no_evaluation_to_go_on_with(resumed):

@@ -1,4 +1,4 @@
-"""Whenever a run crashes, and whatever its disk loses, it goes on and trains every prompt once.
+"""Whenever a run crashes, and whatever its disk loses, it continues and trains every prompt once.
 
 What breaks that is noticed: mutations show it.
 """

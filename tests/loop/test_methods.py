@@ -41,7 +41,7 @@ class Undecided(SimulatedVerifier):
 @pytest.mark.parametrize("narrow", [None, "rollout", "verify", "reference"])
 def test_grpo_trains_a_group_per_prompt_with_a_reference_and_without_a_teacher(narrow):
     config = StagesConfig(**{narrow: StageConfig(concurrency=1)} if narrow else {})
-    run = simulated_run(grpo(), limits=config)  # whole groups fit into the mailbox of a slow stage
+    run = simulated_run(grpo(), limits=config)  # whole groups fit into the waiting room of a slow stage
     stages = run.stages
     for step, batch in enumerate(run.batches):
         assert Counter(s.prompt_ordinal for s in batch) == dict.fromkeys(range(16 * step, 16 * step + 16), 8)

@@ -220,7 +220,7 @@ def test_a_dead_endpoint_ends_the_run_within_a_minute_whatever_the_batch():
 
 
 class RefusingStudent(SimulatedStudent):
-    """Takes no new weights the first `refusals` times, and goes on with the old ones."""
+    """Takes no new weights the first `refusals` times, and continues with the old ones."""
 
     def __init__(self, error, refusals):
         super().__init__()

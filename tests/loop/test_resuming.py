@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and goes on trains every prompt once, with the weights of one that was not killed.
+"""A run that is killed at any moment and continues trains every prompt once, to the weights of one that was not killed.
 
 Ledger and manifests are the real ones. The trainer's weights are a hash of everything that it was fed, in order, so the
 last ones are equal only if nothing was lost, repeated, or trained in another order.
@@ -106,7 +106,7 @@ class Teacher(SimulatedTeacher):
 
 
 def part_of_a_run(path, policy, max_staleness, kill_s, teacher, *, stop_s=None):
-    """Begin or go on with the run in `path`. Return its trainer; None if it was killed at `kill_s`.
+    """Begin or continue the run in `path`. Return its trainer; None if it was killed at `kill_s`.
 
     At `stop_s` it is asked to stop.
     """

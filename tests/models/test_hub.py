@@ -63,7 +63,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_its_commit_is_what_a_run_goes
     assert (directory / WEIGHTS).read_bytes() == files[WEIGHTS]
     assert read_model("student", pinned.student.model).directory == directory
     assert pinned.teacher.model == str(EXAMPLE / "teacher")  # a path is left as it is
-    # The branch goes on. The run that recorded the commit goes on with its files, and asks nobody for them.
+    # The branch continues. The run that recorded the commit continues with its files, and asks nobody for them.
     later = hub.repositories["org/student"].commit({**files, WEIGHTS: b"others"})
     hub.asked.clear()
     assert with_downloads(pinned, said.append) == pinned

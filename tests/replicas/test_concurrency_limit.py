@@ -95,7 +95,7 @@ class Traffic:
     def windows(self, seconds, *, in_flight, work=10, count=1, stage="probe", share=1.0, left=None, updated_s=None):
         """`share` of what is in flight is the stage's; `left` of it are in flight as they are answered.
 
-        `updated_s`: when, after the requests were sent, the server went on with new weights.
+        `updated_s`: when, after the requests were sent, the server continued with new weights.
         """
         for _ in range(count):
             sent = Moment(self.s, self.busy_s, self.stages_busy_s[stage])

@@ -1,4 +1,4 @@
-"""Two local student servers under real signals, in one run: one is stopped and goes on later, the other is killed."""
+"""Two local student servers under real signals, in one run: one is stopped and continues later, the other is killed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def assert_trained_once_with_the_right_weights(outcome):
 @pytest.mark.parametrize("are_ours", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_prompt_is_trained_once_whatever_befalls_the_servers(seed, are_ours):
-    """Deadlocks are errors on virtual time. Tasks that are ready together go on in an order of the seed's."""
+    """Deadlocks are errors on virtual time. Tasks that are ready together continue in an order of the seed's."""
     outcome = train(
         servers(2 + seed % 2),
         at_random(random.Random(seed)),
@@ -115,7 +115,7 @@ def test_a_frozen_server_is_noticed_before_its_requests_have_used_up_their_attem
             "probe",
             pool_of_servers([server], stall_s=60.0),
             StageLimits(
-                concurrency=8, timeout_s=60.0, attempt_timeout_s=2.0, retry=RetryPolicy(attempts=3), mailbox_capacity=8
+                concurrency=8, timeout_s=60.0, attempt_timeout_s=2.0, retry=RetryPolicy(attempts=3), waiting_capacity=8
             ),
             jitter=lambda: 0.5,
         )
@@ -146,7 +146,7 @@ def test_a_request_whose_connection_breaks_each_time_does_not_restart_a_server_t
         stage = Stage(
             "probe",
             pool_of_servers([server]),
-            StageLimits(concurrency=8, timeout_s=60.0, retry=RetryPolicy(attempts=8), mailbox_capacity=8),
+            StageLimits(concurrency=8, timeout_s=60.0, retry=RetryPolicy(attempts=8), waiting_capacity=8),
             jitter=lambda: 0.5,
         )
 
@@ -372,7 +372,7 @@ def replay(load, number):
             return Stage(
                 name,
                 pool,
-                StageLimits(concurrency=concurrency, timeout_s=600.0, retry=retry, mailbox_capacity=10_000),
+                StageLimits(concurrency=concurrency, timeout_s=600.0, retry=retry, waiting_capacity=10_000),
                 jitter=lambda: 0.5,
             )
 

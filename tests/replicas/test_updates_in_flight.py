@@ -40,7 +40,7 @@ def stage_of(pool, *, attempts=3):
             concurrency=99,
             timeout_s=TIMEOUT_S,
             retry=RetryPolicy(attempts),
-            mailbox_capacity=99,
+            waiting_capacity=99,
             longest_standstill_s=LONGEST_S,
         ),
         jitter=lambda: 0.0,
@@ -79,7 +79,7 @@ def test_a_request_has_as_much_time_after_an_update_as_it_had_left_before_it(is_
 
 
 def test_an_attempt_that_an_update_ended_leaves_its_time_to_the_next():
-    """The server may abort what it has, and the clock goes on as the request leaves it."""
+    """The server may abort what it has, and the clock continues as the request leaves it."""
 
     async def scenario(pool, made):
         ends_s = [20.0, TIMEOUT_S - 4.0 - 0.5]

@@ -1,4 +1,4 @@
-"""What became of each prompt is on disk, and tells where a run goes on."""
+"""What became of each prompt is on disk, and tells where a run continues."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ async def hung_up() -> str:
     """A run whose terminal is closed."""
     os.kill(os.getpid(), signal.SIGHUP)
     await asyncio.sleep(0.1)
-    return "went on"
+    return "continued"
 
 
 async def hung_up_twice() -> None:
@@ -83,7 +83,7 @@ def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_is_sa
 @pytest.mark.usefixtures("hangup_as_before")
 def test_a_run_under_nohup_outlives_its_terminal(directory):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert run_until_stopped(hung_up(), directory) == "went on"
+    assert run_until_stopped(hung_up(), directory) == "continued"
 
 
 async def interrupted() -> None:
@@ -107,7 +107,7 @@ async def interrupted_twice_while_the_loop_is_blocked() -> None:
     while time.monotonic() < blocked_until:
         pass
     os.kill(os.getpid(), signal.SIGINT)
-    pytest.fail("it went on")
+    pytest.fail("it continued")
 
 
 def test_a_second_ctrl_c_ends_a_run_whose_loop_is_blocked(directory, capfd, monkeypatch):
@@ -250,7 +250,7 @@ def test_readers_are_told_where_a_run_went_on_from_a_checkpoint(directory):
         structlog.get_logger().warning(RESTARTED, reason="rank 1 was ended by SIGKILL", step=4, lineage=2)
     assert RunFiles(directory.path).interruptions() == [
         "The run was resumed after iteration 2",
-        "The trainer was lost, and the run went on after iteration 4: rank 1 was ended by SIGKILL",
+        "The trainer was lost, and the run continued after iteration 4: rank 1 was ended by SIGKILL",
     ]
 
 

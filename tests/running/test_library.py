@@ -198,7 +198,7 @@ async def test_a_second_run_in_the_same_process_is_refused_and_the_first_goes_on
     async with asyncio.TaskGroup() as group:
         first = group.create_task(spot_async.run_async(QUICK))
         await started.wait()
-        with pytest.raises(spot_async.SpotError, match="a run is going on in this process"):
+        with pytest.raises(spot_async.SpotError, match="a run is under way in this process"):
             await spot_async.run_async(QUICK)
         end.set()
     assert first.result() == "outcome"

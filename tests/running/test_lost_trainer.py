@@ -1,4 +1,4 @@
-"""A run whose trainer is killed goes on by itself, with the same servers and to the same weights."""
+"""A run whose trainer is killed continues by itself, with the same servers and to the same weights."""
 
 from __future__ import annotations
 

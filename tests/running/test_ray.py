@@ -183,7 +183,7 @@ class RayRun:
         return left(self.cluster)
 
     def ended(self) -> int:
-        wait_until(lambda: self.process.poll() is not None, f"the run goes on: {self.said}")
+        wait_until(lambda: self.process.poll() is not None, f"the run continues: {self.said}")
         return int(self.process.returncode)
 
 
@@ -253,7 +253,7 @@ def test_a_submitted_job_that_is_stopped_leaves_nothing_and_goes_on_to_its_table
     iterations = rows(job.run) + 1
     again = RayJob(cluster, tmp_path, f"training.iterations={iterations}")
     assert again.process.wait(PATIENCE_S) == 0, again.said
-    assert "going on after iteration" in again.said
+    assert "continuing after iteration" in again.said
     assert "Held-out problems: percent" in again.said
     assert rows(job.run) == iterations
     check_trained_once(cluster[0], job.run)

@@ -1,4 +1,4 @@
-"""A run that was killed at an awkward moment goes on: nothing in its directory is missing, nothing is there twice."""
+"""A run that was killed at an awkward moment continues: nothing in its directory is missing, nothing is there twice."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_looking_whether_a_directory_can_be_made_leaves_nothing_behind(tmp_path)
 def test_nobody_is_told_to_delete_anything_of_value(run, name):
     (run.path / name).parent.mkdir(exist_ok=True)
     (run.path / name).write_text('{"format": 1, "command": "eval"}' if name == "run.json" else "something")
-    why = "" if name == "run.json" else f"go on with the run in it by --resume {run.path}, "
+    why = "" if name == "run.json" else f"continue the run in it by --resume {run.path}, "
     assert refusal(run).endswith(f"is not empty; {why}give another, or null for a new one")
 
 

@@ -1,6 +1,6 @@
 """Runs whose trainer is spread over machines: network namespaces with addresses of their own, a command in each.
 
-Machines, their ranks and their network fail, and the runs go on by themselves to the weights of two ranks on one
+Machines, their ranks and their network fail, and the runs continue by themselves to the weights of two ranks on one
 machine. `make test-nodes` does all of it to one run after the other.
 """
 

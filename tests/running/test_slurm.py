@@ -1,4 +1,4 @@
-"""`deploy/slurm.sbatch` on a real Slurm: out of time it is requeued and goes on, and `scancel` leaves nothing.
+"""`deploy/slurm.sbatch` on a real Slurm: out of time it is requeued and continues, and `scancel` leaves nothing.
 
 `make test-slurm`. Two nodes train, and the third has both servers.
 """
@@ -89,7 +89,7 @@ def test_a_job_that_comes_to_its_time_limit_saves_is_requeued_and_goes_on_to_its
     job.shorten(iterations)
     # Slurm waits two minutes, until the credential of the first start is out of date.
     job.wait_until(lambda: job.state == "COMPLETED" or job.iterations > iterations)
-    assert "going on after iteration" in job.said
+    assert "continuing after iteration" in job.said
     assert (job.state, job.iterations) == ("COMPLETED", iterations)
     checked = subprocess.run(command("verify-run", str(job.run)), cwd=ROOT, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout

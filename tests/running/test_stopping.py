@@ -1,4 +1,4 @@
-"""A run that is stopped during an evaluation makes it when it goes on, whether training was over or not."""
+"""A run that is stopped during an evaluation makes it when it continues, whether training was over or not."""
 
 from __future__ import annotations
 

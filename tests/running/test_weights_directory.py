@@ -125,7 +125,7 @@ def test_a_resumed_run_publishes_again_what_is_gone_and_says_so(
     assert [each.name for each in memory.iterdir()] == ["spot-weights-planted"]
     assert kept(resumed) == ["step-000005"]
     assert student(resumed) == student(straight)
-    # It goes on as well with weights in its own directory, and back.
+    # It continues as well with weights in its own directory, and back.
     settings = TrainerSettings.load(str(resumed / "trainer.json"))
     settings.model_copy(update={"publishes_to": str(abandoned(memory))}).save()
     spot_async.resume(resumed, ["training.iterations=6", "training.weights_directory=null"])

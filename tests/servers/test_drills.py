@@ -168,7 +168,7 @@ def children() -> set[int]:
 
 
 async def freeze_and_thaw(pid: int, pool: ReplicaPool[Any]) -> None:
-    """A frozen server loses what it has in flight, and goes on as it is once it thaws."""
+    """A frozen server loses what it has in flight, and continues as it is once it thaws."""
     await until(lambda: pool.replicas[0].in_flight > 0)
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: pool.replicas[0].state is State.RECOVERING)

@@ -130,7 +130,7 @@ async def test_a_student_on_another_machine_comes_back_with_its_weights_whicheve
         stage: Stage[Any] = Stage(
             "rollout",
             pool,
-            StageLimits(concurrency=1, timeout_s=300.0, retry=RetryPolicy(8), mailbox_capacity=1),
+            StageLimits(concurrency=1, timeout_s=300.0, retry=RetryPolicy(8), waiting_capacity=1),
             jitter=lambda: 0.5,
         )
 

@@ -49,7 +49,7 @@ def padded_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bo
     """Directories by role, and by whether they are the wider ones.
 
     vLLM wants wider heads, which change nothing. On a CPU it keeps a packed copy of an output layer that is tied to the
-    embedding, and goes on with it after an update; so it is untied.
+    embedding, and continues with it after an update; so it is untied.
     """
     root, found = tmp_path_factory.mktemp("padded"), {}
     for role in ("student", "teacher"):

@@ -1,4 +1,4 @@
-"""A run whose processes are killed for good goes on, and ends with the weights of one that nobody killed."""
+"""A run whose processes are killed for good continues, and ends with the weights of one that nobody killed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_run_that_a_scheduler_stops_goes_on_from_the_step_it_stood_at(
         _, said = process.communicate(timeout=180)
         assert process.returncode == 75, said
         assert f"stopped by {number.name}; saved: step-00000{rows(run)} as " in said
-        assert said.endswith(f"; to go on: spot-async train --resume {run}\n")
+        assert said.endswith(f"; to continue: spot-async train --resume {run}\n")
         assert (run / f"checkpoints/step-00000{rows(run)}/manifest.json").exists(), "a step would be made twice"
         given = command("train", "--resume", str(run))
     subprocess.run(given, check=True, cwd=ROOT, capture_output=True)

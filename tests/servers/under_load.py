@@ -54,7 +54,7 @@ class Load:
                     concurrency=ROLLOUTS + 1,
                     timeout_s=300.0,
                     retry=RetryPolicy(8),
-                    mailbox_capacity=ROLLOUTS + 1,
+                    waiting_capacity=ROLLOUTS + 1,
                     longest_standstill_s=WEIGHT_UPDATE_TIMEOUT_S,
                 ),
                 jitter=lambda: 0.5,

@@ -27,7 +27,7 @@ def stage(concurrency=2, timeout_s=10.0, attempts=3, capacity=1000, **more):
             concurrency=concurrency,
             timeout_s=timeout_s,
             retry=RetryPolicy(attempts),
-            mailbox_capacity=capacity,
+            waiting_capacity=capacity,
             **more,
         ),
         jitter=lambda: 0.0,

@@ -1,4 +1,4 @@
-"""Kills processes of real runs at random moments and goes on with the runs, until so many processes are killed.
+"""Kills processes of real runs at random moments and continues the runs, until so many processes are killed.
 
     python tests/support/kill_drill.py runs/kills --kills 100
 
@@ -91,7 +91,7 @@ class Drilled(msgspec.Struct, frozen=True):
 
 
 class DrillError(Exception):
-    """A run did not go on, or lost or repeated something."""
+    """A run did not continue, or lost or repeated something."""
 
 
 def main() -> int:
@@ -129,7 +129,7 @@ def kills_of(runs: Sequence[Drilled]) -> int:
 
 
 def drilled(cell: Cell, number: int, directory: Path) -> Drilled:
-    """Make a run, kill its processes, and go on until it is done. Raises DrillError."""
+    """Make a run, kill its processes, and continue until it is done. Raises DrillError."""
     place, rng = directory / f"{number:03d}", random.Random(number)
     shutil.rmtree(place, ignore_errors=True)  # of a drill that was stopped
     place.mkdir()
@@ -242,7 +242,7 @@ def command(*given: str) -> list[str]:
 
 
 def again(run: Path, first: list[str]) -> list[str]:
-    """Return the command that goes on with a run. One that was killed before its first checkpoint is begun again."""
+    """Return the command that continues a run. One that was killed before its first checkpoint is begun again."""
     if not has_checkpoint(run):
         if run.exists():
             run.rename(run.with_name(f"begun-in-vain-{time.monotonic_ns()}"))
@@ -265,7 +265,7 @@ def rows(run: Path) -> int:
 
 def show(runs: Sequence[Drilled]) -> None:
     kills = [kill for each in runs for kill in each.kills]
-    table = Table("killed", "times", "run ended", "run went on")
+    table = Table("killed", "times", "run ended", "run continued")
     for role, times in Counter(kill.role for kill in kills).most_common():
         ended = sum(kill.is_end for kill in kills if kill.role == role)
         table.add_row(role, str(times), str(ended), str(times - ended))

@@ -4,7 +4,7 @@
     python simulated_crashes.py --seed 17 --faults 0,101           replay one, with two of its faults
 
 The seed decides the method and the staleness too. Each failing seed is shrunk to the faults that it needs, and printed
-as the line that replays it. With a state file the search goes on where it was stopped.
+as the line that replays it. With a state file the search continues where it was stopped.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def servers(number, **settings):
 
 
 def at_random(rng):
-    """Return trouble at random: kills, freezes, missed weights and storms of refusals, as long as the run goes on."""
+    """Return trouble at random: kills, freezes, missed weights and storms of refusals, as long as the run lasts."""
 
     async def trouble(servers):
         loop = asyncio.get_running_loop()

@@ -120,7 +120,7 @@ async def soak(directory: Path, iterations: int, kill_every_s: float, seed: int 
 
 
 async def kill_servers(pid: int, run: Path, every_s: float, rng: random.Random) -> None:
-    """Kill one of the student's servers now and then, once training goes on."""
+    """Kill one of the student's servers now and then, once training continues."""
     while True:
         await asyncio.sleep(every_s)
         students = [each for each, line in descendants(pid) if "spot_async.serving" in line and "/student" in line]

@@ -265,7 +265,7 @@ class Run:
         self.stage = Stage(
             stage,
             pool_of(None),
-            StageLimits(concurrency=concurrency, timeout_s=1e6, retry=RetryPolicy(8), mailbox_capacity=1000),
+            StageLimits(concurrency=concurrency, timeout_s=1e6, retry=RetryPolicy(8), waiting_capacity=1000),
             jitter=lambda: 0.0,
             events=self.events,
         )

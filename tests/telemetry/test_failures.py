@@ -83,7 +83,7 @@ def asking(request, **more):
         stage = Stage(
             "score",
             OneService(None),
-            StageLimits(concurrency=1, timeout_s=10.0, retry=RetryPolicy(3), mailbox_capacity=9, **more),
+            StageLimits(concurrency=1, timeout_s=10.0, retry=RetryPolicy(3), waiting_capacity=9, **more),
             jitter=lambda: 1.0,
         )
         stage._events.subscribe(kept)
@@ -136,7 +136,7 @@ def test_a_verdict_that_is_missing_is_a_failed_attempt():
         stage = Stage(
             "verify",
             OneService(Verifier()),
-            StageLimits(concurrency=1, timeout_s=9.0, retry=RetryPolicy(3), mailbox_capacity=9),
+            StageLimits(concurrency=1, timeout_s=9.0, retry=RetryPolicy(3), waiting_capacity=9),
             jitter=lambda: 0.0,
         )
         stage._events.subscribe(kept)

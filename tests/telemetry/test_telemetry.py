@@ -109,7 +109,7 @@ def test_a_log_is_told_now_and_then_how_far_an_evaluation_is(monkeypatch):
         "[00:30] evaluating before: 30 of 4,000 responses · about 66 min left",
         "[01:00] evaluating before: 60 of 4,000 responses · about 66 min left",
     ]
-    screen.on(StepBegan("evaluating after"))  # one that goes on where 3,000 are kept: they say nothing of the pace
+    screen.on(StepBegan("evaluating after"))  # one that continues where 3,000 are kept: they say nothing of the pace
     for finished in range(3001, 3031):
         now_s[0] += 1.0
         screen.on(ResponseJudged(finished, 4000))

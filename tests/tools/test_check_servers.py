@@ -431,7 +431,7 @@ async def test_what_makes_a_run_worse_is_a_warning(
 
 @with_backends
 async def test_a_teacher_of_which_the_server_holds_another_model_is_named(services: Services) -> None:
-    """Same vocabulary, so the run would go on and learn from the wrong model, or from itself."""
+    """Same vocabulary, so the run would continue and learn from the wrong model, or from itself."""
     student = str(EXAMPLE / "student")
     found = await diagnosis_of(services, teacher=Other(services["teacher"], model=student))
     (warning,) = found.warnings

@@ -156,7 +156,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_ranks_and_sharding_may_chang
         return {"run": str(tmp_path / name), "batches": batches, "until": until, **checkpoint, **rest}
 
     saves = {"until": RESUMED_AT, "checkpoint_at": RESUMED_AT}
-    # Checkpoints of four ranks go on for one step, so that others have something to compare with.
+    # Checkpoints of four ranks continue for one step, so that others have something to compare with.
     saves_and_goes_on = {"until": RESUMED_AT + 1, "checkpoint_at": RESUMED_AT}
     same = {"1 none": (1, "none"), "1 compiled": (1, "none"), "2 none": (2, "none"), "2 fsdp2": (2, "fsdp2")}
     changed = [

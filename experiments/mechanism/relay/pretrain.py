@@ -3,7 +3,7 @@
     python experiments/mechanism/relay/pretrain.py [--out DIR]
 
 Both begin as one model that knows all facts and names methods evenly. The teacher then learns its prior over methods
-from solutions with slips, so that it goes on well from a student's error. The student reads random states in place of
+from solutions with slips, so that it continues well from a student's error. The student reads random states in place of
 the facts that it shall not know. The peer is the student with the teacher's prior: it keeps the student's probabilities
 of states. Phases are counted in steps, never in seconds.
 """

@@ -149,7 +149,7 @@ def write_solutions(
 ) -> Solutions:  # fmt: skip
     """Write solutions whose methods follow `prior`. States are random where a fact is not known, or by chance `slips`.
 
-    A solution goes on from the state that it wrote, right or wrong.
+    A solution continues from the state that it wrote, right or wrong.
     """
     count, length = operations.shape
     methods = np.zeros((count, length), np.int64)

@@ -34,7 +34,7 @@ class EngineWorker:
         self._stopping = False
 
     def run(self) -> None:
-        """Work until `stop`. Whatever this raises is a bug, and the process must not go on without its engine."""
+        """Work until `stop`. Whatever this raises is a bug, and the process must not continue without its engine."""
         while not self._stopping:
             if self._engine.busy and self._calls.empty():
                 self._engine.step()

@@ -170,7 +170,7 @@ async def test_stop_tokens(subject: Subject) -> Finding:
     for reply in replies:
         hits = np.flatnonzero(np.isin(reply.token_ids, stops))
         last = len(reply.token_ids) - 1
-        require(not len(hits) or hits[0] == last, f"token {hits[:1]} of a response is a stop token, but it went on")
+        require(not len(hits) or hits[0] == last, f"token {hits[:1]} of a response is a stop token, but it continued")
         reason = "stop" if len(hits) else "length"
         require(reply.finish_reason == reason, f"finish reason {reply.finish_reason!r} where it ended by {reason}")
         stopped += len(hits)

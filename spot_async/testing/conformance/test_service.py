@@ -115,7 +115,7 @@ async def test_abort(subject: Subject) -> Finding:
         if waited_s < limit_s:
             break
     what = f"a short request waits {waited_s:.2f} s behind {ABANDONED} abandoned ones of {alone_s:.2f} s each"
-    require(waited_s < limit_s, f"{what}: they go on")
+    require(waited_s < limit_s, f"{what}: they continue")
     return Finding(what)
 
 

@@ -34,7 +34,7 @@ VISIBLE_NATS = 0.01  # weights whose log-probabilities differ by less cannot be 
 
 @check(UPDATES, after=[*PARITY, "versions"])
 async def test_refused_snapshot(subject: Subject) -> Finding:
-    """Broken weights are refused, and the old ones go on being served under their own version."""
+    """Broken weights are refused, and the old ones stay served under their own version."""
     from spot_async.testing.conformance.reference import write_broken
 
     version = _known(subject)

@@ -48,7 +48,7 @@ def prepare(run: Path, repository: str, *, is_best: bool) -> Upload:
     if files.is_evaluation:
         raise DataError(f"{run} holds an evaluation, which has no student: give a training run")
     if not directory.has_summary or directory.is_in_use():
-        raise DataError(f"{run} has not come to its end: go on with it by spot-async train --resume {run}")
+        raise DataError(f"{run} has not come to its end: continue it by spot-async train --resume {run}")
     student = (run / ("best" if is_best else "student")).resolve()
     if not student.is_dir():
         reason = "was not evaluated during training" if is_best else "has trained nothing"

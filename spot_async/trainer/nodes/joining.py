@@ -44,7 +44,7 @@ from spot_async.trainer.settings import TrainerSettings
 
 WRONG_SECRET = f"node 0 has another secret than this node ({SECRET_VARIABLE} or cluster.secret_file), or no room"
 ATTEMPT_EVERY_S = 1.0  # between two tries to reach node 0, which may start later
-# 75 is that of a run that a signal stopped and that can go on, also on node 0.
+# 75 is that of a run that a signal stopped and that can continue, also on node 0.
 EXIT_CODES: Mapping[Ending, int] = {"done": 0, "stopped": 75, "failed": 1}
 
 
@@ -246,6 +246,6 @@ def run_agent(
         return 128 + received[-1]
     finally:
         structlog.reset_defaults()
-    words = {"done": "the run is over", "stopped": "the run was stopped, and can go on", "failed": "the run failed"}
+    words = {"done": "the run is over", "stopped": "the run was stopped, and can continue", "failed": "the run failed"}
     say(f"{words[ending]} (node 0 has its files)")
     return EXIT_CODES[ending]

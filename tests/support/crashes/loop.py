@@ -1,6 +1,6 @@
 """An event loop on virtual time in which the process may end at any step of any task.
 
-Nothing that waits goes on then: no `finally` of it does more than the frozen disk lets it.
+Nothing that waits continues then: no `finally` of it does more than the frozen disk lets it.
 """
 
 from __future__ import annotations

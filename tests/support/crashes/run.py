@@ -165,7 +165,7 @@ class _Life:
             if manifest.committed(self._path):
                 found = manifest.newest(self._path)
                 step = found.manifest.step
-                require(step >= least, "I10", f"checkpoint {least} was committed, and the run goes on from {step}")
+                require(step >= least, "I10", f"checkpoint {least} was committed, and the run continues from {step}")
                 return found
         except DataError as error:
             require("no checkpoint is whole" in str(error), "I10", str(error))
