@@ -37,7 +37,7 @@ from spot_async.tools.simulate.command import SimulateOptions, gathered
 from spot_async.tools.simulate.fit import Timed, speed
 from spot_async.tools.simulate.lengths import Asked, LogNormalLengths, Workload
 from spot_async.tools.simulate.measured import Level, Ramp, StageLoad
-from spot_async.tools.simulate.rates import ClusterRates, TrainerRates
+from spot_async.tools.simulate.rates import ClusterRates, TrainerRates, cluster_rates
 from spot_async.tools.simulate.reading import read_run
 from spot_async.tools.simulate.services import RatedStudent, RatedTrainer
 from spot_async.tools.simulate.simulation import Outcome, simulate, sufficient
@@ -262,6 +262,22 @@ def test_a_strict_run_s_files_give_back_its_servers_and_foretell_an_asynchronous
     then_s = recorded_run(tmp_path / "asynchronous", config, **parts, max_staleness=1, iterations=iterations)
     one = outcomes(config, tmp_path, run=tmp_path / "strict", max_staleness=1, iterations=iterations)[1]
     assert one.iteration_s == pytest.approx(then_s, rel=0.1)
+
+
+def test_levels_stand_for_both_rates_and_another_speed_for_levels(tmp_path):
+    levels = ["student.levels={4: 600, 1: 200, 8: 400}"]
+    rates = {**RATES, "student": {"replicas": 1}}
+    (strict,) = outcomes(configuration(), tmp_path, *levels, rates=rates, max_staleness=0)
+    slower = ["student.levels={1: 100, 4: 300, 8: 200}"]
+    (half,) = outcomes(configuration(), tmp_path, *slower, rates=rates, max_staleness=0)
+    assert half.bound.parts["student"] == pytest.approx(2 * strict.bound.parts["student"], rel=1e-6)
+    assert half.iteration_s > 1.3 * strict.iteration_s
+    limited = configuration(stages={"rollout": {"concurrency": 4}})
+    (fewer,) = outcomes(limited, tmp_path, *levels, rates=rates, max_staleness=0)
+    assert fewer.iteration_s < strict.iteration_s, "8 at a time make this server slower than 4"
+    sources = [{"student": {"levels": {1: 5.0}}}, RATES]
+    found = cluster_rates(sources, configuration(), PolicyNeeds(teacher_top_k=16), knows_lengths=True)
+    assert (found.student.levels, found.student.tokens_per_s) == (None, 4000)
 
 
 def test_rates_that_nobody_knows_are_one_line(tmp_path):

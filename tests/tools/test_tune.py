@@ -198,6 +198,7 @@ def test_what_binds_is_said_as_simulate_says_it_and_what_was_not_measured_is_nam
 def test_a_small_batch_is_warned_of():
     found = chosen(student_ramp(1000, ended="demand"))
     (warning,) = found.warnings
+    assert chosen(student_ramp(most=1, ended="demand")).warnings == []
     assert warning.startswith("training.batch_size=16: 16 requests at a time, the most that it has, do not fill the s")
 
 

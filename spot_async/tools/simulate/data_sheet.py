@@ -79,7 +79,7 @@ def _decoding(config: Config, size: ModelSize, here: list[ServerOnDevice], devic
     room = max(1.0, min(server.cache_tokens for server in here) / context)
     doublings = takewhile(lambda n: n <= min(room, MOST_IN_FLIGHT), (1 << power for power in range(20)))
     levels = {n: n * bandwidth / (2 * size.parameters + n * context * size.cache_bytes_per_token) for n in doublings}
-    return {"tokens_per_s": max(levels.values()), "tokens_per_s_each": levels[1], "levels": levels}
+    return {"levels": levels}
 
 
 def _training_tokens_per_s(config: Config, size: ModelSize) -> float:

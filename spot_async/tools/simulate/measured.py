@@ -110,10 +110,7 @@ def rates_of_ramps(ramps: Sequence[Ramp]) -> dict[str, Any]:
         if of_verdicts and levels:
             rates |= {"verdict_s": ramp.levels[0].p50_s, "verdicts": levels}
         elif levels:
-            each = max(speed / requests for requests, speed in levels.items())
-            rates[ramp.server] = {
-                "tokens_per_s": max(levels.values()), "tokens_per_s_each": each, "levels": levels,
-            }  # fmt: skip
+            rates[ramp.server] = {"levels": levels}
     return rates
 
 

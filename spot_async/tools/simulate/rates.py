@@ -8,7 +8,7 @@ that score have a request's prompt to score as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -23,14 +23,13 @@ from spot_async.types import PolicyNeeds
 Tree = dict[str, Any]
 ROLES = ("student", "teacher", "reference")
 RATES = ("tokens_per_s", "tokens_per_s_each")
-
-
-Levels = dict[PositiveInt, PositiveFloat]  # a server's speed by requests in flight
+Levels = Annotated[dict[PositiveInt, PositiveFloat], Field(min_length=1)]  # a server's speed by requests in flight
 
 
 def of_one(levels: Mapping[int, float], requests: int) -> float:
     """Return the part of a server's speed that each of so many requests has."""
-    return float(np.interp(requests, [0, *levels], [0.0, *levels.values()])) / requests
+    places, speeds = zip((0, 0.0), *sorted(levels.items()), strict=True)
+    return float(np.interp(requests, places, speeds)) / requests
 
 
 class ServerRates(Section):
@@ -44,6 +43,13 @@ class ServerRates(Section):
     levels: Levels | None = Field(
         None, description="tokens a second by requests in flight, where `tune` measured them; in place of both rates"
     )
+
+    def of_levels(self) -> ServerRates:
+        """Return these rates, with those that levels stand for."""
+        if self.levels is None:
+            return self
+        each = max(speed / requests for requests, speed in self.levels.items())
+        return self.model_copy(update={"tokens_per_s": max(self.levels.values()), "tokens_per_s_each": each})
 
     def tokens_per_s_of_one(self, requests: int) -> float:
         """Return the tokens a second of each of so many requests. Beyond what was measured nothing is gained."""
@@ -107,6 +113,7 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
     for source in sources:
         tree = laid_over(source, laid_over(_no_levels(source), tree))
     rates = validate_as(ClusterRates, tree)
+    rates = rates.model_copy(update={role: rates.of(role).of_levels() for role in ROLES})
     roles = served_roles(config, needs)
     lacking = [f"{role}.tokens_per_s" for role in roles if rates.of(role).tokens_per_s is None]
     if "student" in roles and rates.student.tokens_per_s_each is None:
@@ -123,8 +130,9 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
 
 
 def _no_levels(source: Tree) -> Tree:
-    """Return what a source says of levels by stating another speed: that there are none."""
-    stated = [role for role in ROLES if isinstance(own := source.get(role), dict) and set(RATES) & own.keys()]
+    """Return what a source says of others' levels by stating a speed: that there are none."""
+    speeds = {*RATES, "levels"}
+    stated = [role for role in ROLES if isinstance(own := source.get(role), dict) and speeds & own.keys()]
     return {role: {"levels": None} for role in stated} | ({"verdicts": None} if "verdict_s" in source else {})
 
 

@@ -38,7 +38,7 @@ from spot_async.types import PolicyNeeds
 MOST_STALENESS = 2  # that is simulated
 ITERATIONS = 6  # of the simulations that are told
 COMPARED = 2  # of those that compare limits
-AT_ONCE = 1e12  # tokens a second of what nobody has measured: it then holds nothing up
+AT_ONCE = 1e12  # tokens a second of what holds nothing up
 
 
 class Choice(NamedTuple):
@@ -183,7 +183,7 @@ def warnings(ramp: Ramp, config: Config) -> list[str]:
         case "time" | "requests":
             given = "--seconds" if ramp.ended == "time" else "--limit-requests"
             return [f"{ramp.server}: {given} ran out with {last.concurrency} in flight: give more{stays}"]
-        case "demand" if max(each.throughput for each in ramp.levels[:-1]) < ENOUGH * last.throughput:
+        case "demand" if ramp.levels[:-1] and max(e.throughput for e in ramp.levels[:-1]) < ENOUGH * last.throughput:
             return [
                 f"training.batch_size={config.training.batch_size}: {last.concurrency} requests at a time, the most "
                 f"that it has, do not fill the {ramp.server}: a larger batch would use more of it"
