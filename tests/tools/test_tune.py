@@ -24,8 +24,16 @@ from spot_async.testing.simulation import simulated_services
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import RecordedPrompt
 from spot_async.tools.simulate.measured import Level, Ramp, Recommendation, StageLoad, Tuning, read_tuning
+from spot_async.tools.tune import command
 from spot_async.tools.tune.choice import choose
-from spot_async.tools.tune.command import TuneOptions, announcement, check_options, most_in_flight, without_files
+from spot_async.tools.tune.command import (
+    Measured,
+    TuneOptions,
+    announcement,
+    check_options,
+    most_in_flight,
+    without_files,
+)
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
 from spot_async.tools.tune.results import as_json, as_yaml, check_output
@@ -328,6 +336,13 @@ def test_a_paid_endpoint_is_ramped_only_within_a_limit_and_says_what_that_costs(
         "teacher: score requests of 40 tokens on average, 1 to 64 at a time, 20 s at most, "
         f"1000 requests in all at most, about 125 {account.currency}"
     )
+
+
+def test_what_was_measured_is_kept_of_a_run_that_cannot_be_simulated(tmp_path):
+    found = Measured(16, [], [student_ramp()], [])
+    choice = command.chosen(config_from(RUN), PolicyNeeds(), found, tmp_path / "no run")
+    assert (choice.ramps, choice.recommendations) == (found.ramps, [])
+    assert "the run cannot be simulated, so its limits stay as configured: " in choice.warnings[0]
 
 
 def test_a_replay_has_no_teacher_to_tune():

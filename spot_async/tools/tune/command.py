@@ -20,9 +20,11 @@ from rich.text import Text
 
 from spot_async.base import registry
 from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import root_cause
+from spot_async.base.text import first_line
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, SpotError
 from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_stages
 from spot_async.running.backend_factories import core_shares
@@ -32,7 +34,7 @@ from spot_async.spending.account import Account
 from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.measured import Level, Ramp, Tuning
-from spot_async.tools.tune.choice import choose
+from spot_async.tools.tune.choice import Choice, choose
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limits
 from spot_async.tools.tune.results import terminal_tables, tuning_page, write
@@ -112,7 +114,7 @@ def run(
 
         found = asyncio.run(measure(config, plan, directory, options, tell, show))
         status.update("simulating")
-        choice = choose(config, plan.policy.needs, found.ramps, recorded_prompts(found.templates), options.run)
+        choice = chosen(config, plan.policy.needs, found, options.run)
     asked = Counter(template.server for template in found.templates)
     tuning = Tuning(
         measured=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
@@ -135,6 +137,15 @@ def run(
     train = " ".join(["spot-async train", str(output), *overrides])
     screen.print(Text(f"to train with these limits: {train}"), soft_wrap=True)
     screen.print(Text(f"page: {output.with_suffix('.html')}"), soft_wrap=True)
+
+
+def chosen(config: Config, needs: PolicyNeeds, found: Measured, run: Path | None) -> Choice:
+    """Return what follows from what was measured, which is kept even if the run cannot be simulated."""
+    try:
+        return choose(config, needs, found.ramps, recorded_prompts(found.templates), run)
+    except (SpotError, ExceptionGroup) as error:
+        words = f"the run cannot be simulated, so its limits stay as configured: {first_line(root_cause(error))}"
+        return Choice(found.ramps, [], [], [words])
 
 
 class Measured(NamedTuple):
