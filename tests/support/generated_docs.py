@@ -1,13 +1,11 @@
-"""Writes what pages have from the code: docs/configuration.md, and the records in docs/library.md. `make docs` runs it.
+"""Writes docs/configuration.md from the code. `make docs` runs it.
 
-Everything on the former comes from `config/schema.py` and from the plug-ins that spot-async itself registers: keys,
-types, defaults, and meanings, which are the fields' descriptions. The records are the code itself, with the comments
-that name shapes, between two marks of the page. Tests compare both with what this writes.
+Everything on the page comes from `config/schema.py` and from the plug-ins that spot-async itself registers: keys,
+types, defaults, and meanings, which are the fields' descriptions. A test compares the page with what this writes.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
@@ -20,8 +18,6 @@ from pydantic_core import PydanticUndefined
 
 from spot_async.base import registry
 from spot_async.config import Config, PluginSettings, Section
-from spot_async.protocols import PromptStages
-from spot_async.types import Generation, Sample, ScoredPositions, SoftTargets, Supervision, TokenScores, VersionSpan
 
 DOCS = Path(__file__).parents[2] / "docs"
 GROUP_OF_KEY: dict[str, registry.Group] = {"backend": "backends", "policy": "policies", "verifier": "verifiers"}
@@ -44,13 +40,6 @@ UNIT_OF_ENDING = {
 }
 BOUNDS = {"exclusiveMinimum": "> ", "minimum": "≥ ", "exclusiveMaximum": "< ", "maximum": "≤ "}
 NONE = "–"
-
-BEGIN, END = "<!-- Generated from the code: `make docs`. -->\n", "<!-- End of what is generated. -->\n"
-SHOWN: dict[str, tuple[type, ...]] = {
-    "What a policy awaits": (PromptStages,),
-    "What stages return": (Generation, VersionSpan, TokenScores, ScoredPositions),
-    "What a policy returns": (Sample, Supervision, SoftTargets),
-}
 
 INTRODUCTION = """\
 # Configuration
@@ -223,21 +212,5 @@ def _table(rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def renewed(page: str) -> str:
-    """Return the page with the code as it is now."""
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no {BEGIN.strip()} before {END.strip()}")
-    return "".join([before, BEGIN, *(_part(title, shown) for title, shown in SHOWN.items()), "\n", END, after])
-
-
-def _part(title: str, shown: tuple[type, ...]) -> str:
-    code = "\n\n".join(inspect.getsource(each) for each in shown)
-    return f"\n### {title}\n\n```python\n{code}```\n"
-
-
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(page(), encoding="utf-8")
-    library = DOCS / "library.md"
-    library.write_text(renewed(library.read_text(encoding="utf-8")), encoding="utf-8")
