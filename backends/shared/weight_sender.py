@@ -36,13 +36,9 @@ from .weight_transport import (
     Answer,
     Broadcast,
     Command,
-    Done,
-    Failure,
     Join,
     JoinNccl,
     Mint,
-    Minted,
-    Ready,
     endpoint,
     environment_of,
 )
@@ -61,7 +57,7 @@ class Sender:
         try:
             match command:
                 case Mint():
-                    return self._mint()
+                    return Answer(self._mint())
                 case Join():
                     self._join(command)
                 case JoinNccl():
@@ -69,8 +65,8 @@ class Sender:
                 case Broadcast():
                     self._broadcast(command)
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # torch raises RuntimeErrors
-            return Failure(first_line(error))
-        return Done()
+            return Answer(error=first_line(error))
+        return Answer()
 
     def _join(self, command: Join) -> None:
         # The servers make their group with this private function, and ranks meet only under the same keys. It does what
@@ -90,10 +86,10 @@ class Sender:
             torch.cuda.set_device(self._device)
         self._send = partial(dist.broadcast, src=0, group=group)
 
-    def _mint(self) -> Answer:
+    def _mint(self) -> bytes:
         if not dist.is_nccl_available():
             raise RuntimeError("this torch is built without NCCL")
-        return Minted(cast(Any, nccl).unique_id())
+        return bytes(cast(Any, nccl).unique_id())
 
     def _join_nccl(self, command: JoinNccl) -> None:
         """Join as rank 0 in the way that a vLLM worker does. Written from vLLM's and torch's sources, never run."""
@@ -146,10 +142,10 @@ def main(channel_directory: str, backend: str, device: str, address: str, port: 
         try:
             store = listen(address, int(port))
         except (OSError, RuntimeError) as error:
-            channel.send(wire.encode(Failure(f"cannot listen on {address}:{port}: {first_line(error)}")))
+            channel.send(wire.encode(Answer(error=f"cannot listen on {address}:{port}: {first_line(error)}")))
             channel.recv()  # the parent ends this process
             return
-        channel.send(wire.encode(Ready(store.port)))
+        channel.send(wire.encode(Answer(store.port)))
         sender = Sender(store, backend, torch.device(device))
         while True:
             command: Command = wire.decode(channel.recv(), cast(Any, Command))

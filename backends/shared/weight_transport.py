@@ -147,24 +147,14 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
     names: list[str]
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    port: int
+class Answer(msgspec.Struct, frozen=True):
+    """The port at the start, an NCCL id for `Mint`, nothing else; or why it failed."""
 
-
-class Minted(msgspec.Struct, frozen=True, tag="minted"):
-    unique_id: bytes
-
-
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    pass
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    message: str
+    value: int | bytes | None = None
+    error: str | None = None
 
 
 Command: TypeAlias = Join | Mint | JoinNccl | Broadcast
-Answer: TypeAlias = Ready | Minted | Done | Failure
 
 
 def endpoint(channel_directory: str) -> str:
@@ -203,7 +193,7 @@ class WeightSender:
             stack.push_async_callback(self._child.stop, 0.0)
             ready = await self._while_it_lives(self._receive(), "start", deadline)
             self._resources = stack.pop_all()
-        return cast(Ready, ready).port
+        return cast(int, ready.value)
 
     async def stop(self) -> None:
         """End the process, whatever it is doing. Idempotent."""
@@ -216,7 +206,7 @@ class WeightSender:
     async def mint(self, *, deadline: float) -> bytes:
         """Return a new NCCL id, by which other ranks find rank 0, which is this process."""
         minted = await self._while_it_lives(self._ask(Mint()), "make an NCCL id", deadline)
-        return cast(Minted, minted).unique_id
+        return cast(bytes, minted.value)
 
     async def join_nccl(self, unique_id: bytes, *, world_size: int, deadline: float) -> None:
         """Join ranks that meet only by NCCL's id, as vLLM's do. Both sides must join at the same time."""
@@ -232,8 +222,7 @@ class WeightSender:
         return await self._receive()
 
     async def _receive(self) -> Answer:
-        answer: Answer = wire.decode(await self._socket.recv(), cast(Any, Answer))
-        return answer
+        return wire.decode(await self._socket.recv(), Answer)
 
     async def _while_it_lives(self, conversation: Coroutine[Any, Any, Answer], what: str, deadline: float) -> Answer:
         try:
@@ -245,8 +234,8 @@ class WeightSender:
             raise TransientError(str(died)) from None
         except (msgspec.DecodeError, zmq.ZMQError) as error:
             raise TransientError(f"{self._name}: cannot {what}: {error}") from error
-        if isinstance(answer, Failure):
-            raise TransientError(f"{self._name}: cannot {what}: {answer.message}")
+        if answer.error is not None:
+            raise TransientError(f"{self._name}: cannot {what}: {answer.error}")
         return answer
 
 

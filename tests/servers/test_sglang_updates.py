@@ -134,7 +134,7 @@ async def test_an_update_whose_flush_was_refused_is_finished(
     """Held with their cache (in_place), requests keep the server from flushing: updated, but without its name."""
     async with connect(sglang_student) as backend:
         control = backend._updater._control
-        transport = backend._weights._transport
+        transport = backend._updater._transport
         under_way = asyncio.create_task(backend.generate(tokens(5, 1), endless(1500), deadline=soon()))
         await wait_until(sglang_student, 1)
         await control.post("/pause_generation", {"mode": "in_place"}, soon())
@@ -200,7 +200,7 @@ async def test_weights_that_are_others_only_while_the_server_reads_them_are_noti
     path, own = Path(new.directory) / "model.safetensors", Path(new.directory) / "own"
     async with connect(sglang_student) as backend:
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
-        transport = backend._weights._transport
+        transport = backend._updater._transport
         send = transport.send
 
         async def send_others(*given: Any, **settings: Any) -> None:
@@ -223,7 +223,7 @@ async def test_a_sender_that_dies_leaves_the_old_weights_and_the_next_update_sta
 ) -> None:
     async with connect(sglang_student, weights=weight_settings("distributed")) as backend:
         await backend.update_weights(snapshot_of(models.student, FIRST), deadline=soon())
-        sender = backend._weights._transport._sender  # type: ignore[attr-defined]
+        sender = backend._updater._transport._sender  # type: ignore[attr-defined]
         os.kill(sender._child.pid, signal.SIGSTOP)
         update = asyncio.create_task(backend.update_weights(snapshot_of(models.other, SECOND), deadline=soon()))
         await until_the_engine_waits(sglang_student)  # for tensors
