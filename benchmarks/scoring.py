@@ -27,7 +27,8 @@ from report import show
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.openai.dialect import COMPLETIONS
 from spot_async.backends.openai.dialect import Dialect as OpenAIDialect
-from spot_async.backends.sglang.backend import GENERATE, SglangBackend
+from spot_async.backends.sglang.backend import SglangBackend
+from spot_async.backends.sglang.weights import GENERATE
 from spot_async.backends.shared.request_limits import RequestLimits
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.discovery import ServerFacts
@@ -71,6 +72,9 @@ class Canned:
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def reading(self, *_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
     async def post(self, path: str, body: bytes, **_: Any) -> bytes:
         return self._reply
 
@@ -112,6 +116,7 @@ async def vllm(stack: AsyncExitStack, url: str, route: Any) -> Backend:
         takes_weights=False,
         keeps_output_head=False,
         weights=None,
+        dtype=None,
         noise_nats=0.0,
     )
     return backend
@@ -205,10 +210,10 @@ def sglang_nested() -> bytes:
 
 async def sglang(stack: AsyncExitStack, url: str) -> Backend:
     settings = SglangBackend.Settings(url=url)
-    backend = SglangBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
+    backend: Any = SglangBackend(settings, role="teacher", model=str(EXAMPLE / "student"), run_directory=Path())
     await stack.enter_async_context(backend._server)
     backend._vocab_size = VOCAB
-    backend._limits = RequestLimits("teacher", VOCAB, PROMPT_TOKENS + POSITIONS + 1, VOCAB, "")
+    backend._requests.limits = RequestLimits("teacher", VOCAB, PROMPT_TOKENS + POSITIONS + 1, VOCAB, "")
     backend._capabilities = Capabilities(
         model="",
         vocab_size=VOCAB,
