@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
-from spot_async.cli.ending import fail, screen
+from spot_async.cli.ending import downloaded, fail, screen
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
 
@@ -106,7 +106,10 @@ def simulate(
 
     options = command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, page, json)
     try:
-        command.run(screen, config, load_config(config, overrides or ()), options)
+        settings = load_config(config, overrides or ())
+        if command.asks_data_sheet(config, settings, options):
+            settings = downloaded(settings, weights=())
+        command.run(screen, config, settings, options)
     except (ConfigError, DataError) as error:
         fail(error, code=2)
     except SpotError as error:

@@ -420,6 +420,15 @@ def test_what_nobody_has_measured_is_taken_from_a_data_sheet_and_marked(tmp_path
     assert rates.student.levels is None
 
 
+def test_a_run_that_was_never_made_is_simulated_by_its_data_sheet_alone(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(planned(tmp_path).model_dump(mode="json")))
+    done = CliRunner().invoke(app, ["simulate", str(path), "--max-staleness", "0", "--iterations", "1"])
+    assert done.exit_code == 0, done.output
+    assert "of a data sheet and not measured: lengths, student, teacher, trainer" in done.output
+    assert "training.iterations=4 take about" in done.output
+
+
 def test_no_data_sheet_speaks_of_servers_elsewhere_or_of_models_that_are_not_here(tmp_path):
     with pytest.raises(ConfigError, match="not known: give --from RUN"):
         gathered(tmp_path / "run.yaml", configuration(), SimulateOptions())

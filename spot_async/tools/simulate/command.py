@@ -12,6 +12,8 @@ from rich.text import Text
 
 from spot_async.base.tasks import root_cause
 from spot_async.base.text import rough_time
+from spot_async.checks.device_shares import starting_order
+from spot_async.checks.served import served_models
 from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import ConfigError, SpotError
@@ -89,6 +91,13 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
         write_files({options.page: simulation_page(source.stem, outcomes, lines).encode()}, "--page")
         if not options.is_json:
             screen.print(Text(f"page: {options.page}"))
+
+
+def asks_data_sheet(source: Path, config: Config, options: SimulateOptions) -> bool:
+    """Whether only a data sheet can say how fast the servers are, for which the shapes of the models are needed."""
+    if options.run or options.tuning or options.rates or options.stated or tune_beside(source):
+        return False
+    return bool(starting_order(served_models(config, make_policy(config).needs)))
 
 
 def duration_lines(config: Config, outcomes: Sequence[Outcome]) -> list[str]:
