@@ -7,7 +7,8 @@ sees it, with what is in `shared/`:
 * `replies.py` checks that the numbers in a reply can be true.
 * `lora.py` serves a student's versions as LoRA adapters beside its base model.
 * `held_weights.py` notices a server that was restarted, or updated by somebody else.
-* `remote.py` adds what JSON servers have in common: settings, a server started in its own environment, billing.
+* `remote.py` and `settings.py` add what JSON servers have in common: a server started in its own environment, billing.
+* `student_backend.py` is the base of backends for such servers that may serve a student: sleep, health, new weights.
 
 Entering starts the server as a child process, unless the settings name one that is running. Leaving ends it
 (`server.py`). Inference itself happens in the server (`spot_async.serving`).

@@ -87,7 +87,7 @@ class ServedWeights:
 class StudentBackend(RemoteBackend, abc.ABC):
     """Base of a `Generator`, `Scorer`, `WeightSink`, `Sleeper` and `HealthCheck` around one server."""
 
-    SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `behind.py`
+    SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `discovery.py`
 
     def __init__(
         self, settings: StudentServerSettings, server: RemoteServer, loads: AdapterServer, run_directory: Path

@@ -1,4 +1,4 @@
-"""Requests of the `openai` adapter have the same fields during discovery and after it."""
+"""Requests of the `openai` backend have the same fields during discovery and after it."""
 
 from __future__ import annotations
 

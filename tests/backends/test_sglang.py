@@ -1,4 +1,4 @@
-"""The SGLang adapter against a stand-in: its requests, its start-up and its pings.
+"""The SGLang backend against a stand-in: its requests, its start-up and its pings.
 
 The stand-in answers with recorded replies. `tests/servers/test_sglang.py` tests the real server.
 """

@@ -1,4 +1,4 @@
-"""How the SGLang adapter reads replies. They were recorded from 0.5.23."""
+"""How the SGLang backend reads replies. They were recorded from 0.5.23."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight updates of the SGLang adapter against a stand-in: versions, failures, and servers that must not stay paused.
+"""Weight updates of the SGLang backend against a stand-in: versions, failures, and servers that must not stay paused.
 
 The stand-in answers with recorded replies. `tests/servers/test_sglang_updates.py` tests the real server.
 """

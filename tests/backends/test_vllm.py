@@ -1,4 +1,4 @@
-"""The vLLM adapter against a stand-in: its requests, its pings and its command.
+"""The vLLM backend against a stand-in: its requests, its pings and its command.
 
 `tests/servers/test_vllm.py` tests the real server.
 """

@@ -1,4 +1,4 @@
-"""How the vLLM adapter reads replies. They were recorded from 0.32.0."""
+"""How the vLLM backend reads replies. They were recorded from 0.32.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight updates of the vLLM adapter against a stand-in: what is confirmed or undone, and that none stays paused."""
+"""Weight updates of the vLLM backend against a stand-in: what is confirmed or undone, and that none stays paused."""
 
 from __future__ import annotations
 

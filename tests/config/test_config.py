@@ -124,6 +124,11 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("policy={}", "policy: needs a `kind`, one of: eopd, grpo, kd, opd, spot"),
         ("policy=no.such.module:Policy", "policy: cannot load 'no.such.module:Policy'"),
         (
+            "teacher.backend=spot_async.policies.opd:OpdPolicy",
+            "teacher.backend: kind=spot_async.policies.opd:OpdPolicy: its Settings are no spot_async.BackendSettings: "
+            "derive them from that",
+        ),
+        (
             "training.mini_batch_size=3",
             "training: mini_batch_size=3 must divide batch_size=8: the nearest that does is 2",
         ),

@@ -1,4 +1,4 @@
-"""Asks a real SGLang server on a CPU through the adapter, and compares the replies."""
+"""Asks a real SGLang server on a CPU through the backend, and compares the replies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rows_of(dense_logprobs: Callable[..., npt.NDArray[np.float32]]) -> Rows:
 
 
 def connecting(run_directory: Path) -> Connect:
-    """`connect(server, url=..., **settings)`: the adapter, attached."""
+    """`connect(server, url=..., **settings)`: the backend, attached."""
 
     @asynccontextmanager
     async def connected(

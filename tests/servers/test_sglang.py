@@ -1,4 +1,4 @@
-"""The SGLang adapter against the real server, on a CPU: numbers, and what must never reach the server."""
+"""The SGLang backend against the real server, on a CPU: numbers, and what must never reach the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vLLM adapter against the real server, on a CPU in float32.
+"""The vLLM backend against the real server, on a CPU in float32.
 
 What any backend must do is the conformance contract's; here are the numbers, and what is peculiar to vLLM: weights
 that change in the middle of a response, weights that it cannot load, and the flags that it can be started without.
