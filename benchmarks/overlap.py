@@ -134,7 +134,7 @@ async def measure(
         servers = student, teacher = [
             await stack.enter_async_context(
                 LocalBackend(
-                    LocalBackend.Settings().on_cores(cores.own.get(role)),
+                    LocalBackend.Settings().of_run(cores.own.get(role)),
                     role=role,
                     model=str(EXAMPLE / role),
                     run_directory=directory,

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from spot_async.models.common_vocabulary import EndTokens
-from spot_async.spending.account import Account
 from spot_async.types import (
     BehindUrl,
     Capabilities,
@@ -213,13 +212,6 @@ class Replicated(Protocol):
     def backends(self) -> Mapping[str, Backend]:
         """The servers' backends by name, as they are now. Callers enter the backend first."""
         ...
-
-
-@runtime_checkable
-class Billed(Protocol):
-    """Has an account. Optional, for a backend whose requests are counted, limited or cost money."""
-
-    account: Account  # shared by all replicas of a role: set before the backend is entered
 
 
 class Verifier(Protocol):

@@ -24,7 +24,6 @@ import msgspec
 from spot_async.config import backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles, read_model
-from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Traffic
@@ -82,7 +81,7 @@ class RemoteServer:
         self._where = settings.where
         self.files: ModelFiles = read_model(role, model)
         self.endpoint: HttpEndpoint
-        self.account = settings.open_account(role)
+        self.account = settings.open_account(role) if settings.account is None else settings.account
         self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
         self._run_directory = run_directory
         self._kind = kind
@@ -274,14 +273,6 @@ class RemoteBackend:
     @property
     def traffic(self) -> Traffic:
         return self._server.endpoint.traffic
-
-    @property
-    def account(self) -> Account:
-        return self._server.account
-
-    @account.setter
-    def account(self, shared: Account) -> None:
-        self._server.account = shared
 
 
 def _decoder(kind: type[T]) -> Callable[[bytes], T]:

@@ -111,9 +111,8 @@ def train(
             if node is not None:
                 screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
             return
-        from spot_async.running.training import (
-            train as run_training,  # who is stopped in these seconds leaves no directory
-        )
+        from spot_async.running.training import Start  # late: who is stopped in these seconds leaves no directory
+        from spot_async.running.training import train as run_training
 
         directory = RunDirectory.create(path, settings) if begun is None else begun.directory
     except SpotError as error:
@@ -136,10 +135,12 @@ def train(
         plan,
         directory,
         screen,
-        exit_process=hung(directory),
-        checkpoint=checkpoint,
-        stop=stop,
-        topology=None if node is None else node[0],
+        Start(
+            checkpoint=checkpoint,
+            stop=stop,
+            topology=None if node is None else node[0],
+            exit_process=hung(directory),
+        ),
     )
     outcome = run_until_stopped(training, directory, stop, prompts=settings.queue_capacity_prompts)
     show_outcome(outcome, path)

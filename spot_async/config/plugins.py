@@ -47,6 +47,7 @@ class BackendSettings(PluginSettings):
 
     _number: int | None = PrivateAttr(None)  # the server's among its role's, from 1 on; None for an only one
     _cores: frozenset[int] | None = PrivateAttr(None)  # those that the server has to itself; None: it shares them
+    _account: Account | None = PrivateAttr(None)  # that its requests are charged to; None: it opens its own
     _lora: LoraConfig | None = PrivateAttr(None)  # of the adapters that its servers take, where they take some
 
     def servers(self) -> Sequence[Self]:
@@ -77,10 +78,16 @@ class BackendSettings(PluginSettings):
         """The cores, by number, that a backend's server has to itself; None where it shares them."""
         return self._cores
 
-    def on_cores(self, cores: frozenset[int] | None) -> Self:
-        """Return a copy of one server's settings that gives it these cores to itself."""
+    @property
+    def account(self) -> Account | None:
+        """The account that the run opened for all servers of the role, or None."""
+        return self._account
+
+    def of_run(self, cores: frozenset[int] | None, account: Account | None = None) -> Self:
+        """Return a copy of one server's settings, with the cores that it has to itself and its role's account."""
         copy = self.model_copy()
         copy._cores = cores
+        copy._account = account
         return copy
 
     @property

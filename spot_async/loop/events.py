@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from spot_async.base.events import Channel, Event
 from spot_async.errors import BudgetSpentError, RequestError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.admission import PromptState
+from spot_async.loop.admission import AdmissionBook, PromptState
 from spot_async.stages.events import Wait
 from spot_async.stages.stage import Stage
+from spot_async.stages.stages import Stages
 from spot_async.types import Prompt, Sample, TrainReport, WeightSnapshot, WeightVersion
-
-if TYPE_CHECKING:
-    from spot_async.loop.orchestrator import Orchestrator
 
 # The train pump goes from "wait for batch" to "evaluate" in each iteration; it waits in the last two until weights that
 # are new enough are served. The publish pump goes from "wait for weights" to "evaluate" for each weights that it sends.
@@ -38,6 +36,38 @@ WAITS_FOR: dict[Phase, str] = {
 }
 
 
+@dataclass
+class OrchestratorState:
+    """What a console may read at any time."""
+
+    iteration: int = 0  # how many are finished
+    spent: BudgetSpentError | None = None  # why nothing is admitted any more
+    stopped: bool = False  # somebody asked for the end: no step begins any more
+    running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
+
+
+class TrainingView(Protocol):
+    """What listeners may read of a run while it trains, at any time. They change nothing."""
+
+    @property
+    def state(self) -> OrchestratorState: ...
+
+    @property
+    def stages(self) -> Stages: ...
+
+    @property
+    def book(self) -> AdmissionBook: ...
+
+    @property
+    def is_strict(self) -> bool: ...
+
+    @property
+    def trained(self) -> WeightVersion: ...
+
+    @property
+    def served(self) -> WeightVersion: ...
+
+
 class ServersStarting(Event, frozen=True):
     """Servers are about to be started. From now on `replicas` returns a line for people on each."""
 
@@ -47,11 +77,11 @@ class ServersStarting(Event, frozen=True):
 class StepBegan(Event, frozen=True):
     """A step of the run begins, named for people; the one before it is done.
 
-    `orchestrator` is set while it trains. In an asynchronous run that continues while evaluations are made during it.
+    `training` is set while the run trains. In an asynchronous run that continues while evaluations are made during it.
     """
 
     name: str
-    orchestrator: Orchestrator | None = None
+    training: TrainingView | None = None
 
 
 class EvaluationBegan(Event, frozen=True):

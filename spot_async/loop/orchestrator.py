@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from spot_async.errors import BudgetSpentError, PluginError, RequestError, SpotError, ThrottledError, TransientError
 from spot_async.loop.admission import AdmissionBook, Finished, PromptState, is_trained
-from spot_async.loop.events import IterationFinished, Phases, PhaseTimes, PromptEnded, StepBegan
+from spot_async.loop.events import IterationFinished, OrchestratorState, Phases, PhaseTimes, PromptEnded, StepBegan
 from spot_async.loop.publishing import LiveStudent, SleepingServers, WeightPublisher
 from spot_async.loop.resuming import Records, StateSaver
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
@@ -52,16 +52,6 @@ class OrchestratorSettings:
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
     max_dead_share: float  # of the prompts finished so far, once these are as many as a batch
-
-
-@dataclass
-class OrchestratorState:
-    """What a console may read at any time."""
-
-    iteration: int = 0  # how many are finished
-    spent: BudgetSpentError | None = None  # why nothing is admitted any more
-    stopped: bool = False  # somebody asked for the end: no step begins any more
-    running: dict[int, Prompt] = field(default_factory=dict)  # being supervised, by ordinal
 
 
 class Orchestrator:

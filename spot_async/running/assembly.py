@@ -1,4 +1,4 @@
-"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, bottleneck, trainer settings.
+"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, bottleneck.
 
 Nothing is started here. `services.py` opens the servers, `training.py` enters the rest.
 """
@@ -12,17 +12,12 @@ from typing import Any
 
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
-from spot_async.checks.device_shares import sleeps_while_training
-from spot_async.checks.machine import gpu_need, training_under_staleness
-from spot_async.checks.plan import TrainPlan, merged_every
+from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation, LiveStudent
 from spot_async.loop.resuming import Records
-from spot_async.models.hub import local_path
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
-from spot_async.run_directory.layout import RunDirectory
-from spot_async.run_directory.manifest import Checkpoint
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
@@ -30,7 +25,6 @@ from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
-from spot_async.trainer.settings import ResumePoint, TrainerSettings
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
@@ -122,36 +116,4 @@ def make_live_bottleneck(
         every_s=config.run.verdict_every_s,
         cores=cores,
         replicas=partial(replica_states, backends),
-    )
-
-
-def trainer_settings(
-    config: Config,
-    plan: TrainPlan,
-    directory: RunDirectory,
-    checkpoint: Checkpoint | None = None,
-    lineage: int = 0,
-) -> TrainerSettings:
-    """Return the trainer's settings. It continues from `checkpoint`, and its weights are of `lineage`."""
-    resume = None
-    if checkpoint is not None:
-        resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)
-    training = training_under_staleness(config.training, config.max_staleness)
-    return TrainerSettings(
-        resume=resume,
-        merged_every=merged_every(config),
-        lineage=lineage,
-        training=training,
-        model_directory=str(Path(local_path(config.student.model)).resolve()),
-        run_directory=str(directory.path),
-        publishes_to=str(directory.weights.published),
-        temperature=config.sampling.temperature,
-        seed=config.run.seed,
-        iterations=plan.schedule.iterations,
-        end_token_ids=plan.stop_token_ids,
-        # A strict run has no next step before the weights are served. Parts of weights are gathered by all ranks, whose
-        # collectives must not mix with those of a step.
-        publishes_beside=config.max_staleness > 0 and training.sharding == "none",
-        shares_devices=sleeps_while_training(config.student),
-        needs_gpu=gpu_need(training, plan.served),
     )

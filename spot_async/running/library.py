@@ -116,7 +116,7 @@ async def _train(
         show_nearest_characters()
     console = Screen() if progress else Console(quiet=True, force_terminal=False)
     try:
-        return await runtime.train(config, plan, directory, console, checkpoint=checkpoint)
+        return await runtime.train(config, plan, directory, console, runtime.Start(checkpoint=checkpoint))
     except ExceptionGroup as failures:
         raise root_cause(failures) from failures
 

@@ -20,8 +20,7 @@ from spot_async.evaluation.identity import identity_of, settings_fingerprint
 from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, read_responses, write_whole
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import collected, evaluate, keys_of, reported_k
-from spot_async.loop.events import EvaluationBegan, ResponseJudged, StepBegan
-from spot_async.loop.orchestrator import Orchestrator
+from spot_async.loop.events import EvaluationBegan, ResponseJudged, StepBegan, TrainingView
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool
@@ -37,7 +36,7 @@ async def measure(
     events: Channel,
     when: str,
     weights: Path,
-    beside: Orchestrator | None = None,
+    beside: TrainingView | None = None,
 ) -> EvaluationResult | None:
     """Evaluate the `weights` that are served, and write the files; return None if the configuration has no evaluation.
 

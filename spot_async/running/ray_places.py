@@ -1,7 +1,8 @@
 """Asks Ray where a run's servers and the trainer's other nodes should be, and says how each place is reached.
 
 A server with `launch.resources` gets a prefix that leads to its place (`ray_shell.py`), and the address of its node as
-`host`. From then on it is like any other server behind a prefix. What the trainer's nodes do is in `placed_nodes.py`.
+`host`. From then on it is like any other server behind a prefix. At each place of a trainer's node runs an agent, which
+is started again when it ends.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.processes.ray_helper import ANSWER, SHELLS, Placed, Request
-from spot_async.base.tasks import while_alive
+from spot_async.base.tasks import alongside, while_alive
 from spot_async.config import ClusterConfig, ModelConfig, resources_of
 from spot_async.errors import ConfigError, ProcessDiedError
+from spot_async.trainer.nodes.authentication import SECRET_VARIABLE
+from spot_async.trainer.nodes.joined import JoinedNodes
+from spot_async.trainer.nodes.joining import agent_command
 
 HELPER = "spot_async.base.processes.ray_helper"
 CONNECT_TIMEOUT_S = 120.0  # for Ray to let us in
@@ -118,3 +124,55 @@ def with_places(
         return model.model_copy(update={"backend": backend})
 
     return {role: placed_model(role, model) for role, model in served.items()}
+
+
+PAUSE_S = 2.0  # before an agent that has ended is started again
+
+
+@dataclass(frozen=True)
+class PlacedNode:
+    """One of the nodes."""
+
+    node_rank: int
+    prefix: Sequence[str]  # what leads to its place
+    nodes: JoinedNodes  # whom it joins
+    cluster: ClusterConfig
+    logs: Path
+
+    async def keep(self) -> None:
+        """Run the agent for ever. Raises `ProcessDiedError` if it ends before the trainer has begun."""
+        topology = replace(self.nodes.topology, node_rank=self.node_rank)
+        command = agent_command(topology, self.cluster)
+        program = FarProgram(
+            self.prefix,
+            sys.executable,
+            command,
+            {SECRET_VARIABLE: topology.secret.value.decode()},
+            self.cluster.heartbeat_timeout_s,
+        )
+        name = f"node-{self.node_rank}"
+        while True:
+            agent = await ChildProcess.start_far(name, program, log_path=self.logs / f"{name}.log")
+            try:
+                await agent.watch()
+            except ProcessDiedError as died:
+                if not self.nodes.have_begun:
+                    raise
+                structlog.get_logger().warning("node's agent ended", node=self.node_rank, reason=str(died))
+            finally:
+                await agent.stop()
+            await asyncio.sleep(PAUSE_S)
+
+
+@asynccontextmanager
+async def placed_nodes(
+    nodes: JoinedNodes | None, prefixes: Mapping[int, Sequence[str]], cluster: ClusterConfig, directory: Path
+) -> AsyncIterator[None]:
+    """Run the nodes that have a place while inside. They end with it; `nodes` should have told them before."""
+    made = [
+        PlacedNode(node_rank, prefix, nodes, cluster, directory / "logs")
+        for node_rank, prefix in prefixes.items()
+        if nodes is not None
+    ]
+    async with alongside(*(each.keep for each in made)):
+        yield

@@ -1,20 +1,31 @@
-"""Opens a run that ended early, to continue it: its configuration, its newest whole checkpoint, its plan."""
+"""Opens a run that ended early (its configuration, newest whole checkpoint, plan), and finds where its parts begin."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+import structlog
+
+from spot_async.base.files import numbered
+from spot_async.base.processes.private_directory import remove_abandoned
+from spot_async.base.tasks import in_thread
 from spot_async.checks.plan import TrainPlan, plan_training
 from spot_async.checks.resuming import check_same_numbers, check_same_prompts, digest_of_keys, digest_of_prompts
 from spot_async.config import Config
 from spot_async.config.loading import load_config
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError, DataError, TrainerLostError
+from spot_async.loop.resuming import Resumption
 from spot_async.models.hub import ROLES, Say, with_downloads
 from spot_async.run_directory import manifest
-from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
+from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint, Manifest
+from spot_async.running.checkpoints import go_back, put_last_evaluation_aside
+from spot_async.running.run_evaluations import RunEvaluations
 from spot_async.trainer.settings import TrainerSettings, seam_words
 
 
@@ -74,6 +85,65 @@ def _seam(path: Path, before: Config, config: Config, plan: TrainPlan, step: int
     return seam_words(training, iterations, config.training, plan.schedule.iterations, step)
 
 
-def beginning_of(config: Config, plan: TrainPlan, checkpoint: Checkpoint | None) -> Manifest:
-    """Return the manifest of the part of a run that begins now."""
-    return manifest.beginning(checkpoint, keys=digest_of_keys(config), data=digest_of_prompts(plan))
+@dataclass(frozen=True)
+class Beginning:
+    """Where a part of a run begins: the first where the command does, each other one where a trainer was lost."""
+
+    manifest: Manifest
+    checkpoint: Checkpoint | None = None  # None: it begins with the initial weights
+    resumption: Resumption = field(default_factory=Resumption)
+
+
+class Beginnings:
+    """Finds where each part of a run begins, and makes its directory what it was there."""
+
+    def __init__(
+        self, config: Config, plan: TrainPlan, directory: RunDirectory, ledger: Ledger, evaluations: RunEvaluations
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._directory = directory
+        self._ledger = ledger
+        self._evaluations = evaluations
+
+    def first(self, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Beginning:
+        """Return where the first part begins: with the initial weights, or with a checkpoint of an earlier command."""
+        keys, data = digest_of_keys(self._config), digest_of_prompts(self._plan)
+        begun = manifest.beginning(checkpoint, keys=keys, data=data)
+        if checkpoint is None:
+            return Beginning(begun)
+        with suppress(OSError, ValueError):  # trainer.json is lost, or of another version
+            earlier = TrainerSettings.load(str(self._directory.path / "trainer.json"))
+            remove_abandoned(earlier.weights_directory.parent)  # a killed process may have left some elsewhere
+        beginning = self._go_back(begun, checkpoint)
+        if begun.step < self._plan.schedule.iterations:
+            put_last_evaluation_aside(self._directory.path)
+        published = self._directory.weights.published
+        if not numbered(published, "step", begun.step).exists():
+            say(f"the weights of iteration {begun.step} are published again, from its checkpoint, to {published}")
+        structlog.get_logger().info(RESUMED, step=begun.step, lineage=begun.lineage)
+        return beginning
+
+    async def after(self, loss: TrainerLostError, last: Beginning) -> Beginning:
+        """Return where a run would be resumed, for another part with another trainer."""
+        run = self._directory.path
+        try:
+            checkpoint = await in_thread(manifest.newest, run) if manifest.committed(run) else None
+        except DataError as damaged:
+            raise TrainerLostError(f"{loss}; {damaged}") from None
+        step = 0 if checkpoint is None else checkpoint.manifest.step
+        begun = msgspec.structs.replace(last.manifest, step=step, lineages=(*last.manifest.lineages, step))
+        beginning = self._go_back(begun, checkpoint)
+        structlog.get_logger().warning(RESTARTED, reason=str(loss), step=step, lineage=begun.lineage)
+        return beginning
+
+    def _go_back(self, begun: Manifest, checkpoint: Checkpoint | None) -> Beginning:
+        resumption = go_back(
+            self._directory,
+            begun,
+            self._ledger,
+            max_staleness=self._config.max_staleness,
+            batch_size=self._config.training.batch_size,
+        )
+        self._evaluations.go_back()
+        return Beginning(begun, checkpoint, resumption)

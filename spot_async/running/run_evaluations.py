@@ -14,8 +14,7 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import Evaluated
-from spot_async.loop.orchestrator import Orchestrator
+from spot_async.loop.events import Evaluated, TrainingView
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator
 from spot_async.replicas.leasing import ServicePool
@@ -90,7 +89,7 @@ class RunEvaluations:
     async def before(self, student: Student) -> EvaluationResult | None:
         return await self._measure(student, "before", self._plan.student.directory)
 
-    async def of(self, student: Student, iteration: int, beside: Orchestrator | None = None) -> EvaluationResult | None:
+    async def of(self, student: Student, iteration: int, beside: TrainingView | None = None) -> EvaluationResult | None:
         """Evaluate the weights of an iteration, which are served. `beside` is what trains meanwhile."""
         weights = self._directory.weights.after(iteration)
         result = await self._measure(student, f"{iteration:06d}", weights, beside)
@@ -114,7 +113,7 @@ class RunEvaluations:
         return finished_evaluation(self._config, self._plan.evaluation, self._directory, when)
 
     async def _measure(
-        self, student: Student, when: str, weights: Path, beside: Orchestrator | None = None
+        self, student: Student, when: str, weights: Path, beside: TrainingView | None = None
     ) -> EvaluationResult | None:
         """Return the result of `measure`; None also if the budget ran out meanwhile."""
         result = None

@@ -1,20 +1,28 @@
 """Keeps the trainer of a run, which is started again where it is lost, and decides how often that is done.
 
-Nothing here goes back to a checkpoint: `training.py` does, and then begins another part of the run.
+Nothing here goes back to a checkpoint: `resuming.py` does, and `training.py` begins another part of the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Self
 
 from spot_async.base.tasks import leaves
 from spot_async.base.text import counted
 from spot_async.base.waiting_room import InTurn, Turns
-from spot_async.checks.device_shares import TRAINER
+from spot_async.checks.device_shares import TRAINER, sleeps_while_training
+from spot_async.checks.machine import gpu_need, training_under_staleness
+from spot_async.checks.plan import TrainPlan, merged_every
+from spot_async.config import Config
 from spot_async.errors import ProcessDiedError, TrainerLostError
+from spot_async.models.hub import local_path
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.resuming import Beginning
 from spot_async.trainer.handle import TrainerProcess
+from spot_async.trainer.settings import ResumePoint, TrainerSettings
 from spot_async.types import Supervision, TrainReport, WeightFile
 
 
@@ -23,13 +31,13 @@ class Restarts:
 
     def __init__(self, most: int) -> None:
         self.count = 0
-        self._most = most
+        self.most = most
         self._lost_at: int | None = None  # the step that the trainer was at when it was lost last
 
     def after(self, loss: TrainerLostError, step: int) -> None:
         """Count a restart after a trainer at `step` was lost. Raises the loss, with the reason, if there is none."""
         is_the_same, self._lost_at = step == self._lost_at, step
-        if self.count < self._most and not is_the_same:
+        if self.count < self.most and not is_the_same:
             self.count += 1
         elif self.count == 0:
             raise loss
@@ -92,3 +100,29 @@ class RunTrainer:
 
     async def saved(self, step: int) -> float:
         return await self._process.saved(step)
+
+
+def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory, beginning: Beginning) -> TrainerSettings:
+    """Return the settings of the trainer of a part of a run that begins there."""
+    resume, checkpoint = None, beginning.checkpoint
+    if checkpoint is not None:
+        resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)
+    training = training_under_staleness(config.training, config.max_staleness)
+    return TrainerSettings(
+        resume=resume,
+        merged_every=merged_every(config),
+        lineage=beginning.manifest.lineage,
+        training=training,
+        model_directory=str(Path(local_path(config.student.model)).resolve()),
+        run_directory=str(directory.path),
+        publishes_to=str(directory.weights.published),
+        temperature=config.sampling.temperature,
+        seed=config.run.seed,
+        iterations=plan.schedule.iterations,
+        end_token_ids=plan.stop_token_ids,
+        # A strict run has no next step before the weights are served. Parts of weights are gathered by all ranks, whose
+        # collectives must not mix with those of a step.
+        publishes_beside=config.max_staleness > 0 and training.sharding == "none",
+        shares_devices=sleeps_while_training(config.student),
+        needs_gpu=gpu_need(training, plan.served),
+    )

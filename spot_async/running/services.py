@@ -6,27 +6,30 @@ student its first weights. It knows neither stages nor the loop: whoever opens s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from spot_async.base.processes.resources import CoreShares, confined
+from spot_async.base import registry
+from spot_async.base.processes.resources import CoreShares, available_cores, confined, share_cores
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import running, watched, watching
 from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import check_room, device_gib, servers_on_devices, starting_order
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
-from spot_async.config import ClusterConfig, Config, ModelConfig
+from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfig
+from spot_async.models.hub import local_path
 from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
 from spot_async.replicas.pool import PeopleListener, ReplicaPool
-from spot_async.running.backend_factories import backend_factories, core_shares
-from spot_async.running.initial_weights import send_initial_weights
 from spot_async.running.ray_places import placed
+from spot_async.spending.account import Account
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.teacher_cache import KeptScores
-from spot_async.types import Capabilities
+from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
 
 
 class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
@@ -224,3 +227,65 @@ async def _give_first_weights(
         return found
     config, plan = run
     return {**found, "student": await compare_students(plan, student, found["student"], listener.warn, config)}
+
+
+MakeBackend: TypeAlias = Callable[[], Backend]  # a new object each time, not entered
+
+
+def backend_factories(
+    model: ModelConfig,
+    role: str,
+    run_directory: Path,
+    account: Account | None = None,
+    cores: CoreShares | None = None,
+) -> dict[str, MakeBackend]:
+    """Return, by the name of each of the role's servers, what makes a backend for it.
+
+    The name is `student`, or `student-1`, `student-2`, ... where there are several. Logs and errors use it too. All
+    backends of the role, those made anew too, charge one `account`.
+    """
+    backend = registry.load("backends", model.backend.kind)
+
+    def factory(settings: BackendSettings) -> MakeBackend:
+        def make() -> Backend:
+            made: Backend = backend(settings, role=role, model=local_path(model.model), run_directory=run_directory)
+            return made
+
+        return make
+
+    own = {} if cores is None else cores.own
+    servers = {each.server_name(role): each for each in model.backend.servers()}
+    return {name: factory(each.of_run(own.get(name), account)) for name, each in servers.items()}
+
+
+def core_shares(models: Mapping[str, ModelConfig]) -> CoreShares:
+    """Return the cores of this process, shared out to the servers that these roles' backends start."""
+    wanted = {
+        each.server_name(role): model.serving.own_cores
+        for role, model in models.items()
+        for each in model.backend.servers()
+        if each.runs_here
+    }
+    return share_cores(available_cores(), wanted)
+
+
+SENDING_WEIGHTS = "sending the student's weights to its server"  # the step's name
+
+
+async def send_initial_weights(
+    model: ModelConfig, student: WeightSink, found: Capabilities, announce: Callable[[str], None]
+) -> None:
+    """Send `student.model` to a student's server that was running already, as it may hold the weights of another run.
+
+    A server that takes no weights can only be evaluated. It gets none, and is trusted to hold the right ones.
+    """
+    if found.version is not None or not found.weight_update:
+        return
+    announce(SENDING_WEIGHTS)
+    deadline = asyncio.get_running_loop().time() + WEIGHT_UPDATE_TIMEOUT_S
+    await student.update_weights(initial_weights(model), deadline=deadline)
+
+
+def initial_weights(model: ModelConfig, lineage: int = 0) -> WeightSnapshot:
+    """Return the model's directory as step 0. Its path is absolute, since servers may run in another directory."""
+    return WeightSnapshot(directory=str(Path(local_path(model.model)).absolute()), version=WeightVersion(lineage, 0))

@@ -15,7 +15,8 @@ from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.figures import finite
 from spot_async.evaluation.results import EvaluationResult, paired_change
-from spot_async.loop.orchestrator import Orchestrator, OrchestratorState
+from spot_async.loop.events import OrchestratorState
+from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.evaluations import BestCheckpoint
@@ -49,10 +50,13 @@ class RunResults:
     resumed_after: int = 0  # iterations that earlier parts of the run trained
     before: EvaluationResult | None = None
     after: EvaluationResult | None = None
-    stages: Sequence[Stage[Any]] = ()  # once the servers have answered
-    orchestrator: Orchestrator | None = None
+    orchestrator: Orchestrator | None = None  # once the servers have answered
     # Set when the money runs out outside of a prompt: in an evaluation, or as a server comes back.
     spent: BudgetSpentError | None = None
+
+    @property
+    def stages(self) -> Sequence[Stage[Any]]:
+        return () if self.orchestrator is None else self.orchestrator.stages.all
 
     def is_out_of_money(self, error: BaseException) -> None:
         self.spent = self.spent or budget_error(error)

@@ -34,8 +34,8 @@ from spot_async.loop.events import (
     ResponseJudged,
     ServersStarting,
     StepBegan,
+    TrainingView,
 )
-from spot_async.loop.orchestrator import Orchestrator
 from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.evaluations import BestCheckpoint, estimate_words
@@ -64,9 +64,9 @@ class RunConsole:
         self._progress: tuple[int, int] | None = None
         self._pace = Pace(time.monotonic())  # of the present step
         self._training_pace = self._pace  # of training, including evaluations in between
-        self._paced: Orchestrator | None = None  # the one whose training that is
+        self._paced: TrainingView | None = None  # the one whose training that is
         self._left = ""
-        self._orchestrator: Orchestrator | None = None
+        self._training: TrainingView | None = None
         self._accuracy = accuracy_words({})
         self._evaluation: Evaluated | None = None  # the newest one, until an iteration's line has said it
         self._rate = TokenRate()
@@ -92,7 +92,7 @@ class RunConsole:
             case ServersStarting():
                 self._replicas = event.replicas
             case StepBegan():
-                self._show_step(event.name, event.orchestrator)
+                self._show_step(event.name, event.training)
             case PhaseBegan():
                 self._phases[event.pump] = event.name
             case ResponseJudged():
@@ -105,26 +105,26 @@ class RunConsole:
                 line = f"prompt {event.prompt.ordinal} ({event.prompt.problem.id}) given up: {event.error}"
                 self.console.print(Text(visible(line), style="yellow"))
 
-    def _show_step(self, name: str, orchestrator: Orchestrator | None) -> None:
-        self._step, self._orchestrator = name, orchestrator
-        self._progress = None if orchestrator is None else (orchestrator.state.iteration, self._iterations)
+    def _show_step(self, name: str, training: TrainingView | None) -> None:
+        self._step, self._training = name, training
+        self._progress = None if training is None else (training.state.iteration, self._iterations)
         self._left, self._judged, self._pace = "", "", Pace(time.monotonic())
-        if orchestrator is not None:
-            if orchestrator is not self._paced:
-                self._paced, self._training_pace = orchestrator, self._pace
+        if training is not None:
+            if training is not self._paced:
+                self._paced, self._training_pace = training, self._pace
             self._pace = self._training_pace
         if not self.console.is_interactive:
             self.say(name)
 
     def _show_progress(self, finished: int, total: int) -> None:
         responses = f"{finished:,} of {total:,} responses"
-        if self._orchestrator is None:
+        if self._training is None:
             self._see_progress(finished, total)
         else:  # the bar is that of training, which continues
             self._judged = responses
         if not self.console.is_interactive and time.monotonic() - self._said_s >= PROGRESS_EVERY_S:
             line = f"{self._step}: {responses}"
-            self.say(f"{line} · {self._left}" if self._left and self._orchestrator is None else line)
+            self.say(f"{line} · {self._left}" if self._left and self._training is None else line)
 
     def _show_iteration(self, result: IterationFinished) -> None:
         means = mean_metrics(result.samples)
@@ -178,19 +178,19 @@ class RunConsole:
             words = f"{finished}/{total} · {self._left}" if self._left else f"{finished}/{total}"
             bar.add_row(ProgressBar(total=total, completed=finished, width=40), words)
             rows.append(bar)
-        if self._orchestrator is not None:
-            rows += [self._status(self._orchestrator)]
+        if self._training is not None:
+            rows += [self._status(self._training)]
             rows += [Text(self._performance)] if self._performance else []
-            rows += [stage_table(self._orchestrator)]
+            rows += [stage_table(self._training)]
             rows += [Text(line, style="dim") for line in self._replicas()]
         return Group(*rows)
 
-    def _status(self, orchestrator: Orchestrator) -> Text:
-        rate = self._rate.update(time.monotonic(), orchestrator.stages.tokens_generated)
-        waits_for = describe_wait(self._phases["train"], orchestrator.stages)
-        if orchestrator.is_strict:
+    def _status(self, training: TrainingView) -> Text:
+        rate = self._rate.update(time.monotonic(), training.stages.tokens_generated)
+        waits_for = describe_wait(self._phases["train"], training.stages)
+        if training.is_strict:
             return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {waits_for}"]))
-        trained, served = orchestrator.trained.step, orchestrator.served.step
+        trained, served = training.trained.step, training.served.step
         weights = [f"weights: {trained} trained, {served} served", *([self._lag] if self._lag else [])]
         publishing = WAITS_FOR[self._phases["publish"]]
         waits = [f"the trainer waits for {waits_for}", f"publishing waits for {publishing}"]
@@ -261,14 +261,14 @@ def describe_wait(phase: Phase, stages: Stages) -> str:
     return f"{WAITS_FOR[phase]}: {stage}" if stage else WAITS_FOR[phase]
 
 
-def stage_table(orchestrator: Orchestrator) -> Table:
+def stage_table(training: TrainingView) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("stage", "queue", "in flight", "limit", "done", "retried"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    for stage in orchestrator.stages.all:
+    for stage in training.stages.all:
         numbers = (stage.waiting, stage.in_flight, stage.concurrency, stage.counters.completed, stage.counters.retried)
         table.add_row(stage.name, *(f"{number:,}" for number in numbers))
-    table.add_row("supervision", "", f"{orchestrator.book.waiting:,}", "", "", "")
+    table.add_row("supervision", "", f"{training.book.waiting:,}", "", "", "")
     return table
 
 

@@ -37,8 +37,8 @@ from spot_async.loop.events import (
     ResponseJudged,
     ServersStarting,
     StepBegan,
+    TrainingView,
 )
-from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
 from spot_async.watchdog.report import RunLook, name_culprit, write_report
@@ -69,7 +69,7 @@ class Watchdog:
     ) -> None:
         """`limits`: with None it does not watch, and writes reports only when asked to."""
         self._directory = directory
-        self._orchestrator: Orchestrator | None = None  # only while it trains
+        self._training: TrainingView | None = None  # only while it trains
         # The phase of each pump and its iteration; until they say so, what they do first.
         self._phases: dict[Pump, tuple[Phase, int]] = {
             "train": ("wait for batch", 1),
@@ -116,7 +116,7 @@ class Watchdog:
                 self._replicas = event.replicas
             case StepBegan():
                 self._commit(Commit.STEP, f"{self._step} done")
-                self._step, self._orchestrator, self._evaluation_stages = event.name, event.orchestrator, ()
+                self._step, self._training, self._evaluation_stages = event.name, event.training, ()
             case EvaluationBegan():
                 self._evaluation_stages = event.stages
             case ResponseJudged():
@@ -156,18 +156,18 @@ class Watchdog:
     def _pumps(self, now_s: float) -> Sequence[PumpLook]:
         """Return what the pumps do, the most overdue first. Limits are put off as long as endpoints asked for."""
         phases: dict[Pump, tuple[Phase | None, int]] = {"train": (None, 0)}
-        if self._orchestrator is not None:
+        if self._training is not None:
             phases = {pump: self._phases[pump] for pump in (PUMPS if self._has_two_pumps else PUMPS[:1])}
         asked_s = max((each.longest_retry_after_s for stage in self._stages for each in list(stage.open)), default=0.0)
         return look_at_pumps(phases, self._progress, self._limits, now_s, asked_s)
 
     @property
     def _has_two_pumps(self) -> bool:
-        return self._orchestrator is not None and not self._orchestrator.is_strict
+        return self._training is not None and not self._training.is_strict
 
     @property
     def _stages(self) -> list[Stage[Any]]:
-        return [*self._evaluation_stages, *(self._orchestrator.stages.all if self._orchestrator is not None else ())]
+        return [*self._evaluation_stages, *(self._training.stages.all if self._training is not None else ())]
 
     def _commit(self, kind: Commit, detail: str, pump: Pump | None = None) -> None:
         """Note a commit of this pump. In a strict run it counts for both, and so does one of neither."""
@@ -204,15 +204,15 @@ class Watchdog:
 
     def _look(self, now_s: float, blocked_at: str | None) -> RunLook:
         counts, problems = {}, {}
-        if (orchestrator := self._orchestrator) is not None:
-            book = orchestrator.book
+        if (training := self._training) is not None:
+            book = training.book
             prompts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in book.counts.items())
             counts = {
                 "prompts": prompts,
                 "supervision queue": f"{book.waiting} prompts",
                 "places taken": f"{book.held_prompts}, with {book.held_bytes:,} bytes in the worst case",
             }
-            problems = {ordinal: prompt.problem.id for ordinal, prompt in [*orchestrator.state.running.items()]}
+            problems = {ordinal: prompt.problem.id for ordinal, prompt in [*training.state.running.items()]}
         return RunLook(
             now_s=now_s,
             step=self._step,

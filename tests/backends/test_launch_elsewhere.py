@@ -25,7 +25,7 @@ from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.config import ModelConfig, ServingConfig
 from spot_async.errors import ConfigError, FarSideError, ProcessDiedError
-from spot_async.running.backend_factories import core_shares
+from spot_async.running.services import core_shares
 
 ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples/running_sum/student"

@@ -18,7 +18,7 @@ from spot_async.config import ModelConfig, SamplingConfig, ServingConfig
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.running.backend_factories import backend_factories
+from spot_async.running.services import backend_factories
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import make_run
 from spot_async.types import Problem, Prompt

@@ -15,7 +15,7 @@ from spot_async.checks.served import check_places
 from spot_async.config import Config, ModelConfig
 from spot_async.config.loading import dump_yaml, load_config, validate_as
 from spot_async.errors import ConfigError
-from spot_async.running.backend_factories import backend_factories
+from spot_async.running.services import backend_factories
 from spot_async.types import PolicyNeeds
 
 ROOT = Path(__file__).parents[2]

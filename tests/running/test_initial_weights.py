@@ -48,6 +48,7 @@ class Attached(LocalBackend):
             return Account(role, prices=Prices(request=1.0), budget=self.budget)
 
     def __init__(self, settings, *, role, model, run_directory):
+        self.settings = settings
         super().__init__(settings, role=role, model=os.environ["OTHER_MODEL"], run_directory=run_directory)
 
     async def capabilities(self, *, deadline):
@@ -55,7 +56,8 @@ class Attached(LocalBackend):
 
     async def generate(self, *asked, **settings):
         size = Size(prompt_tokens=1, max_completion_tokens=1)
-        async with self.account.request("student", size, self.account.rate_limit) as charge:
+        account = self.settings.account
+        async with account.request("student", size, account.rate_limit) as charge:
             generation = await super().generate(*asked, **settings)
             charge.answered(b"{}")
         return generation

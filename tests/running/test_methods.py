@@ -15,7 +15,7 @@ import spot_async
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.running.backend_factories import core_shares
+from spot_async.running.services import core_shares
 from spot_async.testing.services import generation, token_scores
 from spot_async.testing.simulation import ScriptedStages
 
@@ -51,7 +51,7 @@ def test_each_methods_file_makes_a_plan_with_the_models_that_it_needs(kind):
 
 @pytest.mark.parametrize("kind", ["opd", "eopd", "grpo", "kd", "spot"])
 def test_each_methods_file_fits_the_two_cores_that_it_is_made_for(kind, monkeypatch):
-    monkeypatch.setattr("spot_async.running.backend_factories.available_cores", lambda: frozenset({0, 1}))
+    monkeypatch.setattr("spot_async.running.services.available_cores", lambda: frozenset({0, 1}))
     assert core_shares(plan(kind).served).warnings == ()
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from kill_drill import ROOT
 
-import spot_async.running.placed_nodes as placed_nodes_module
+import spot_async.running.ray_places as placed_nodes_module
 from spot_async.backends.local.server import LocalSettings
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.settings import StudentServerSettings
@@ -21,8 +21,7 @@ from spot_async.base.processes import ray_shell
 from spot_async.base.processes.ray_helper import Request, not_placed, refused
 from spot_async.config import ClusterConfig, Config, ModelConfig, resources_of
 from spot_async.errors import ConfigError, FarSideError, ProcessDiedError
-from spot_async.running.placed_nodes import placed_nodes
-from spot_async.running.ray_places import placed, with_places
+from spot_async.running.ray_places import placed, placed_nodes, with_places
 from spot_async.trainer.nodes.topology import Topology, topology
 
 

@@ -18,7 +18,7 @@ from spot_async.evaluation.response_log import ResponseLog
 from spot_async.loop.resuming import StopRequest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.resuming import open_run
-from spot_async.running.training import train
+from spot_async.running.training import Start, train
 
 KEYS = (
     "training.iterations=2",
@@ -58,7 +58,7 @@ async def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(confi
             await asyncio.Event().wait()  # until it is cancelled: the others must not end the evaluation first
 
     monkeypatch.setattr(ResponseLog, "append", append_and_stop)
-    outcome = await train(config, plan_training(config), directory, screen(), stop=stop)
+    outcome = await train(config, plan_training(config), directory, screen(), Start(stop=stop))
     assert outcome.stopped
     assert outcome.iterations == 1
     assert not (directory.path / "evaluation-000001.json").exists()
@@ -67,7 +67,7 @@ async def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(confi
 
     async def go_on():
         run = open_run(directory.path)
-        return await train(run.config, run.plan, run.directory, screen(), checkpoint=run.checkpoint)
+        return await train(run.config, run.plan, run.directory, screen(), Start(checkpoint=run.checkpoint))
 
     outcome = await go_on()
     assert (outcome.iterations, outcome.stopped) == (2, False)

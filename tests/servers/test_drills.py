@@ -44,7 +44,7 @@ from spot_async.models.files import read_model
 from spot_async.policies.spot import SpotPolicy
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.running.backend_factories import backend_factories
+from spot_async.running.services import backend_factories
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.types import Problem, Prompt, Supervision, TrainReport, WeightSnapshot, WeightVersion
 

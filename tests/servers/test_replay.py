@@ -16,7 +16,7 @@ from spot_async.base import registry
 from spot_async.checks.diagnosis import capabilities
 from spot_async.config import ModelConfig
 from spot_async.config.loading import validate_as
-from spot_async.running.initial_weights import send_initial_weights
+from spot_async.running.services import send_initial_weights
 
 LOSS_TOLERANCE = 1e-3
 POLICIES: dict[str, dict[str, Any]] = {

@@ -67,8 +67,8 @@ def run(url, folder, *, replay=False, cache=None, **settings):
     log = SpendingLog(RunDirectory(folder), {"teacher": account})
 
     async def ask():
-        backend = OpenAIBackend(settings, role="teacher", model=str(MODEL), run_directory=folder)
-        backend.account = account
+        billed = settings.of_run(None, account)
+        backend = OpenAIBackend(billed, role="teacher", model=str(MODEL), run_directory=folder)
         teacher = ReplayedTeacher(kept) if replay else backend
         async with teacher:
             if kept is not None and not replay:

@@ -27,9 +27,7 @@ from spot_async.config import Config
 from spot_async.errors import ConfigError, SpotError
 from spot_async.protocols import Verifier
 from spot_async.running.assembly import make_stages
-from spot_async.running.backend_factories import core_shares
-from spot_async.running.initial_weights import SENDING_WEIGHTS
-from spot_async.running.services import Companions, StartListener, open_services
+from spot_async.running.services import SENDING_WEIGHTS, Companions, StartListener, core_shares, open_services
 from spot_async.spending.account import Account
 from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
 from spot_async.tools.pages.series import seconds, short_number

@@ -1,0 +1,160 @@
+"""One part of a training run: its orchestrator, its log and its checkpoints, until it is done or its trainer is lost.
+
+The first part begins where the command does, each other one where a trainer was lost. The servers outlive all parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from spot_async.base.events import Channel
+from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.base.tasks import alongside, in_thread, watching
+from spot_async.checks.plan import TrainPlan
+from spot_async.config import Config
+from spot_async.errors import TrainerLostError
+from spot_async.evaluation.results import EvaluationResult
+from spot_async.loop.events import Evaluated, StepBegan
+from spot_async.loop.publishing import LiveEvaluation
+from spot_async.loop.resuming import Records, StopRequest
+from spot_async.protocols import Verifier
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.ledger import Ledger
+from spot_async.run_directory.room import bytes_of_first
+from spot_async.running.assembly import make_live_bottleneck, make_orchestrator, make_stages
+from spot_async.running.checkpoints import RunCheckpoints
+from spot_async.running.resuming import Beginning
+from spot_async.running.run_evaluations import RunEvaluations
+from spot_async.running.run_trainer import RunTrainer, loss_of_trainer
+from spot_async.running.services import SENDING_WEIGHTS, OpenServices, initial_weights
+from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.meters import LoopLag, RunMeters
+from spot_async.telemetry.run_log import RunLog
+from spot_async.telemetry.side_sink import MetricSink
+from spot_async.types import WeightSnapshot, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """What all parts of a run share: its files are open, and its servers have answered."""
+
+    config: Config
+    plan: TrainPlan
+    directory: RunDirectory
+    events: Channel
+    screen: RunConsole
+    ledger: Ledger
+    evaluations: RunEvaluations
+    trainer: RunTrainer
+    verifier: Verifier
+    services: OpenServices
+    sinks: Sequence[MetricSink]
+    lag: LoopLag
+
+    def begin(self, step: str, part: Part | None = None) -> None:
+        self.events.publish(StepBegan(step, None if part is None else part.orchestrator))
+
+
+class Part:
+    """A part of a run that has not begun. `orchestrator` says how far it is."""
+
+    def __init__(self, run: OpenRun, beginning: Beginning) -> None:
+        """Make its orchestrator, with its stages and the log that follows it.
+
+        They have a channel of their own, since what listens to one part must not hear the next.
+        """
+        config = run.config
+        self._run = run
+        self._began = beginning.manifest
+        events = Channel()
+        events.subscribe(run.events)
+        stages = make_stages(config, run.plan, run.services, run.verifier, events=events)
+        log = RunLog(
+            run.directory,
+            stages,
+            run.sinks,
+            RunMeters(run.services.backends, run.lag, run.services.spending.metrics()),
+            is_strict=config.max_staleness == 0,
+            samples_every=config.run.samples_every,
+            evaluations=run.evaluations.untold(self._began.lineage),
+        )
+        events.subscribe(log)
+        checkpoints = RunCheckpoints(
+            run.directory,
+            config.training,
+            iterations=run.plan.schedule.iterations,
+            beginning=self._began,
+            ledger=run.ledger,
+            expected_bytes=bytes_of_first(run.plan.student.directory, config.training.lora),
+        )
+        records = Records(run.ledger, checkpoints if config.training.checkpoint_every else None, beginning.resumption)
+        evaluation = LiveEvaluation(run.evaluations.is_due, self._evaluate_live)
+        self.orchestrator = make_orchestrator(
+            config, run.plan, stages, run.trainer, run.services.student, evaluation, records
+        )
+
+    async def train(self, stop: StopRequest, *, starts_trainer: bool) -> TrainerLostError | None:
+        """Train it. Return the loss of its trainer, if that is what ended it early."""
+        run, orchestrator = self._run, self.orchestrator
+        try:
+            if starts_trainer:
+                await run.trainer.start()
+            if self._began.lineage:
+                await self._catch_up()
+            run.begin(f"training with {run.config.policy.kind}", self)
+            bottlenecks = make_live_bottleneck(
+                run.config, orchestrator, run.services.backends, run.screen.say, run.directory.cores
+            )
+            with stop.heard_by(orchestrator.stop) if run.config.training.checkpoint_every else nullcontext():
+                async with watching(run.trainer.watch), alongside(bottlenecks.speak):
+                    await orchestrator.run()
+        except (TrainerLostError, BaseExceptionGroup) as failures:
+            loss = loss_of_trainer(failures)
+            task = asyncio.current_task()
+            if loss is None or (task is not None and task.cancelling()):
+                raise
+            if not orchestrator.state.stopped:
+                return loss
+            run.screen.warn(f"{loss}: what it did since the newest checkpoint is not saved")
+        return None
+
+    async def _catch_up(self) -> None:
+        """Bring the student's servers, which have other weights, to those that the part begins with.
+
+        Evaluations that were due before, and are not complete, are made on the way.
+        """
+        run, step, loop = self._run, self._began.step, asyncio.get_running_loop()
+        if step == 0:
+            await self._send(initial_weights(run.config.student, self._began.lineage))
+            return
+        await in_thread(run.directory.weights.keep, step)
+        for iteration in range(1, step + 1):
+            is_missing = run.evaluations.is_missing(iteration)
+            if not is_missing and iteration < step:
+                continue
+            weights = str(run.directory.weights.after(iteration))
+            snapshot = WeightSnapshot(directory=weights, version=WeightVersion(self._began.lineage, iteration))
+            await self._send(snapshot)
+            if is_missing:
+                began_s = loop.time()
+                result = await run.evaluations.of(run.services.student, iteration)
+                if result is not None:
+                    evaluated = Evaluated(iteration, result, snapshot, loop.time() - began_s)
+                    self.orchestrator.stages.events.publish(evaluated)
+
+    async def _send(self, snapshot: WeightSnapshot) -> None:
+        self._run.begin(SENDING_WEIGHTS)
+        deadline = asyncio.get_running_loop().time() + WEIGHT_UPDATE_TIMEOUT_S
+        await self._run.services.student.update_weights(snapshot, deadline=deadline)
+
+    async def _evaluate_live(self, iteration: int) -> EvaluationResult | None:
+        """Return the evaluation of the weights that are served: what a `LiveEvaluation` measures."""
+        run = self._run
+        beside = self.orchestrator if run.config.max_staleness > 0 else None
+        result = await run.evaluations.of(run.services.student, iteration, beside)
+        if iteration < run.plan.schedule.iterations:  # otherwise training is over
+            run.begin(f"training with {run.config.policy.kind}", self)
+        return result
