@@ -24,11 +24,10 @@ from spot_async.types import (
     PolicyNeeds,
     Prompt,
     Sample,
-    Supervision,
     Verdict,
 )
 
-from .samples import oldest_version, rollout_metrics, rollout_record
+from .samples import rollout_metrics, rollout_record, rollout_supervision
 
 STANDARD_DEVIATION_FLOOR = 1e-6
 
@@ -90,14 +89,9 @@ class GrpoPolicy:
         rollout = attempt.rollout
         supervision = None
         if advantage is not None:
-            supervision = Supervision(
-                prompt_ordinal=prompt.ordinal,
-                problem_id=prompt.problem.id,
-                prompt_ids=prompt.token_ids,
-                response_ids=rollout.token_ids,
-                behavior_logprobs=rollout.logprobs,
-                version=oldest_version(rollout),
-                version_spans=rollout.version_spans,
+            supervision = rollout_supervision(
+                prompt,
+                rollout,
                 advantages=np.full(len(rollout.token_ids), advantage, dtype=np.float32),
                 reference_logprobs=attempt.reference_logprobs,
             )

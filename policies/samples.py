@@ -33,7 +33,18 @@ def distillation_sample(
 
     A policy adds to its `metrics` and `record` what is its own.
     """
-    supervision = Supervision(
+    return Sample(
+        supervision=rollout_supervision(
+            prompt, rollout, teacher_logprobs=scores.logprobs, policy_mask=scores.valid, soft_targets=soft_targets
+        ),
+        metrics=rollout_metrics(rollout, verdict) | teacher_metrics(scores),
+        record=rollout_record(prompt, stages, rollout, verdict) | teacher_record(scores),
+    )
+
+
+def rollout_supervision(prompt: Prompt, rollout: Generation, **signal: Any) -> Supervision:
+    """Return supervision of a rollout. `signal` are the fields that say what is learnt from it."""
+    return Supervision(
         prompt_ordinal=prompt.ordinal,
         problem_id=prompt.problem.id,
         prompt_ids=prompt.token_ids,
@@ -41,14 +52,7 @@ def distillation_sample(
         behavior_logprobs=rollout.logprobs,
         version=oldest_version(rollout),
         version_spans=rollout.version_spans,
-        teacher_logprobs=scores.logprobs,
-        policy_mask=scores.valid,
-        soft_targets=soft_targets,
-    )
-    return Sample(
-        supervision=supervision,
-        metrics=rollout_metrics(rollout, verdict) | teacher_metrics(scores),
-        record=rollout_record(prompt, stages, rollout, verdict) | teacher_record(scores),
+        **signal,
     )
 
 

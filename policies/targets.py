@@ -1,7 +1,7 @@
 """Computes what to distil: the teacher's prior over its best candidates, as it is or calibrated by outcomes.
 
-All in float64. A `Branch` is what SPOT finds out at one probed position, and the target that follows. Which positions
-get a target, and how much it weighs, the policy decides.
+All in float64. A `Branch` is what SPOT finds out at one probed position, and the target that follows. The policy
+decides which positions get a target and how much it weighs.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Evidence:
         ask_student = self._student_answers & ~self.student.is_exact_at(self.teacher.ids[:, : self.rule.candidates])
         rows = self.undecided
         rows = rows[(ask_teacher | ask_student)[rows] & among[rows]][:limit]
-        # Ask about the larger source of doubt first. Which tokens are candidates only the teacher can settle.
+        # Ask about the larger source of doubt first. Only the teacher can settle which tokens are candidates.
         score, entropy = self.bounds.score.at(rows), self.bounds.entropy.at(rows)
         of_score, of_entropy = (
             np.log(np.maximum(x.upper, SMALL) / np.maximum(x.lower, SMALL)) for x in (score, entropy)

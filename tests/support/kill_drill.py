@@ -5,8 +5,8 @@
 Runs are of the quickstart's size: SPOT and GRPO, strict and with staleness, on one rank, two, and two that share the
 student. A kill is SIGKILL to the orchestrator, the trainer's launcher, a rank, or a server. A run that ends of it is
 checked with `verify-run` and resumed. In the end `verify-run` must find every prompt trained once. A strict run must
-have the weights, bit for bit, of the same run that nobody killed. Finished runs are not made again, so the command goes
-on where it was stopped.
+have the weights, bit for bit, of the same run that nobody killed. Finished runs are not made again, so the command
+continues where it was stopped.
 """
 
 from __future__ import annotations
