@@ -13,7 +13,7 @@ from vllm_stand_in import StandIn
 
 from spot_async.backends.shared.discovery import behind
 from spot_async.backends.vllm.backend import VllmBackend
-from spot_async.checks.diagnosis import _ServerDiagnosis
+from spot_async.checks.server_diagnosis import ServerDiagnosis
 from spot_async.models.vocabulary import load_tokenizer
 from spot_async.tools.check.servers import ROWS
 from spot_async.types import BehindUrl
@@ -87,12 +87,12 @@ async def test_one_server_is_one_and_one_that_says_nothing_is_unknown(model, tmp
     assert (await found(model, tmp_path, [None])).servers is None
 
 
-async def judged(role: str, said: BehindUrl) -> _ServerDiagnosis:
+async def judged(role: str, said: BehindUrl) -> ServerDiagnosis:
     class Address:
         async def behind_url(self, *, deadline: float) -> BehindUrl:
             return said
 
-    judge = _ServerDiagnosis(role, role, Address(), None, None, None, None)  # nothing else is asked for
+    judge = ServerDiagnosis(role, role, Address(), None, None, None, None)  # nothing else is asked for
     await judge._discover_behind(judge.backend)
     return judge
 
