@@ -1,6 +1,6 @@
 """Says in words what a forecast comes to: whether SPOT helps, why, and which keys would change that. Pure.
 
-docs/forecast.md has the rules and where their bounds come from.
+docs/check.md says how to read each, and that their bounds are rules of thumb.
 """
 
 from __future__ import annotations
