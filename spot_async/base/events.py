@@ -21,20 +21,26 @@ class Listener(Protocol):
 
 
 class Channel:
-    """Passes each event on to all listeners."""
+    """Passes each event on to the listeners that want its type."""
 
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []
+        self._listeners: list[tuple[Listener, type[Event]]] = []
+        self._told: dict[type[Event], list[Listener]] = {}  # of each type that was published
 
-    def subscribe(self, *listeners: Listener) -> None:
-        """Listeners are called in this order, before all earlier subscribers.
+    def subscribe(self, *listeners: Listener, to: type[Event] = Event) -> None:
+        """Tell these listeners of events of one type. They are called in this order, before all earlier subscribers.
 
         So the screen, which is there before the files are open, says nothing that is not in them yet.
         """
-        self._listeners = [*listeners, *self._listeners]
+        self._listeners = [*((each, to) for each in listeners), *self._listeners]
+        self._told = {}
 
     def publish(self, event: Event) -> None:
-        for listener in self._listeners:
+        kind = type(event)
+        listeners = self._told.get(kind)
+        if listeners is None:
+            listeners = self._told[kind] = [each for each, wanted in self._listeners if issubclass(kind, wanted)]
+        for listener in listeners:
             listener.on(event)
 
     def on(self, event: Event) -> None:

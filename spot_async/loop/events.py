@@ -68,13 +68,17 @@ class TrainingView(Protocol):
     def served(self) -> WeightVersion: ...
 
 
-class ServersStarting(Event, frozen=True):
+class RunEvent(Event, frozen=True):
+    """Something happened in a run, other than to a single request."""
+
+
+class ServersStarting(RunEvent, frozen=True):
     """Servers are about to be started. From now on `replicas` returns a line for people on each."""
 
     replicas: Callable[[], Sequence[str]]
 
 
-class StepBegan(Event, frozen=True):
+class StepBegan(RunEvent, frozen=True):
     """A step of the run begins, named for people; the one before it is done.
 
     `training` is set while the run trains. In an asynchronous run that continues while evaluations are made during it.
@@ -84,20 +88,20 @@ class StepBegan(Event, frozen=True):
     training: TrainingView | None = None
 
 
-class EvaluationBegan(Event, frozen=True):
+class EvaluationBegan(RunEvent, frozen=True):
     """An evaluation with these stages begins. It lasts until the next step."""
 
     stages: Sequence[Stage[Any]]
 
 
-class ResponseJudged(Event, frozen=True):
+class ResponseJudged(RunEvent, frozen=True):
     """One more response of an evaluation has been judged."""
 
     finished: int
     total: int
 
 
-class PromptEnded(Event, frozen=True):
+class PromptEnded(RunEvent, frozen=True):
     """A prompt's coroutine has ended: its samples are queued, or it is given up for an `error`."""
 
     prompt: Prompt
@@ -107,14 +111,14 @@ class PromptEnded(Event, frozen=True):
     error: RequestError | BudgetSpentError | None = None
 
 
-class PhaseBegan(Event, frozen=True):
+class PhaseBegan(RunEvent, frozen=True):
     pump: Pump
     iteration: int  # the first one is 1
     name: Phase
     at_s: float
 
 
-class PhaseEnded(Event, frozen=True):
+class PhaseEnded(RunEvent, frozen=True):
     pump: Pump
     iteration: int  # the first one is 1
     name: Phase
@@ -135,7 +139,7 @@ class PhaseTimes:
     waited_for: dict[str, float] = field(default_factory=dict)  # wait_for_batch by the stage waited for
 
 
-class WeightsServed(Event, frozen=True):
+class WeightsServed(RunEvent, frozen=True):
     """All student servers hold an iteration's weights, and an evaluation that was due is made. Prompts are admitted."""
 
     iteration: int  # whose weights they are; the first one is 1
@@ -143,7 +147,7 @@ class WeightsServed(Event, frozen=True):
     at_s: float
 
 
-class Evaluated(Event, frozen=True):
+class Evaluated(RunEvent, frozen=True):
     """An iteration's weights were evaluated. In a strict run this comes before the iteration is finished."""
 
     iteration: int
@@ -152,7 +156,7 @@ class Evaluated(Event, frozen=True):
     seconds: float
 
 
-class IterationFinished(Event, frozen=True):
+class IterationFinished(RunEvent, frozen=True):
     """An iteration is trained, its weights are on disk, and the trainer need not wait for weights that are served."""
 
     iteration: int  # the first one is 1

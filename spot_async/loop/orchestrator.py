@@ -29,7 +29,7 @@ from spot_async.loop.resuming import Records, StateSaver
 from spot_async.loop.sample_bytes import held_bytes, worst_case_bytes
 from spot_async.protocols import Policy, Trainer
 from spot_async.run_directory.dead_letters import FILE_NAME
-from spot_async.stages.events import WaitClock, seconds_by_stage
+from spot_async.stages.events import RequestEvent, WaitClock, seconds_by_stage
 from spot_async.stages.plugin_contract import is_ours, supervise
 from spot_async.stages.stages import Stages
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
@@ -110,7 +110,7 @@ class Orchestrator:
         self._last_death = ""
         self.waits = WaitClock(stages.all)
         self._events = stages.events
-        self._events.subscribe(self.waits)
+        self._events.subscribe(self.waits, to=RequestEvent)
         self._phases = Phases("train", stages.events)
         self.state.iteration = self._trained.step
         for ordinal, state in self._resumption.settled.items():

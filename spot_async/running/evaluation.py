@@ -15,7 +15,7 @@ from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import StepBegan
+from spot_async.loop.events import RunEvent, StepBegan
 from spot_async.models.files import ModelFiles
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.measuring import measure
@@ -52,7 +52,8 @@ async def evaluate_student(
     ledger_file.go_on()
     events = Channel()
     failures = FailureLog(screen.say)
-    events.subscribe(screen, watchdog, ledger_file, failures)
+    events.subscribe(failures)
+    events.subscribe(screen, watchdog, ledger_file, to=RunEvent)
     listener = StartListener(
         starting=lambda backends: events.publish(StepBegan("starting the student")),
         step=lambda name: events.publish(StepBegan(name)),

@@ -17,7 +17,7 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import TrainerLostError
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.loop.events import Evaluated, StepBegan
+from spot_async.loop.events import Evaluated, RunEvent, StepBegan
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Records, StopRequest
 from spot_async.protocols import Verifier
@@ -81,7 +81,7 @@ class Part:
             samples_every=config.run.samples_every,
             evaluations=run.evaluations.untold(self._began.lineage),
         )
-        events.subscribe(log)
+        events.subscribe(log, to=RunEvent)
         checkpoints = RunCheckpoints(
             run.directory,
             config.training,

@@ -25,7 +25,7 @@ from spot_async.checks.device_shares import ranks_on_gpus, starting_order, takin
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, StorageError
-from spot_async.loop.events import OrchestratorState, ServersStarting, StepBegan
+from spot_async.loop.events import IterationFinished, OrchestratorState, RunEvent, ServersStarting, StepBegan
 from spot_async.loop.resuming import StopRequest
 from spot_async.models.precision import precision
 from spot_async.protocols import Backend, Verifier
@@ -109,7 +109,9 @@ class TrainingRun:
         self._results = RunResults(0 if start.checkpoint is None else start.checkpoint.manifest.step)
         self._evaluations = RunEvaluations(config, plan, directory, self._events, self._results)
         failures = FailureLog(self._screen.say, self._results.resumed_after)
-        self._events.subscribe(self._spending_log, self._evaluations.history, self._screen, self._watchdog, failures)
+        self._events.subscribe(failures)
+        history = self._evaluations.history
+        self._events.subscribe(self._spending_log, history, self._screen, self._watchdog, to=RunEvent)
         self._lag = LoopLag()
         self._order = starting_order(plan.served, ranks_on_gpus(config))
         self._turns = Turns(self._order)
@@ -202,7 +204,7 @@ class TrainingRun:
             lag=self._lag,
         )
         compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
-        self._events.subscribe(MismatchWarning(compared, self._screen.warn))
+        self._events.subscribe(MismatchWarning(compared, self._screen.warn), to=IterationFinished)
         before = self._results.before = await self._evaluations.before(services.student)
         if self._beginning.checkpoint is not None:
             self._tell_sinks()

@@ -13,13 +13,17 @@ from spot_async.base.events import Event
 from spot_async.errors import FailureClass
 
 
-class RequestAsked(Event, frozen=True):
+class RequestEvent(Event, frozen=True):
+    """Something happened to a request. There are many of these: hundreds for each prompt."""
+
+
+class RequestAsked(RequestEvent, frozen=True):
     """A request is about to enter its stage. The stages' numbers still hold what was true until now."""
 
     at_s: float
 
 
-class AttemptFailed(Event, frozen=True):
+class AttemptFailed(RequestEvent, frozen=True):
     """An attempt of a request has failed."""
 
     stage: str
@@ -37,7 +41,7 @@ class AttemptFailed(Event, frozen=True):
         return self.failed_s - self.sent_s + (self.delay_s or 0.0)
 
 
-class RequestEnded(Event, frozen=True):
+class RequestEnded(RequestEvent, frozen=True):
     """A request has ended, with all its attempts. It is about to leave its stage, whose numbers still count it."""
 
     stage: str

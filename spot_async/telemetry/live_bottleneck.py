@@ -18,11 +18,11 @@ import structlog
 from spot_async.base.events import Event
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
-from spot_async.loop.events import Phase, PhaseEnded
+from spot_async.loop.events import Phase, PhaseEnded, RunEvent
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.stages.events import Wait, WaitClock
+from spot_async.stages.events import RequestEvent, Wait, WaitClock
 from spot_async.stages.stage import Stage, StageCounters
 from spot_async.telemetry.bottleneck import Bottleneck, ServerUse, judge
 from spot_async.telemetry.failures import Tally, kinds_words
@@ -106,7 +106,8 @@ class LiveBottleneck:
         self._counters = {stage.name: with_open(stage, now_s) for stage in orchestrator.stages.all}
         self._failures = Tally()
         self._said_staleness = False
-        orchestrator.stages.events.subscribe(self, self._clock, self._publishing)
+        orchestrator.stages.events.subscribe(self._clock, self._publishing, to=RunEvent)
+        orchestrator.stages.events.subscribe(self, to=RequestEvent)
 
     def on(self, event: Event) -> None:
         self._failures.on(event)

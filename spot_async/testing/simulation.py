@@ -25,7 +25,7 @@ import numpy as np
 from spot_async.base.events import Event
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.errors import RequestError
-from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded
+from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, RunEvent
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveStudent
 from spot_async.loop.resuming import Records
@@ -199,7 +199,7 @@ def make_run(
         **_taken(changes, StagesSettings),
     }
     stages = stages_for(policy, services, StagesSettings(**settings))
-    stages.events.subscribe(journal)
+    stages.events.subscribe(journal, to=RunEvent)
     student = LiveStudent(**{"weight_sinks": [services.student], **_taken(changes, LiveStudent)})
     records = Records(**_taken(changes, Records))
     numbers = {

@@ -21,3 +21,28 @@ def test_listeners_that_came_last_are_told_first():
     channel.subscribe(Listener("files"))
     channel.publish(event)
     assert heard == [("files", event), ("history", event), ("screen", event)]
+
+
+def test_a_listener_is_told_of_the_types_it_wants_whenever_it_came():
+    class Request(Event, frozen=True):
+        pass
+
+    class Ended(Request, frozen=True):
+        pass
+
+    class Listener:
+        def __init__(self):
+            self.heard = []
+
+        def on(self, event):
+            self.heard.append(type(event))
+
+    channel, of_requests, of_all = Channel(), Listener(), Listener()
+    channel.subscribe(of_requests, to=Request)
+    channel.publish(Ended())
+    channel.publish(Event())
+    channel.subscribe(of_all)  # after both types were published
+    channel.publish(Ended())
+    channel.publish(Event())
+    assert of_requests.heard == [Ended, Ended]
+    assert of_all.heard == [Ended, Event]
