@@ -1,8 +1,8 @@
 """Meters that a run reads between two iterations: of its event loop, pumps, stages, replicas and traffic.
 
-How late the event loop is, every request, timer and reply of a run feels. A timer that should fire every `INTERVAL_S`
-is compared with the clock. While the loop is blocked, only one timer is late, however long that takes. So all the
-timers that would have fired meanwhile are counted too. The metrics are thus those of an event that comes at any moment.
+Every request, timer and reply of a run waits for the event loop. A timer that should fire every `INTERVAL_S` is
+compared with the clock. While the loop is blocked, only one timer is late, however long that takes. So all the timers
+that would have fired meanwhile are counted too. The metrics are thus those of an event that comes at any moment.
 """
 
 from __future__ import annotations

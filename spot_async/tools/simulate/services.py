@@ -51,7 +51,7 @@ from spot_async.types import (
 
 AT_ONCE = Latency(0.0, 0.0, 0.0)
 UNLIMITED = 1 << 30
-PROMPT_TOKENS = 8  # of a simulated prompt; how long real ones are, the workload says
+PROMPT_TOKENS = 8  # of a simulated prompt; the workload says how long real ones are
 FIRST_TOKEN, BASE = 2, VOCAB_SIZE - 2  # the two before it are special
 
 

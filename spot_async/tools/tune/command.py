@@ -1,6 +1,7 @@
 """`spot-async tune`: opens a run's servers as training does, notes its mix of requests, and ramps one after another.
 
-What follows from that is `choice.py`'s to say; here it is shown, and written with a page beside it.
+`choice.py` says what follows from that. This module shows it, and writes it with a page beside it.
+
 Only one of a role's servers is measured. They are alike (`check` compares them), and measuring all would take longer.
 The ramp asks the server directly, without the pool's concurrency limit, since that is what it looks for.
 """
