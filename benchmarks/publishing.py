@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group, strategy_of
-from spot_async.trainer.publishing import WeightPublisher
+from spot_async.trainer.publishing import WeightWriter
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 
@@ -55,8 +55,8 @@ def alone(model: Path, directory: Path, publishes: int) -> tuple[list[float], in
     """Publish, and return the seconds of each time, and the bytes that a rank copies which writes nothing."""
     student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
 
-    def publisher(name: str, *, writes: bool) -> WeightPublisher:
-        return WeightPublisher(
+    def publisher(name: str, *, writes: bool) -> WeightWriter:
+        return WeightWriter(
             directory / name,
             student_directory=model,
             end_token_ids=(),

@@ -1,8 +1,9 @@
 """Classifies failed requests: one pure function from what came back, or did not, to a class of `spot_async.errors`.
 
-Every 429, 5xx, broken connection and unreadable reply gets its class here and nowhere else. The class decides what is
-done (`spot_async.base.tasks`). A backend may reword an error in its server's terms (`http.ReadError`). If its server
-uses a status in an unusual way, that is handled here.
+Every 429, 5xx, broken connection and unreadable reply over HTTP gets its class here; `local/client.py` has the classes
+that our own server names. The class decides what is done (`RetryPolicy.delay_s` in `spot_async.base.retry`). A backend
+may reword an error in its server's terms (`http.ReadError`). If its server uses a status in an unusual way, that is
+handled here.
 
 Statuses were measured with vLLM 0.32.0 and SGLang 0.5.23. Those of hosted endpoints are from their documentation as of
 November 2026: OpenAI and Azure (`retry-after-ms`, `insufficient_quota`), Anthropic (529,

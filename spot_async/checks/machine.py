@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spot_async.base.processes.gpus import (
     GpuSoftware,
@@ -240,7 +239,7 @@ def weights_shortage(config: Config, plan: TrainPlan) -> str | None:
 
 def published_bytes(config: Config, parameters: Parameters, iterations: int) -> int:
     """Return the bytes of all published weights that are kept at once, with those that are being written."""
-    kept = training_under_staleness(config.training, config.max_staleness).keep_weights
+    kept = config.training.under_staleness(config.max_staleness).keep_weights
     whole = student_bytes(config.training, parameters)
     if merged_every(config) == 1:
         return whole * min(iterations, kept + 1)
@@ -251,23 +250,3 @@ def student_bytes(training: TrainingConfig, parameters: Parameters) -> int:
     """Return the bytes of a student that is published whole, with its adapter beside it."""
     width = 2 if training.dtype == "bfloat16" else 4
     return width * parameters.model + ADAPTER_BYTES * parameters.adapter
-
-
-IMPORTANCE_CAP = 2.0  # of runs with staleness
-
-
-def training_under_staleness(training: TrainingConfig, max_staleness: int) -> TrainingConfig:
-    """Return the settings to train with where samples lag, without defaults that follow from others.
-
-    The reasons are in docs/methods.md, "What is measured at which version".
-
-    `behavior` is what its default means. With staleness there is also an `importance_cap`, unless the configuration
-    states one or `behavior: served`. Recomputed advantages alone would be weighed as older weights sampled the tokens.
-
-    More directories of weights are kept by `max_staleness`, because by so many steps those being served may be older.
-    """
-    behavior = training.behavior_under(max_staleness)
-    changes: dict[str, Any] = {"behavior": behavior, "keep_weights": training.keep_weights + max_staleness}
-    if max_staleness and behavior == "recomputed" and training.importance_cap is None:
-        changes["importance_cap"] = IMPORTANCE_CAP
-    return training.model_copy(update=changes)

@@ -13,6 +13,7 @@ from pydantic import Field
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 LossAggregation = Literal["sequence_mean", "token_mean"]
+IMPORTANCE_CAP = 2.0  # of runs with staleness
 # The layers of each choice, by the last part of their names. These are PEFT's and the servers' names for them.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -235,6 +236,21 @@ class TrainingConfig(Section):
     def behavior_under(self, max_staleness: int) -> Literal["served", "recomputed"]:
         """Return whose pi_old it is: `behavior`, or its default."""
         return self.behavior or ("recomputed" if max_staleness else "served")
+
+    def under_staleness(self, max_staleness: int) -> TrainingConfig:
+        """Return the settings to train with where samples lag, without defaults that follow from others.
+
+        The reasons are in docs/methods.md, "What is measured at which version".
+
+        `behavior` is what its default means. With staleness there is also an `importance_cap`, unless the configuration
+        states one or `behavior: served`. Recomputed advantages alone would be weighed as older weights sampled the
+        tokens. More directories of weights are kept, because those being served may be older by `max_staleness` steps.
+        """
+        behavior = self.behavior_under(max_staleness)
+        changes: dict[str, Any] = {"behavior": behavior, "keep_weights": self.keep_weights + max_staleness}
+        if max_staleness and behavior == "recomputed" and self.importance_cap is None:
+            changes["importance_cap"] = IMPORTANCE_CAP
+        return self.model_copy(update=changes)
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

@@ -14,7 +14,7 @@ from spot_async.base.tasks import leaves
 from spot_async.base.text import counted
 from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import TRAINER, sleeps_while_training
-from spot_async.checks.machine import gpu_need, training_under_staleness
+from spot_async.checks.machine import gpu_need
 from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.config import Config
 from spot_async.errors import ProcessDiedError, TrainerLostError
@@ -107,7 +107,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory, b
     resume, checkpoint = None, beginning.checkpoint
     if checkpoint is not None:
         resume = ResumePoint(directory=str(checkpoint.directory), step=checkpoint.manifest.step)
-    training = training_under_staleness(config.training, config.max_staleness)
+    training = config.training.under_staleness(config.max_staleness)
     return TrainerSettings(
         resume=resume,
         merged_every=merged_every(config),

@@ -45,7 +45,7 @@ from spot_async.types import WeightFile
 Published = Callable[[tuple[WeightFile, ...], str], None]
 
 
-class WeightPublisher:
+class WeightWriter:
     """Writes `weights/step-NNNNNN` directories and keeps the newest few. One of the ranks writes."""
 
     def __init__(

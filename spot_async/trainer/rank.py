@@ -1,6 +1,6 @@
 """One rank of the trainer: takes batches, steps the student, publishes its weights.
 
-It does not know the method that made the supervision. Start reading at `StudentTrainer.train`. The loss is in
+It does not know the method that made the supervision. Start reading at `StudentTrainer.train_share`. The loss is in
 `loss.py`, who trains what is in `batching.py`, and collectives are in `parallel.py`.
 """
 
@@ -50,7 +50,7 @@ from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute
 from spot_async.trainer.optimizer import new_optimizer
 from spot_async.trainer.packing import packs
 from spot_async.trainer.parallel import Strategy, local
-from spot_async.trainer.publishing import Published, WeightPublisher
+from spot_async.trainer.publishing import Published, WeightWriter
 from spot_async.trainer.settings import TrainerSettings, attention_words, learning_rate
 from spot_async.trainer.varlen import attend_documents_at_once
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
@@ -124,7 +124,7 @@ class StudentTrainer:
                 is_packed=is_packed,
                 is_first_rank=strategy.rank == 0,
             )
-        self._publisher = WeightPublisher(
+        self._publisher = WeightWriter(
             settings.weights_directory,
             student_directory=Path(settings.model_directory),
             end_token_ids=settings.end_token_ids,

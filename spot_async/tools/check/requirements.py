@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from spot_async.checks.machine import ADAPTER_BYTES, published_bytes, student_bytes, training_under_staleness
+from spot_async.checks.machine import ADAPTER_BYTES, published_bytes, student_bytes
 from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.config import Config
 from spot_async.config.training import TARGETS
@@ -180,7 +180,7 @@ def count_parameters(student: Path, size: ModelSize | None, config: Config) -> P
 
 def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, response_tokens: float) -> Sizes:
     """Return the sizes for responses of one length. What is kept counts the one that is being written too."""
-    training = training_under_staleness(config.training, config.max_staleness)
+    training = config.training.under_staleness(config.max_staleness)
     needs, iterations = plan.policy.needs, plan.schedule.iterations
     prompts = list(islice(plan.schedule, plan.schedule.per_epoch))
     prompt_tokens = sum(len(each.token_ids) for each in prompts) / len(prompts)

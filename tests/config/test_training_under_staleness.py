@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from spot_async.checks.machine import training_under_staleness
 from spot_async.config import TrainingConfig
 
 
@@ -26,13 +25,13 @@ def test_with_staleness_pi_old_is_recomputed_unless_the_configuration_says_other
     training = TrainingConfig.model_validate_json(
         written.model_dump_json()
     )  # as a run's own config.yaml states all keys
-    found = training_under_staleness(training, max_staleness=1)
+    found = training.under_staleness(max_staleness=1)
     assert (found.behavior, found.importance_cap) == (behavior, cap)
-    strict = training_under_staleness(training, max_staleness=0)
+    strict = training.under_staleness(max_staleness=0)
     assert (strict.behavior, strict.importance_cap) == (stated.get("behavior", "served"), stated.get("importance_cap"))
 
 
 def test_the_oldest_weights_that_may_be_served_with_staleness_are_kept() -> None:
     """Training begins a step with the served weights at most n behind, and publishes one more: n + 2 in all."""
     least = TrainingConfig(iterations=1, keep_weights=2)
-    assert [training_under_staleness(least, n).keep_weights for n in range(4)] == [2, 3, 4, 5]
+    assert [least.under_staleness(n).keep_weights for n in range(4)] == [2, 3, 4, 5]
