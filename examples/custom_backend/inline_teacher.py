@@ -75,6 +75,8 @@ class InlineTeacher:
             candidate_logprobs="none",  # a student's: log-probabilities of given tokens
             weight_update=False,  # a student's
             generation=False,
+            abort=False,  # a forward that has begun runs to its end
+            server="torch, in this process",
         )
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:

@@ -1,4 +1,4 @@
-"""Tests of InlineTeacher on a model with random weights, against torch in float64."""
+"""Tests of InlineTeacher on the shipped teacher, against torch in float64."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from spot_async import ScoreRequest
 from spot_async.errors import PermanentError
 
-TEACHER = Path(__file__).parents[1] / "running_sum" / "teacher"
+TEACHER = Path(__file__).parents[1] / "running_sum" / "teacher"  # in a copy: the directory of your model
 PROMPT, RESPONSE = np.arange(5, 12, dtype=np.int32), np.arange(6, 20, dtype=np.int32)
 
 

@@ -41,6 +41,7 @@ class Violation(AssertionError):
 
     def __init__(self, note: str, nats: float | None = None) -> None:
         super().__init__(note)
+        self.note = note
         self.nats = nats
 
 
@@ -55,19 +56,24 @@ class Feature:
 
     is_offered: Callable[[Capabilities], bool]
     otherwise: str
+    part_of: Feature | None = None  # without which there is none of it
+
+    def why_not(self, said: Capabilities) -> str | None:
+        """Return why it is not offered; None if it is."""
+        of_the_whole = None if self.part_of is None else self.part_of.why_not(said)
+        return of_the_whole or (None if self.is_offered(said) else self.otherwise)
 
 
 GENERATION = Feature(lambda said: said.generation, "the endpoint only scores")
 TOKENS = Feature(
-    lambda said: said.generation and said.sampled_token_ids,
+    lambda said: said.sampled_token_ids,
     "responses are text that is tokenised again: for KD and evaluation only",
+    GENERATION,
 )
 SCORES = Feature(lambda said: said.max_top_k > 0, "the endpoint scores no given tokens")
 POSITIONS = Feature(lambda said: said.max_position_top_k > 0, "no single positions in more detail")
 CANDIDATES = Feature(lambda said: said.candidate_logprobs != "none", "no log-probabilities of chosen tokens")
-UPDATES = Feature(
-    lambda said: said.generation and said.sampled_token_ids and said.weight_update, "the endpoint takes no weights"
-)
+UPDATES = Feature(lambda said: said.weight_update, "the endpoint takes no weights", TOKENS)
 PARITY = ("generation_parity", "score_parity", "candidates")  # checks that many others build on
 
 
@@ -82,8 +88,8 @@ class Check:
 
     async def run(self, subject: Subject) -> Finding:
         """Raise `Violation` if the contract is broken, and pytest's `skip` if that is not asked."""
-        if self.of is not None and not self.of.is_offered(subject.capabilities):
-            raise not_offered(self.of.otherwise)
+        if self.of is not None and (why := self.of.why_not(subject.capabilities)) is not None:
+            raise not_offered(why)
         try:
             if (broken := next((name for name in self.after if name in subject.broken), None)) is not None:
                 subject.broken.add(self.name)
@@ -131,13 +137,16 @@ def check(
         CHECKS[found.name] = found
 
         def test(hosted: Hosted, record_property: Callable[[str, object], None]) -> None:
+            broken = None
             try:
-                finding = hosted.run(found)
-            except Violation as broken:
-                pytest.fail(str(broken), pytrace=broken.__cause__ is not None)
-            record_property("note", finding.note)
-            if finding.nats is not None:
-                record_property("nats", finding.nats)
+                said: Finding | Violation = hosted.run(found)
+            except Violation as violation:
+                said = broken = violation
+            record_property("note", said.note)
+            if said.nats is not None:
+                record_property("nats", said.nats)
+            if broken is not None:
+                pytest.fail(broken.note, pytrace=broken.__cause__ is not None)
 
         test.__name__, test.__doc__ = ask.__name__, ask.__doc__
         return test
