@@ -303,7 +303,7 @@ def evaluate(
                 return
             if unloadable:
                 raise DataError(unloadable[0])
-            from spot_async.running.evaluation import evaluate_student  # late, for the same reason as in `train`
+            from spot_async.running.measuring import evaluate_student  # late, for the same reason as in `train`
 
             directory = evaluation_directory(settings, path, is_new=resume is None)
             try:

@@ -35,33 +35,22 @@ async def _nowhere(response: JudgedResponse) -> None:
 
 
 async def evaluate(
-    benchmarks: Sequence[Benchmark],
-    config: EvaluationConfig,
+    sampler: ResponseSampler,
     *,
-    generator: Generator | ServicePool[Generator],
-    verifiers: Mapping[str, Verifier],
-    vocabulary: Vocabulary,
-    on_progress: Callable[[int, int], None],
-    on_stages: Callable[[Sequence[Stage[Any]]], None] = lambda stages: None,
+    on_progress: Callable[[int, int], None] = lambda finished, total: None,
     known: Mapping[ResponseKey, JudgedResponse] | None = None,
     keep: Callable[[JudgedResponse], Awaitable[None]] = _nowhere,
-    events: Channel | None = None,
 ) -> EvaluationResult:
     """Run one evaluation, and return its responses.
 
-    `verifiers` maps benchmark names to verifiers; responses to a benchmark without one are not judged. Responses in
-    `known` are not sampled again; every new one is given to `keep`. `on_stages` is called once at the start,
-    `on_progress(finished, total)` after each response. Requests are published on `events`.
+    Responses in `known` are not sampled again; every new one is given to `keep`. `on_progress(finished, total)` is
+    called after each response.
 
     Raises the errors of failed requests in an exception group. Raises `BudgetSpentError` when the budget runs out, but
     only after every response that was paid for has been kept.
     """
-
+    benchmarks, config = sampler.benchmarks, sampler.config
     total = sum(benchmark.samples * len(benchmark.sources) for benchmark in benchmarks)
-    sampler = ResponseSampler(
-        benchmarks, config, generator=generator, verifiers=verifiers, vocabulary=vocabulary, events=events
-    )
-    on_stages(sampler.stages)
     judged = dict(known or {})
     jobs = iter([job for job in _jobs(benchmarks) if _key(benchmarks, job) not in judged])
     spent: list[BudgetSpentError] = []
@@ -99,9 +88,13 @@ class ResponseSampler:
         vocabulary: Vocabulary,
         events: Channel | None = None,
     ) -> None:
-        self._benchmarks = benchmarks
+        """Make a sampler that has asked nothing. Its requests are published on `events`.
+
+        `verifiers` are by benchmark; responses to a benchmark without one are not judged.
+        """
+        self.benchmarks = benchmarks
+        self.config = config
         self._events = events
-        self._config = config
         self._vocabulary = vocabulary
         self._generation = self._stage("evaluation", generator)
         # One stage per verifier: benchmarks that share a verifier share its concurrency limit too.
@@ -111,9 +104,9 @@ class ResponseSampler:
 
     def _stage(self, name: str, service: S | ServicePool[S]) -> Stage[S]:
         limits = StageLimits(
-            concurrency=self._config.concurrency,
-            timeout_s=self._config.timeout_s,
-            attempt_timeout_s=self._config.attempt_timeout_s,
+            concurrency=self.config.concurrency,
+            timeout_s=self.config.timeout_s,
+            attempt_timeout_s=self.config.attempt_timeout_s,
             retry=RetryPolicy(DEFAULT_ATTEMPTS),
             waiting_capacity=1,
         )
@@ -122,14 +115,14 @@ class ResponseSampler:
     async def sample(self, job: Job) -> JudgedResponse:
         """Return the judged response of one job; its verdict is None if the benchmark has no verifier."""
         b, j, i = job
-        benchmark = self._benchmarks[b]
+        benchmark = self.benchmarks[b]
         problem, prompt_ids = benchmark.sources[j].problem, benchmark.sources[j].token_ids
         sampling = SamplingSettings(
-            temperature=self._config.temperature,
-            top_p=self._config.top_p,
+            temperature=self.config.temperature,
+            top_p=self.config.top_p,
             max_tokens=benchmark.max_response_tokens,
             stop_token_ids=self._vocabulary.end_token_ids,
-            seed=derive_seed(self._config.seed, j, i),
+            seed=derive_seed(self.config.seed, j, i),
             vocab_limit=benchmark.vocab_limit,
         )
         session = f"eval-{b}-{j}"

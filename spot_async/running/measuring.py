@@ -1,30 +1,68 @@
-"""Makes one evaluation in a run directory: continues it where it was begun, has it judged, and writes its files."""
+"""Makes one evaluation in a run directory: continues it where it was begun, has it judged, and writes its files.
+
+`evaluate_student` makes one by itself: it starts the student's servers for it, and trains nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import structlog
+from rich.console import Console
+from rich.text import Text
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
+from spot_async.base.tasks import alongside, budget_error
+from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
-from spot_async.errors import DataError
+from spot_async.errors import BudgetSpentError, DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import read_figures
 from spot_async.evaluation.formats import outputs_of
-from spot_async.evaluation.identity import identity_of, settings_fingerprint
-from spot_async.evaluation.response_log import Identity, ResponseLog, check_same, read_responses, write_whole
+from spot_async.evaluation.response_log import (
+    Identity,
+    ResponseLog,
+    check_same,
+    identity_of,
+    read_responses,
+    settings_fingerprint,
+    write_whole,
+)
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.evaluation.runner import collected, evaluate, keys_of, reported_k
-from spot_async.loop.events import EvaluationBegan, ResponseJudged, StepBegan, TrainingView
+from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, reported_k
+from spot_async.loop.events import EvaluationBegan, ResponseJudged, RunEvent, StepBegan, TrainingView
+from spot_async.models.files import ModelFiles
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.services import Companions, StartListener, open_services
+from spot_async.running.summary import evaluation_summary
+from spot_async.spending.run_spending import RunSpending, spending_words, summarize_spending
+from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.failures import FailureLog
+from spot_async.telemetry.run_log import SpendingLog, log_events_to
+from spot_async.types import PolicyNeeds
+from spot_async.watchdog.monitor import Watchdog
+from spot_async.watchdog.silence import silence_limits
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """Of which weights an evaluation is made, and when in a run."""
+
+    directory: RunDirectory
+    weights: Path
+    when: str = ""  # part of the files' names; empty for the only evaluation of a run directory
+
+    @property
+    def stem(self) -> str:
+        return file_stem(self.when)
 
 
 async def measure(
@@ -32,40 +70,41 @@ async def measure(
     benchmarks: Sequence[Benchmark],
     vocabulary: Vocabulary,
     generator: Generator | ServicePool[Generator],
-    directory: RunDirectory,
+    occasion: Occasion,
     events: Channel,
-    when: str,
-    weights: Path,
     beside: TrainingView | None = None,
 ) -> EvaluationResult | None:
-    """Evaluate the `weights` that are served, and write the files; return None if the configuration has no evaluation.
+    """Evaluate the weights that are served, and write the files; return None if the configuration has no evaluation.
 
-    `when` is part of the files' names; it is empty for the only evaluation of a run directory. `beside` is what runs
-    training meanwhile. Files that are there, as in a run that was resumed, are read, and nothing is asked.
+    `beside` is what trains meanwhile. Files that are there, as in a run that was resumed, are read, and nothing is
+    asked.
     """
     if config.evaluation is None:
         return None
+    when = occasion.when
     step = f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip()
     events.publish(StepBegan(step, beside))
-    identity = identity_of(config, benchmarks, weights)
-    log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
-    if (finished := finished_evaluation(config, benchmarks, directory, when)) is not None:
+    log = ResponseLog(occasion.directory, f"{occasion.stem}.jsonl", identity_of(config, benchmarks, occasion.weights))
+    if (finished := finished_evaluation(config, benchmarks, occasion.directory, when)) is not None:
         return finished
     known = log.open()
     async with AsyncExitStack() as stack:
-        result = await evaluate(
+        sampler = ResponseSampler(
             benchmarks,
             config.evaluation,
             generator=generator,
             verifiers=await open_verifiers(benchmarks, stack),
             vocabulary=vocabulary,
-            on_progress=lambda finished, total: events.publish(ResponseJudged(finished, total)),
-            on_stages=lambda stages: events.publish(EvaluationBegan(stages)),
-            known=known,
-            keep=log.append,
             events=events,
         )
-    write_files(directory, when, weights, result, log, identity, benchmarks)
+        events.publish(EvaluationBegan(sampler.stages))
+        result = await evaluate(
+            sampler,
+            on_progress=lambda finished, total: events.publish(ResponseJudged(finished, total)),
+            known=known,
+            keep=log.append,
+        )
+    write_files(occasion, result, log, benchmarks)
     log.discard_partial()
     avg = None if (figures := result.figures().avg) is None else figures.value
     structlog.get_logger().info("evaluated", when=when, avg=avg, tokens=result.tokens, continued_from=len(known))
@@ -83,27 +122,15 @@ def finished_evaluation(
 
 
 def write_evaluation(
-    config: Config,
-    benchmarks: Sequence[Benchmark],
-    directory: RunDirectory,
-    when: str,
-    weights: Path,
-    result: EvaluationResult,
+    config: Config, benchmarks: Sequence[Benchmark], occasion: Occasion, result: EvaluationResult
 ) -> None:
     """Write the files of an evaluation that was made under another name already."""
-    identity = identity_of(config, benchmarks, weights)
-    log = ResponseLog(directory, f"{file_stem(when)}.jsonl", identity)
-    write_files(directory, when, weights, result, log, identity, benchmarks)
+    identity = identity_of(config, benchmarks, occasion.weights)
+    write_files(occasion, result, ResponseLog(occasion.directory, f"{occasion.stem}.jsonl", identity), benchmarks)
 
 
 def write_files(
-    directory: RunDirectory,
-    when: str,
-    weights: Path,
-    result: EvaluationResult,
-    log: ResponseLog,
-    identity: Identity,
-    benchmarks: Sequence[Benchmark],
+    occasion: Occasion, result: EvaluationResult, log: ResponseLog, benchmarks: Sequence[Benchmark]
 ) -> None:
     """Write the sorted responses, outputs for other tools, and last the figures. If those are there, everything is."""
     log.complete(result.responses)
@@ -113,24 +140,21 @@ def write_files(
                 [source.problem for source in benchmark.sources],
                 [row[0].response for row in each.responses],
             )
-            outputs = outputs_of(problems, texts, generator=weights.name, dataset=benchmark.name)
-            name = f"{file_stem(when)}-outputs-{benchmark.name}.json"
-            write_whole(directory, name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n")
-    write_figures(directory, when, weights, result, identity)
+            outputs = outputs_of(problems, texts, generator=occasion.weights.name, dataset=benchmark.name)
+            name = f"{occasion.stem}-outputs-{benchmark.name}.json"
+            write_whole(occasion.directory, name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n")
+    write_figures(occasion, result, log.identity)
 
 
-def write_figures(
-    directory: RunDirectory, when: str, weights: Path, result: EvaluationResult, identity: Identity
-) -> None:
+def write_figures(occasion: Occasion, result: EvaluationResult, identity: Identity) -> None:
     figures = result.evaluation_figures(
-        model=str(weights.resolve()),  # resolved, since `RUN/student` is another one later
+        model=str(occasion.weights.resolve()),  # resolved, since `RUN/student` is another one later
         model_fingerprint=identity.model,
         settings=identity.settings,
         settings_fingerprint=settings_fingerprint(identity.settings),
     )
-    write_whole(
-        directory, f"{file_stem(when)}.json", msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n"
-    )
+    text = msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n"
+    write_whole(occasion.directory, f"{occasion.stem}.json", text)
 
 
 def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:
@@ -148,7 +172,7 @@ def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Ben
     judged = log.read_complete()
     if missing := keys_of(benchmarks) - judged.keys():
         raise DataError(f"{directory.path / file_stem('')}.jsonl lacks responses ({len(missing)}): evaluate again")
-    write_figures(directory, "", weights, collected(benchmarks, judged, pass_k), log.identity)
+    write_figures(Occasion(directory, weights), collected(benchmarks, judged, pass_k), log.identity)
 
 
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:
@@ -185,3 +209,67 @@ async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack)
             opened[key] = await stack.enter_async_context(verifier)
         found[benchmark.name] = opened[key]
     return found
+
+
+async def evaluate_student(
+    config: Config,
+    student_files: ModelFiles,
+    benchmarks: Sequence[Benchmark],
+    directory: RunDirectory,
+    console: Console,
+    *,
+    exit_process: Callable[[str], None] | None = None,
+) -> EvaluationResult:
+    """Start the student's servers, and return their evaluation. One that was begun is continued.
+
+    `exit_process`: see `Watchdog`. Raise BudgetSpentError once the endpoint's budget is spent; responses until then are
+    kept.
+    """
+    screen = RunConsole(console, 0)
+    watchdog = Watchdog(silence_limits(config, PolicyNeeds()), directory.path, exit_process=exit_process)
+    served = {"student": config.student}
+    spending = RunSpending(served)
+    ledger_file = SpendingLog(directory, spending.accounts, trains=False)
+    ledger_file.go_on()
+    events = Channel()
+    failures = FailureLog(screen.say)
+    events.subscribe(failures)
+    events.subscribe(screen, watchdog, ledger_file, to=RunEvent)
+    listener = StartListener(
+        starting=lambda backends: events.publish(StepBegan("starting the student")),
+        step=lambda name: events.publish(StepBegan(name)),
+        warn=screen.warn,
+        waiting=screen.say,
+    )
+    result: EvaluationResult | None = None
+    spent: BudgetSpentError | None = None
+    with ExitStack() as stack:
+        stack.enter_context(watchdog)  # before whatever may hang when it is closed
+        stack.enter_context(log_events_to(directory.path / "logs" / "run.jsonl"))
+        stack.callback(ledger_file.write)  # whatever ends it
+        stack.callback(failures.close)
+        stack.enter_context(screen.live())
+        for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
+            screen.warn(warning)
+        beside = Companions(spending=spending, listener=listener)
+        opening = open_services(served, directory.path, cluster=config.cluster, beside=beside)
+        try:
+            async with alongside(watchdog.watch), opening as services:
+                ledger_file.write(0)  # what was asked during the start
+                occasion = Occasion(directory, student_files.directory)
+                result = await measure(config, benchmarks, student_files.vocabulary, services.student, occasion, events)
+                watchdog.on(StepBegan("stopping"))
+        except* BudgetSpentError as errors:
+            spent = budget_error(errors)
+    summary = summarize_spending(spending.accounts)
+    directory.write_summary(
+        {"evaluation": evaluation_summary(result)}
+        | ({"spending": summary} if summary else {})
+        | ({} if spent is None else {"ended_early": str(spent)})
+    )
+    for role, each in summary.items():
+        console.print(Text(f"{role} spent: {spending_words(each)}"), soft_wrap=True)
+    if spent is not None:
+        raise spent
+    assert result is not None
+    return result

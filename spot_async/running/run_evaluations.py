@@ -20,7 +20,7 @@ from spot_async.protocols import Generator
 from spot_async.replicas.leasing import ServicePool
 from spot_async.run_directory.layout import RunDirectory, evaluated
 from spot_async.run_directory.reading import RunFiles, evaluated_iteration, has_evaluation
-from spot_async.running.measuring import finished_evaluation, measure, write_evaluation
+from spot_async.running.measuring import Occasion, finished_evaluation, measure, write_evaluation
 from spot_async.running.summary import RunResults
 from spot_async.telemetry.evaluations import BestCheckpoint, EvaluationHistory
 from spot_async.types import WeightSnapshot, WeightVersion
@@ -102,7 +102,7 @@ class RunEvaluations:
         directory, history = self._directory, self.history
         after, last = history.result_after(iterations), directory.weights.after(iterations)
         if after is not None:  # the last mid-run evaluation had the same weights, problems and seeds
-            write_evaluation(self._config, self._plan.evaluation, directory, "after", last, after)
+            write_evaluation(self._config, self._plan.evaluation, Occasion(directory, last, "after"), after)
         elif self._results.spent is None:
             after = await self._measure(student, "after", last if iterations else self._plan.student.directory)
             if after is not None and history.best is not None:
@@ -123,10 +123,8 @@ class RunEvaluations:
                 self._plan.evaluation,
                 self._vocabulary,
                 student,
-                self._directory,
+                Occasion(self._directory, weights, when),
                 self._events,
-                when,
-                weights,
                 beside,
             )
         except* BudgetSpentError as spent:

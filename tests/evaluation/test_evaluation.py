@@ -24,7 +24,7 @@ from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.figures import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
-from spot_async.evaluation.runner import collected, evaluate
+from spot_async.evaluation.runner import ResponseSampler, collected, evaluate
 from spot_async.running.summary import change_summary, evaluation_summary
 from spot_async.telemetry.console import evaluation_table, unverified_note
 from spot_async.telemetry.evaluations import figures_table
@@ -226,11 +226,13 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
     )
     found = run_on_virtual_time(
         evaluate(
-            benchmarks,
-            config,
-            generator=Student(),
-            verifiers={"one": Exact()},
-            vocabulary=SimpleNamespace(end_token_ids=(1, 6), decode=lambda ids: str(ids[0])),
+            ResponseSampler(
+                benchmarks,
+                config,
+                generator=Student(),
+                verifiers={"one": Exact()},
+                vocabulary=SimpleNamespace(end_token_ids=(1, 6), decode=lambda ids: str(ids[0])),
+            ),
             on_progress=lambda done, total: progress.append((done, total)),
         )
     )
@@ -259,12 +261,13 @@ def test_a_budget_that_is_spent_ends_it_once_what_is_under_way_has_been_kept():
     with pytest.raises(BudgetSpentError, match="no money"):
         run_on_virtual_time(
             evaluate(
-                [Benchmark("one", sources, samples=1, max_response_tokens=7, verifier=BOXED)],
-                config,
-                generator=Student(),
-                verifiers={"one": BoxedMatch(BOXED)},
-                vocabulary=SimpleNamespace(end_token_ids=(1,), decode=str),
-                on_progress=lambda done, total: None,
+                ResponseSampler(
+                    [Benchmark("one", sources, samples=1, max_response_tokens=7, verifier=BOXED)],
+                    config,
+                    generator=Student(),
+                    verifiers={"one": BoxedMatch(BOXED)},
+                    vocabulary=SimpleNamespace(end_token_ids=(1,), decode=str),
+                ),
                 keep=keep,
             )
         )

@@ -27,19 +27,20 @@ from spot_async.config.loading import load_config
 from spot_async.data.prompts import PromptSource
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
-from spot_async.evaluation.identity import identity_of, model_fingerprint
 from spot_async.evaluation.response_log import (
     Identity,
     JudgedResponse,
     ResponseLog,
     check_same,
     count_kept,
+    identity_of,
+    model_fingerprint,
     read_partial,
 )
-from spot_async.evaluation.runner import collected, evaluate
+from spot_async.evaluation.runner import ResponseSampler, collected, evaluate
 from spot_async.models.files import read_model
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.running.measuring import write_files
+from spot_async.running.measuring import Occasion, write_files
 from spot_async.testing.services import SimulatedStudent
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Problem, Verdict
@@ -178,7 +179,7 @@ def test_a_complete_evaluation_shows_the_pass_at_k_that_are_asked_for_now(monkey
     result = collected(planned, {each.key: each for each in judged}, ())
     identity = identity_of(config, planned, student.directory)
     log = ResponseLog(directory, NAME, identity)
-    write_files(directory, "", student.directory, result, log, identity, planned)
+    write_files(Occasion(directory, student.directory), result, log, planned)
     words = ["eval", "configs/quickstart.yaml", "evaluation.samples=4", "--resume", str(directory.path)]
     assert "Pass@2" not in CliRunner().invoke(app, words).output
     shown = CliRunner().invoke(app, [*words, "evaluation.pass_k=[2]"]).output
@@ -228,12 +229,13 @@ async def run_until(directory, student, kill_after):
         kept.append(response)
 
     found = await evaluate(
-        benchmarks(),
-        CONFIG,
-        generator=student,
-        verifiers={"first": BoxedMatch(BoxedMatch.Settings())},
-        vocabulary=SimpleNamespace(end_token_ids=(1,), decode=lambda ids: f"\\boxed{{{ids[0]}}}"),
-        on_progress=lambda done, total: None,
+        ResponseSampler(
+            benchmarks(),
+            CONFIG,
+            generator=student,
+            verifiers={"first": BoxedMatch(BoxedMatch.Settings())},
+            vocabulary=SimpleNamespace(end_token_ids=(1,), decode=lambda ids: f"\\boxed{{{ids[0]}}}"),
+        ),
         known=known,
         keep=keep,
     )

@@ -23,7 +23,7 @@ from spot_async.evaluation.response_log import count_kept
 from spot_async.models.files import read_model
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running import training as runtime
-from spot_async.running.evaluation import evaluate_student
+from spot_async.running.measuring import evaluate_student
 from spot_async.running.training import train
 
 pytestmark = pytest.mark.usefixtures("servers_on_threads", "trainer_on_thread")

@@ -30,7 +30,7 @@ from spot_async.cli import app
 from spot_async.config import SamplingConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.evaluation.identity import settings_of
+from spot_async.evaluation.response_log import settings_of
 from spot_async.policies.teacher_responses import ResponseFile, TeacherResponse
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.testing.services import SimulatedVerifier, generation

@@ -24,7 +24,7 @@ from spot_async.config import Config
 from spot_async.config.loading import load_config
 from spot_async.evaluation.benchmarks import plan_benchmarks
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.evaluation.runner import evaluate
+from spot_async.evaluation.runner import ResponseSampler, evaluate
 from spot_async.models.files import read_model
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.services import open_services
@@ -74,12 +74,13 @@ async def evaluated(folder: Path, backend: Any, model: Path = EXAMPLE / "student
     async with open_services({"student": config.student}, directory.path, is_used=False, directly=True) as services:
         recorder = Recorder(services.backends["student"])
         result = await evaluate(
-            plan_benchmarks(config, student),
-            config.evaluation,
-            generator=recorder,
-            verifiers={"problems": BoxedMatch(BoxedMatch.Settings())},
-            vocabulary=student.vocabulary,
-            on_progress=lambda finished, total: None,
+            ResponseSampler(
+                plan_benchmarks(config, student),
+                config.evaluation,
+                generator=recorder,
+                verifiers={"problems": BoxedMatch(BoxedMatch.Settings())},
+                vocabulary=student.vocabulary,
+            )
         )
     return result, recorder
 
