@@ -20,8 +20,8 @@ import numpy.typing as npt
 from spot_async.types import BoolArray, Int64Array, ScoredPositions
 
 from ..acquisition import select_positions
+from .intervals import Interval
 from .score_bounds import (
-    Interval,
     ScoreBounds,
     ScoreRule,
     StudentRows,

@@ -16,9 +16,6 @@ another. There are two kinds, and `noise.py` says which a server has.
 *Statistical* noise (`spread_nats`): the logits of tokens move independently of each other, so that what they do to a
 sum averages out. Each part of the score is bounded in the served row first, and then widened by `noise.py`.
 
-Bounds are also widened for rounding: of float64 here, and of log-probabilities that were sent as float32. They must be
-true, and need not be tight.
-
 Axes: T positions, K the teacher's served top-k, k candidates (the first of those), L known student tokens.
 """
 
@@ -34,46 +31,16 @@ from spot_async.types import BoolArray, Float64Array, Int64Array
 
 from ..acquisition import PositionScores, ScoreVariant, score_positions
 from . import noise
-from .gap_bounds import gap_bounds
-
-ROUNDING_NATS = 2e-6  # largest error of a log-probability down to -16, or of a sum of many, in float32
-FLOAT32_SPACING = 2.0**-23  # relative distance between neighbouring float32 numbers
-MASS_ROUNDING = 1e-6  # largest error of a sum of probabilities in float32
-TINY = 1e-300
-OUTWARD = 1e-12  # relative; more than the rounding of a hundred operations in float64
-
-
-class Interval(NamedTuple):
-    """A quantity at each position is known to lie in [lower, upper]."""
-
-    lower: Float64Array  # (T,)
-    upper: Float64Array  # (T,)
-
-    @property
-    def middle(self) -> Float64Array:
-        return (self.lower + self.upper) / 2.0
-
-    def at(self, rows: Int64Array) -> Interval:
-        return Interval(self.lower[rows], self.upper[rows])
-
-    def times(self, other: Interval) -> Interval:
-        """Return the product of two quantities that are not negative."""
-        return Interval(self.lower * other.lower * (1.0 - OUTWARD), self.upper * other.upper * (1.0 + OUTWARD))
-
-    def widened(self, less: Float64Array, more: Float64Array) -> Interval:
-        """Return the interval widened by so much at its ends, of a quantity between 0 and 1."""
-        return Interval(np.maximum(self.lower - less, 0.0), np.minimum(self.upper + more, 1.0))
-
-    def shifted(self, nats: Float64Array) -> Interval:
-        """Return the interval of a probability whose log-odds are moved by at most `nats` (T,)."""
-        factor = np.exp(nats)
-        lower = self.lower / (self.lower + (1.0 - self.lower) * factor)
-        upper = self.upper / (self.upper + (1.0 - self.upper) / factor)
-        return Interval(np.where(nats > 0.0, lower, self.lower), np.where(nats > 0.0, upper, self.upper))
-
-    def complement(self) -> Interval:
-        """Return one minus the quantity, a probability. Its rounding is absolute: the difference may be tiny."""
-        return Interval(np.maximum(1.0 - self.upper - OUTWARD, 0.0), np.minimum(1.0 - self.lower + OUTWARD, 1.0))
+from .intervals import (
+    MASS_ROUNDING,
+    OUTWARD,
+    TINY,
+    Interval,
+    gap_bounds,
+    normalized_entropy,
+    probability_interval,
+    rounding_nats,
+)
 
 
 class ScoreBounds(NamedTuple):
@@ -239,10 +206,7 @@ def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *,
     gap = Interval(rule.lambda_mass * missing.lower, rule.lambda_mass * missing.upper + rule.lambda_shape)
     if shape and rule.asks_student:
         shares = _teacher_shares(teacher, k)
-        divergence, gap = (
-            Interval(*pair)
-            for pair in gap_bounds(*shares, lower, upper, served_coverage, rule.lambda_mass, rule.lambda_shape)
-        )
+        divergence, gap = gap_bounds(shares, (lower, upper), served_coverage, rule.lambda_mass, rule.lambda_shape)
         moved = noise.of_divergence(
             shares[1], *_student_shares(lower, upper), divergence.upper, teacher.spread_nats, spread
         )
@@ -260,38 +224,6 @@ def score_bounds(teacher: TeacherRows, student: StudentRows, rule: ScoreRule, *,
     }[rule.variant]
     bounds = ScoreBounds(entropy.times(factor), entropy, mass, coverage, divergence, gap)
     return _with_exact_rows(bounds, teacher, student, rule)
-
-
-def normalized_entropy(
-    lower: npt.ArrayLike, upper: npt.ArrayLike, exact: npt.ArrayLike, noise_nats: npt.ArrayLike, vocab_size: int
-) -> Interval:
-    """Return the interval of Hbar (T,) in the rows that count, from entropy bounds (T,) in nats of the served rows."""
-    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + ROUNDING_NATS)
-    # Rounding may hide this much mass in a sum of float32 probabilities, anywhere in the vocabulary.
-    lost = np.where(exact, 0.0, MASS_ROUNDING * np.log(vocab_size / MASS_ROUNDING))
-    low = np.asarray(lower, dtype=np.float64) / factor - lost
-    high = np.asarray(upper, dtype=np.float64) * factor + lost
-    scale = np.log(max(vocab_size, 2))
-    return Interval(np.clip(low / scale, 0.0, 1.0), np.clip(high / scale, 0.0, 1.0))
-
-
-def rounding_nats(logprobs: npt.ArrayLike) -> Float64Array:
-    """Return the largest float32 error of log-probabilities, or of the log of a sum. -inf has no error."""
-    values = np.asarray(logprobs, dtype=np.float64)
-    return np.maximum(ROUNDING_NATS, np.abs(np.where(np.isneginf(values), 0.0, values)) * FLOAT32_SPACING)
-
-
-def probability_interval(mass: npt.ArrayLike, noise_nats: npt.ArrayLike) -> Interval:
-    """Return the interval of a set's probability in the row that counts, from that in the served row (any shape).
-
-    The noise changes this probability, and that of all other tokens together, by a factor of at most e^noise each.
-    """
-    served = np.clip(np.asarray(mass, dtype=np.float64), 0.0, 1.0)
-    rounding = rounding_nats(np.log(np.where(served > 0.0, served, 1.0)))
-    factor = np.exp(np.asarray(noise_nats, dtype=np.float64) + rounding)
-    lower = np.maximum(served / factor, 1.0 - (1.0 - served + MASS_ROUNDING) * factor) - MASS_ROUNDING * served
-    upper = np.minimum(served * factor, 1.0 - (1.0 - served - MASS_ROUNDING) / factor) + MASS_ROUNDING * served
-    return Interval(np.clip(lower, 0.0, 1.0), np.clip(upper, 0.0, 1.0))
 
 
 def _teacher_shares(teacher: TeacherRows, k: int) -> tuple[Float64Array, Float64Array]:

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import score_positions, select_positions
 from spot_async.policies.truncated.certainty import Evidence, decide
+from spot_async.policies.truncated.intervals import Interval, normalized_entropy
 from spot_async.policies.truncated.score_bounds import (
-    Interval,
     ScoreRule,
     TeacherRows,
-    normalized_entropy,
     score_bounds,
     served_student,
 )

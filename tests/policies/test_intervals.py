@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spot_async.models.entropy import entropy_bounds
 from spot_async.policies.acquisition import score_positions, select_positions
 from spot_async.policies.truncated.certainty import Evidence
-from spot_async.policies.truncated.gap_bounds import Pair, gap_bounds
+from spot_async.policies.truncated.intervals import Interval, gap_bounds
 from spot_async.policies.truncated.score_bounds import (
     ScoreRule,
     TeacherRows,
@@ -49,10 +53,40 @@ def test_a_candidate_far_smaller_than_the_others_is_not_lost_beside_them():
             assert interval.lower <= values <= interval.upper, (name, candidates)
 
 
-def test_the_rounding_of_a_tiny_difference_is_no_slope():
-    """A share of 2^-57 beside one of .1: their sum is rounded up or down, a jump over a width of 1e-28."""
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 2**32),
+    candidates=st.integers(1, 16),
+    unknown_nats=st.sampled_from([0.0, 1e-3, 0.1, 2.0]),
+    depth_nats=st.sampled_from([0.1, 5.0, 60.0]),
+)
+def test_js_and_the_gap_lie_in_their_bounds_wherever_the_policies_lie_in_theirs(
+    seed, candidates, unknown_nats, depth_nats
+):
+    draw = np.random.default_rng(seed)
+    p = np.exp(-depth_nats * draw.random((40, candidates)))
+    p /= p.sum(axis=-1, keepdims=True)
+    q = np.exp(-depth_nats * draw.random((40, candidates)))
+    q *= (draw.random(40) / q.sum(axis=-1))[:, None]
+    coverage = q.sum(axis=-1)
+    (p_box, q_box, coverage_box) = (
+        (each * np.exp(-unknown_nats * draw.random(each.shape)), each * np.exp(unknown_nats * draw.random(each.shape)))
+        for each in (p, q, coverage)
+    )
+    divergence, gap = gap_bounds(p_box, q_box, Interval(coverage_box[0], np.minimum(coverage_box[1], 1.0)), 0.3, 0.7)
+    for t in range(len(p)):
+        share = q[t] / math.fsum(q[t])
+        entropies = [-math.fsum(x * math.log2(x) for x in row) for row in ((p[t] + share) / 2.0, p[t], share)]
+        truth = entropies[0] - (entropies[1] + entropies[2]) / 2.0
+        assert divergence.lower[t] <= truth + 1e-14
+        assert truth - 1e-14 <= divergence.upper[t]
+        assert gap.lower[t] <= 0.3 * (1.0 - math.fsum(q[t])) + 0.7 * truth <= gap.upper[t]
+
+
+def test_a_share_that_is_rounded_away_beside_another_has_its_part():
+    """A share of 2^-57 beside one of .1: their sum is rounded up or down."""
     teacher, student = np.array([[0.9, 0.1]]), np.array([[1.0, 2.0**-57 * (1.0 - 8e-12)]])
-    divergence, _ = gap_bounds(teacher, teacher, student, student, Pair(np.ones(1), np.ones(1)), 0.0, 1.0)
+    divergence, _ = gap_bounds((teacher, teacher), (student, student), Interval(np.ones(1), np.ones(1)), 0.0, 1.0)
     truth = score_positions(np.log(teacher), np.log(student), np.ones(1), 2).divergence
     assert divergence.lower <= truth <= divergence.upper
 
