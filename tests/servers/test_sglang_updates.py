@@ -243,7 +243,8 @@ async def test_a_sender_that_dies_leaves_the_old_weights_and_the_next_update_sta
 
 async def until_the_engine_waits(server: RunningServer) -> None:
     """Until it does not answer: the process in front of it has to ask it for this."""
-    async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=server.url, timeout=1.0) as client:
+    patient = httpx.Timeout(WAIT_S, read=1.0)  # connecting may take long on a machine that is busy
+    async with asyncio.timeout(WAIT_S), httpx.AsyncClient(base_url=server.url, timeout=patient) as client:
         with contextlib.suppress(httpx.ReadTimeout):
             while True:
                 await client.get("/server_info")
