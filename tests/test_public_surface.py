@@ -34,13 +34,13 @@ NAMES = (  # that do not stand in `spot_async.__all__`
 
 
 def first_cells(page: str) -> set[str]:
-    """Return the names in the first column of a page's tables, each behind its section."""
-    found, section = set(), ""
+    """Return the names in the first column of a page's tables, each behind its section, or each that shares it."""
+    found, sections = set(), [""]
     for line in (ROOT / "docs" / page).read_text().splitlines():
         if line.startswith("#"):
-            section = line.lstrip("# ").replace("`", "")
+            sections = line.lstrip("# ").replace("`", "").split(" and ")
         if match := re.match(r"\| `([^`]+)` \|", line):
-            found.add(f"{section}: {match[1]}")
+            found |= {f"{section}: {match[1]}" for section in sections}
     return found
 
 

@@ -92,10 +92,11 @@ def _about(name: str, field: FieldInfo) -> str:
 def _plugin_sections() -> Iterator[str]:
     for group, keys in KEYS_OF_GROUP.items():
         yield f"## {group.capitalize()}\n\nThe settings of {keys}, by `kind`.\n"
+        kinds: dict[tuple[Sequence[str], ...], list[str]] = {}  # those that have the same keys share a table
         for name in _own_plugins(group):
-            schema = registry.load(group, name).Settings
-            rows = list(_rows(schema))
-            yield f"### `kind: {name}`\n"
+            kinds.setdefault(tuple(_rows(registry.load(group, name).Settings)), []).append(name)
+        for rows, names in kinds.items():
+            yield f"### {' and '.join(f'`kind: {name}`' for name in names)}\n"
             yield _table(rows) if rows else "No further keys.\n"
 
 
