@@ -85,7 +85,7 @@ def callers(*names: str) -> set[str]:
 
 def test_servers_are_opened_in_one_place_only() -> None:
     # Simulated servers are none.
-    simulated = {"spot_async/testing/faulty_run.py", "spot_async/tools/simulate/simulation.py"}
+    simulated = {"spot_async/tools/simulate/simulation.py"}
     assert callers("ReplicaPool", "backend_factories") - simulated == {"spot_async/running/services.py"}
 
 

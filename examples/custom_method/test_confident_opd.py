@@ -9,7 +9,6 @@ from confident_opd import ConfidentOpd
 from spot_async import WeightVersion
 from spot_async.testing import (
     ScriptedStages,
-    faulty_run,
     generation,
     make_policy,
     simulated_prompts,
@@ -43,8 +42,3 @@ def test_a_run_trains_on_every_prompt_once() -> None:
     run = simulated_run(make_policy(ConfidentOpd), iterations=3, batch_size=8)
     assert [each.prompt_ordinal for each in run.trained] == list(range(3 * 8))
     assert all(each.version == WeightVersion(0, 2) for each in run.batches[2])  # the weights of the second update
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_whatever_befalls_the_servers_a_run_trains_on_what_it_should(seed: int) -> None:
-    faulty_run(seed, make_policy(ConfidentOpd), max_staleness=seed % 3)

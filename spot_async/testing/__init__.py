@@ -2,11 +2,10 @@
 
 No run imports it. `spot-async simulate` runs on it.
 
-A test of a policy begins with one of three names: `ScriptedStages` for one prompt with numbers that the test chooses,
-`simulated_run` for a whole run, or `faulty_run` for one in which things go wrong.
+A test of a policy begins with one of two names: `ScriptedStages` for one prompt with numbers that the test chooses, or
+`simulated_run` for a whole run.
 """
 
-from spot_async.testing.faulty_run import faulty_run
 from spot_async.testing.services import capabilities, generation, token_scores
 from spot_async.testing.simulation import (
     ScriptedStages,
@@ -23,7 +22,6 @@ __all__ = [
     "ScriptedStages",
     "SimulatedRun",
     "capabilities",
-    "faulty_run",
     "generation",
     "make_policy",
     "make_run",

@@ -9,6 +9,7 @@ import re
 
 import pytest
 from crashes.plan import DiskFault
+from faults.plan import Fault
 from simulated_crashes import explained, failure
 
 from spot_async.base.seeds import derive_seed
@@ -19,7 +20,6 @@ from spot_async.run_directory.ledger import Ledger
 from spot_async.running import checkpoints
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.telemetry.run_log import SpendingLog
-from spot_async.testing.fault_plan import Fault
 
 SEEDS = range(300)
 

@@ -7,6 +7,7 @@ import dataclasses
 import re
 
 import pytest
+from faults.stateful_trainer import StatefulTrainer
 from simulated_methods import explained, failure
 
 from spot_async.loop.admission import AdmissionBook
@@ -14,7 +15,6 @@ from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
 from spot_async.policies import samples
 from spot_async.replicas.weights import Weights
 from spot_async.stages.stage import Stage
-from spot_async.testing.stateful_trainer import StatefulTrainer
 from spot_async.types import Supervision
 
 SEEDS = range(300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from spot_async.testing.fault_plan import Fault
+from faults.plan import Fault
 
 
 def shrunk(faults: Iterable[Fault], fails: Callable[[Sequence[Fault]], bool]) -> list[Fault]:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing import get_context
 
+from faults.plan import MOST_FAULTS, Fault, planned_faults
+from faults.run import FaultyRun, faulty_run
 from shrunk import shrunk
 
 from spot_async.policies.eopd import EopdPolicy
@@ -25,8 +27,6 @@ from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.protocols import Policy
-from spot_async.testing.fault_plan import MOST_FAULTS, Fault, planned_faults
-from spot_async.testing.faulty_run import FaultyRun, faulty_run
 from spot_async.testing.simulation import make_policy, policy_context
 
 METHODS: tuple[Callable[[], Policy], ...] = (

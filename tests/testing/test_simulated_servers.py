@@ -7,6 +7,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from faults.plan import planned_faults
+from faults.servers import Rates, SimulatedReplica, SimulatedServer, Update
 from shrunk import shrunk
 
 from spot_async.errors import (
@@ -18,8 +20,6 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
-from spot_async.testing.fault_plan import planned_faults
-from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, Update
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import SamplingSettings, ScoreRequest, VersionSpan, WeightSnapshot, WeightVersion
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from faults.servers import Rates, SimulatedReplica, SimulatedServer
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -28,7 +29,6 @@ from spot_async.telemetry.bottleneck import judge
 from spot_async.telemetry.run_log import iteration_metrics, sample_line
 from spot_async.telemetry.totals import run_times
 from spot_async.telemetry.trace import trace_to
-from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer
 from spot_async.testing.services import Latency, SimulatedTeacher
 from spot_async.testing.simulation import make_policy as make_simulated_policy
 from spot_async.testing.simulation import make_run, same_limits

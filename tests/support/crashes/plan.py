@@ -2,7 +2,7 @@
 
 A run has several lives. In each of the first ones its process may be killed or lose its power, at a step of any task
 or at a change of its disk. The disk may be full, and a checkpoint may turn out damaged. Servers have their faults too
-(`spot_async.testing.fault_plan`). The last life has none.
+(`faults.plan`). The last life has none.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from faults.plan import Fault
+
 from spot_async.base.seeds import derive_seed
-from spot_async.testing.fault_plan import Fault
 
 MOST_LIVES_WITH_FAULTS = 4
 MOST_FAULTS_OF_SERVERS = 2  # in a life

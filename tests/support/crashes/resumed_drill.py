@@ -1,6 +1,6 @@
 """One life of a simulated run that may crash: it begins as `train --resume` does, and keeps what such a run keeps.
 
-What must hold over all lives, besides what `spot_async.testing.invariants` says of one:
+What must hold over all lives, besides what `faults.invariants` says of one:
 
     I10  nothing that was committed is lost, and trained once is trained once: the last weights are those that follow
          from the batches that the ledger names, each with the samples that its prompts were finished with last
@@ -22,6 +22,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+from faults.invariants import TrueSpans, require, weights_after
+from faults.plan import Fault
+from faults.run import Drill
+from faults.servers import SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
+from faults.stateful_trainer import Line
 from pydantic import BaseModel
 
 from crashes.plan import DiskFault
@@ -45,12 +50,7 @@ from spot_async.spending.account import Account, Spending
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.run_log import RunLog, SpendingLog
 from spot_async.testing import fault_plan
-from spot_async.testing.fault_plan import Fault
-from spot_async.testing.faulty_run import Drill
-from spot_async.testing.invariants import TrueSpans, require, weights_after
-from spot_async.testing.servers import SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from spot_async.testing.simulation import SimulatedRun
-from spot_async.testing.stateful_trainer import Line
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Sample
 

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from faults.invariants import require
+from faults.plan import Fault, explained
+from faults.stateful_trainer import scratch_directory
 
 from crashes.disk import Crash, CrashingDisk
 from crashes.loop import CrashingLoop
@@ -29,9 +32,6 @@ from spot_async.errors import DataError, SpotError
 from spot_async.protocols import Policy
 from spot_async.run_directory import manifest
 from spot_async.run_directory.manifest import Checkpoint
-from spot_async.testing.fault_plan import Fault, explained
-from spot_async.testing.invariants import require
-from spot_async.testing.stateful_trainer import scratch_directory
 
 MOST_LIVES = 8
 

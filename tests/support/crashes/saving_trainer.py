@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from faults.invariants import require
+from faults.stateful_trainer import StatefulTrainer
+
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import flush_to_disk
-from spot_async.testing.invariants import require
-from spot_async.testing.stateful_trainer import StatefulTrainer
 
 RANKS = 2  # whose files make a checkpoint
 SAVING_S = 0.3  # a rank's file

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from faults.invariants import require, weights_after
 from spot_async.base.files import all_numbered, numbered
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights
-from spot_async.testing.invariants import require, weights_after
 from spot_async.types import Supervision, TrainReport, WeightFile, WeightSnapshot, WeightVersion
 
 INITIAL_WEIGHTS = ""

@@ -1,6 +1,6 @@
 """Runs a policy over simulated servers while things go wrong, and checks that a run's invariants hold.
 
-    faulty_run(17, make_policy(MyPolicy), max_staleness=1)
+    faulty_run(17, make_policy(SpotPolicy), max_staleness=1)
 
 The seed decides everything: how many servers there are and what they do, what goes wrong and when, and which of the
 tasks that are ready together continues first. So it replays a run exactly.
@@ -20,6 +20,19 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 import structlog
 
+from faults.invariants import Invariants, OneUpdateAtATime, TrueSpans, require
+from faults.plan import (
+    MAY_END,
+    MAY_KILL,
+    Fault,
+    FaultyVerifier,
+    Scene,
+    explained,
+    kept_running,
+    planned_faults,
+)
+from faults.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica, Update
+from faults.stateful_trainer import Line, StatefulTrainer, read_weights, scratch_directory
 from spot_async.base.events import Listener
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
@@ -31,21 +44,8 @@ from spot_async.loop.publishing import LiveEvaluation
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage, StageLimits
-from spot_async.testing.fault_plan import (
-    MAY_END,
-    MAY_KILL,
-    Fault,
-    FaultyVerifier,
-    Scene,
-    explained,
-    kept_running,
-    planned_faults,
-)
-from spot_async.testing.invariants import Invariants, OneUpdateAtATime, TrueSpans, require
-from spot_async.testing.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica, Update
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run, same_limits, simulated_prompts
-from spot_async.testing.stateful_trainer import Line, StatefulTrainer, read_weights, scratch_directory
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, IntArray, SamplingSettings
 

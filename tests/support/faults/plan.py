@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from faults.servers import ReplyFault, SimulatedServer, UpdateFault
+from faults.stateful_trainer import StatefulTrainer, TrainerFault
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import SpotError
-from spot_async.testing.servers import ReplyFault, SimulatedServer, UpdateFault
 from spot_async.testing.services import SimulatedVerifier
-from spot_async.testing.stateful_trainer import StatefulTrainer, TrainerFault
 from spot_async.types import Problem, Verdict
 
 MEAN_S = 20.0  # after the start of a run

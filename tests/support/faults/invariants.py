@@ -33,8 +33,8 @@ from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Supervision, WeightSnapshot
 
 if TYPE_CHECKING:
+    from faults.stateful_trainer import StatefulTrainer
     from spot_async.loop.orchestrator import Orchestrator
-    from spot_async.testing.stateful_trainer import StatefulTrainer
 
 LIVING = (PromptState.RUNNING, PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
 PLACED = LIVING[:3]
