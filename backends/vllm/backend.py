@@ -39,8 +39,15 @@ from ..shared.request_limits import RequestLimits, logit_bias, prefixes
 from ..shared.settings import StudentServerSettings
 from ..shared.student_backend import Part, StudentBackend
 from . import process
-from .candidates import Singles, chosen_at_once, chosen_singly
-from .client import Sampled, VllmClient, check_temperature, read_error
+from .client import (
+    Sampled,
+    Singles,
+    VllmClient,
+    check_temperature,
+    chosen_at_once,
+    chosen_singly,
+    read_error,
+)
 from .discovery import SAYINGS, ServerFacts, discover
 from .lora import VllmLora, check_flags
 from .process import PACKAGE, Uses, vllm_command

@@ -1,20 +1,24 @@
 """Sends requests to one vLLM server: to sample responses, to score given tokens, and to score chosen tokens.
 
-It returns numbers as the server gives them. `backend.py` adds versions, entropies and capabilities.
+It returns numbers as the server gives them. `backend.py` adds versions, entropies and capabilities. Log-probabilities
+of chosen tokens take one request for all, or many where the server cannot choose.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from spot_async.base.tasks import gather
 from spot_async.errors import PermanentError, PoisonedReplyError, RequestError, TransientError
-from spot_async.models.alignment import branch_prefix_length
+from spot_async.models.alignment import branch_prefix_length, decision_row
 from spot_async.spending.prices import Size
-from spot_async.types import FloatArray, IntArray
+from spot_async.types import FloatArray, IntArray, ScoreRequest
 
 from ..shared.bodies import Steps
 from ..shared.remote import RemoteServer
@@ -236,3 +240,86 @@ def _logprobs_asked(prompt_tokens: int, parameters: Mapping[str, Any]) -> int:
     of_sampled: int = parameters["max_tokens"] * (1 + parameters.get("logprobs", 0))
     chosen = parameters.get("prompt_logprob_token_ids", [])  # the reply fills all rows up to the longest
     return of_prompt + of_sampled + len(chosen) * max(map(len, chosen), default=0)
+
+
+CANDIDATE_TOP_K = 64  # asked for at a position, before asking for single tokens that are not among these
+SINGLE_REQUESTS = 128  # requests in flight at once for single positions or tokens
+
+Check = Callable[[Iterable[Sequence[NamedSpan]]], None]  # of the weights that each reply names
+
+
+class Singles:
+    """Requests for single positions or tokens, of which `SINGLE_REQUESTS` at most are in flight."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(SINGLE_REQUESTS)
+
+    async def gather(self, requests: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
+        """Return results in order."""
+
+        async def ask(request: Callable[[], Awaitable[T]]) -> T:
+            async with self._free:
+                return await request()
+
+        return await gather(ask(request) for request in requests)
+
+
+async def chosen_singly(
+    client: VllmClient,
+    singles: Singles,
+    contexts: Sequence[IntArray],
+    candidate_ids: IntArray,
+    *,
+    top_k: int,
+    check: Check,
+    deadline: float,
+) -> FloatArray:
+    """Return (N, k) by one request per context for its top-k, then one for each token that is not among those.
+
+    `top_k` is the server's limit.
+    """
+    wide = min(top_k, CANDIDATE_TOP_K)
+    widest = await singles.gather(
+        functools.partial(client.distribution, context, top_k=wide, deadline=deadline) for context in contexts
+    )
+    found = [dict(zip(row.topk_ids[0].tolist(), row.topk_logprobs[0].tolist(), strict=True)) for row in widest]
+    missing = [
+        (n, token_id)
+        for n, tokens in enumerate(candidate_ids.tolist())
+        for token_id in tokens
+        if token_id not in found[n]
+    ]
+    others = await singles.gather(
+        functools.partial(client.next_token, contexts[n], token_id, deadline=deadline) for n, token_id in missing
+    )
+    check(row.spans for row in (*widest, *others))
+    for (n, token_id), row in zip(missing, others, strict=True):
+        found[n][token_id] = float(row.logprobs[0])
+    rows = [[found[n][token_id] for token_id in tokens] for n, tokens in enumerate(candidate_ids.tolist())]
+    return np.array(rows, np.float32).reshape(candidate_ids.shape)
+
+
+async def chosen_at_once(
+    client: VllmClient, request: ScoreRequest, positions: IntArray, candidate_ids: IntArray, *, check: Check
+) -> FloatArray:
+    """Return (N, k) by one request for all. It asks for no tokens at positions in between."""
+    places = positions.tolist()
+    # If a position is named twice, all its tokens are asked for in one row.
+    wanted: dict[int, list[int]] = {}
+    columns = []
+    for position, tokens in zip(places, candidate_ids.tolist(), strict=True):
+        row = wanted.setdefault(position, [])
+        columns.append(len(row))
+        row.extend(tokens)
+    first, last = min(wanted), max(wanted)
+    served = await client.chosen(
+        [*request.prompt_ids.tolist(), *request.response_ids[: last + 1].tolist()],
+        [wanted.get(position, []) for position in range(first, last + 1)],
+        start=decision_row(len(request.prompt_ids), first),
+        check=lambda spans: check([spans]),
+        deadline=request.deadline,
+    )
+    count = candidate_ids.shape[1]
+    return np.stack(
+        [served[position - first, column : column + count] for position, column in zip(places, columns, strict=True)]
+    )

@@ -1,4 +1,7 @@
-"""Ends commands: prints failures as one line, chooses exit codes, stops runs and downloads. It knows no command."""
+"""Ends commands: prints failures as one line, chooses exit codes, stops runs and downloads. It knows no command.
+
+`Signals` decides how a run answers a signal. It is pure: handlers and tasks are around it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +25,6 @@ from spot_async.base.processes.resources import raise_open_file_limit, tune_gc
 from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, in_time, root_cause
 from spot_async.base.text import counted, visible
-from spot_async.cli.signals import SAVING, TRY_AGAIN, Answer, answer_to
 from spot_async.config import Config
 from spot_async.errors import (
     BudgetSpentError,
@@ -38,6 +41,32 @@ from spot_async.models.hub import ROLES, with_downloads
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
 from spot_async.run_directory.manifest import committed
 from spot_async.telemetry.screen import Screen
+
+# Those by which schedulers and clouds announce that they need the machine. Ctrl-C is a person who wants the end now.
+SAVING = frozenset({signal.SIGTERM, signal.SIGUSR1})
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the run is not done, and the same command with --resume continues it
+
+
+class Answer(Enum):
+    SAVE = auto()  # end in order, with a checkpoint of the step that is under way
+    CANCEL = auto()  # end in order, as it is
+    IGNORE = auto()  # it is ending already
+    LEAVE = auto()  # exit at once
+
+
+def answer_to(number: signal.Signals, earlier: Sequence[signal.Signals], *, can_save: bool, saves: bool) -> Answer:
+    """Return what to do about a signal after those that came earlier.
+
+    `can_save`: the run would make a checkpoint if it were asked now. `saves`: it was asked, and ends.
+    """
+    if not earlier:
+        return Answer.SAVE if can_save and number in SAVING else Answer.CANCEL
+    if number is signal.SIGHUP:
+        return Answer.IGNORE  # when a terminal closes, both the system and the shell may send this
+    if saves and number in SAVING and number not in earlier:
+        return Answer.IGNORE  # schedulers announce the end by one, and send the other when it comes closer
+    return Answer.LEAVE
+
 
 T = TypeVar("T")
 

@@ -131,14 +131,14 @@ def push(
     The repository is new, and private. The token is read from HF_TOKEN. The card states no licence: that is yours to
     choose.
     """
-    from spot_async.tools.push import command
+    from spot_async.tools.push import prepare, send, show
 
     try:
-        upload = command.prepare(run, repository, is_best=best)
+        upload = prepare(run, repository, is_best=best)
         if dry_run:
-            command.show(screen, upload, repository)
+            show(screen, upload, repository)
             return
-        address = command.send(
+        address = send(
             upload,
             repository,
             f"{'best' if best else 'trained'} student of spot-async",

@@ -272,12 +272,12 @@ def evaluate(
     """
     from spot_async.checks.machine import without_weights
     from spot_async.checks.plan import check_weights, plan_evaluation
-    from spot_async.evaluation.figures import read_figures
+    from spot_async.evaluation.metrics import read_figures
     from spot_async.evaluation.response_log import count_kept
     from spot_async.models.files import read_model
     from spot_async.running.measuring import add_pass_k, is_complete
     from spot_async.telemetry.evaluations import figures_table
-    from spot_async.tools.check.endpoints import evaluation_estimate
+    from spot_async.tools.check.requirements import evaluation_estimate
     from spot_async.tools.check.view import show_warnings
 
     with ExitStack() as stack:
@@ -359,7 +359,7 @@ def show_evaluation_plan(
     """Print what `eval --dry-run` shows."""
     from spot_async.checks import machine
     from spot_async.checks.plan import evaluation_warnings
-    from spot_async.tools.check.endpoints import evaluation_estimate
+    from spot_async.tools.check.requirements import evaluation_estimate
     from spot_async.tools.check.view import show_warnings
 
     if not brief:

@@ -1,16 +1,24 @@
-"""Computes Avg@n and Pass@k from a table of right and wrong answers. Pure.
+"""Computes Avg@n and Pass@k from a table of right and wrong answers.
 
 `correct` is always (problems, samples) bool. Functions return a value per problem, since standard errors are over
 problems: those of a benchmark are a sample of all that it could ask.
+
+Below are the figures of an evaluation, and their file `evaluation.json`, which `compare` reads. A benchmark's figures
+are those of its problems; `macro` is the unweighted mean over benchmarks. Correct responses are counted per problem, so
+that two evaluations can be compared problem by problem, and resampled, without the responses.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.base.files import read_json
 from spot_async.types import Float64Array
 
 
@@ -57,3 +65,73 @@ def _table(correct: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     if table.ndim != 2 or table.size == 0:
         raise ValueError(f"correct must be a (problems, samples) table with at least one of each, not {table.shape}")
     return table
+
+
+FIGURES_FORMAT = 1  # raised when the file can no longer be read as before
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean and its standard error over problems; the error is None for a single problem, which has no spread."""
+
+    value: float
+    standard_error: float | None
+
+    @classmethod
+    def over_problems(cls, values: npt.ArrayLike) -> Estimate:
+        """Return the mean of `values` (problems,) with its standard error."""
+        return cls(
+            value=float(np.mean(np.asarray(values, dtype=np.float64))), standard_error=finite(standard_error(values))
+        )
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a set of problems that all have the same number of samples."""
+
+    problems: int
+    samples: int  # responses per problem: the n of Avg@n, and the largest k of Pass@k
+    tokens: int  # in all responses together
+    mean_tokens: Estimate  # per response
+    truncated: float  # share of the responses that were cut off at the longest length, in [0, 1]
+    verdicts: dict[str, int]  # responses by verdict, with every verdict; empty where nothing is judged
+    avg: Estimate | None = None  # Avg@n; None where nothing is judged
+    pass_at: dict[int, Estimate] = {}  # Pass@k by k, unbiased
+
+
+class BenchmarkFigures(Figures, frozen=True, kw_only=True):
+    """The figures of one benchmark."""
+
+    note: str | None = None  # what people must know who compare the figures
+    tiers: dict[str, Figures] = {}  # figures of each tier that its problems name
+    correct: dict[str, int] = {}  # correct responses of each problem (of `samples`), by its id
+
+
+class MacroFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Unweighted means over benchmarks. These are independent, so their errors add in squares."""
+
+    benchmarks: list[str]
+    avg: Estimate
+    pass_at: dict[int, Estimate]  # Pass@k for every k that all benchmarks have
+
+
+class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `evaluation.json`."""
+
+    format: int = FIGURES_FORMAT
+    model: str  # directory that was evaluated
+    model_fingerprint: str  # equal for equal weights
+    settings: dict[str, Any]  # everything else that decides responses and verdicts, by configuration key
+    settings_fingerprint: str  # equal for equal settings, and then the figures may be compared
+    benchmarks: dict[str, BenchmarkFigures]  # by name; the set in `evaluation.problems` is called `problems`
+    macro: MacroFigures | None  # None where no benchmark is judged
+    tokens: int  # of all benchmarks together, like the next two
+    truncated: float
+    verdicts: dict[str, int]
+
+
+def read_figures(path: Path) -> EvaluationFigures:
+    """Return the contents of `evaluation.json`. Raises DataError if it is missing, damaged, or of a newer program."""
+    return read_json(path, EvaluationFigures, newest_format=FIGURES_FORMAT, otherwise="is no evaluation.json")
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -13,15 +13,17 @@ import msgspec
 import numpy as np
 
 from spot_async.config.evaluation import ALL_TIERS, MACRO
-from spot_async.evaluation.figures import (
+from spot_async.evaluation.metrics import (
     BenchmarkFigures,
     Estimate,
     EvaluationFigures,
     Figures,
     MacroFigures,
+    avg_at_k_per_problem,
     finite,
+    pass_at_k_per_problem,
+    standard_error,
 )
-from spot_async.evaluation.metrics import avg_at_k_per_problem, pass_at_k_per_problem, standard_error
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.types import BoolArray, Float64Array, Verdict
 

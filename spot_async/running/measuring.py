@@ -21,9 +21,8 @@ from spot_async.base.tasks import alongside, budget_error
 from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, DataError
-from spot_async.evaluation.benchmarks import Benchmark
-from spot_async.evaluation.figures import read_figures
-from spot_async.evaluation.formats import outputs_of
+from spot_async.evaluation.benchmarks import Benchmark, outputs_of
+from spot_async.evaluation.metrics import read_figures
 from spot_async.evaluation.response_log import (
     Identity,
     ResponseLog,

@@ -13,7 +13,7 @@ from spot_async.base.tasks import budget_error
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError
-from spot_async.evaluation.figures import finite
+from spot_async.evaluation.metrics import finite
 from spot_async.evaluation.results import EvaluationResult, paired_change
 from spot_async.loop.events import OrchestratorState
 from spot_async.loop.orchestrator import Orchestrator

@@ -15,5 +15,5 @@ A metric is a number of an iteration, under a name `area/name`. `run_log.py` col
 * the event loop: in `meters.py`, as `loop/...`
 
 Each needs a row in docs/metrics.md; a test compares the two. Figures are something else: the results of an evaluation
-(`evaluation/figures.py`).
+(`evaluation/metrics.py`).
 """

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from spot_async.base.events import Event
 from spot_async.base.text import visible, with_error
-from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, Figures
+from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures, Figures
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated
 from spot_async.run_directory.layout import RunDirectory

@@ -48,11 +48,10 @@ from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Meters, Tally
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
-from spot_async.trainer.packing import packs
+from spot_async.trainer.packing import attend_documents_at_once, packs
 from spot_async.trainer.parallel import Strategy, local
 from spot_async.trainer.publishing import Published, WeightWriter
 from spot_async.trainer.settings import TrainerSettings, attention_words, learning_rate
-from spot_async.trainer.varlen import attend_documents_at_once
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3

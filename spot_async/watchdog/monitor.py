@@ -41,9 +41,8 @@ from spot_async.loop.events import (
 )
 from spot_async.run_directory.layout import STALLED
 from spot_async.stages.stage import Stage
-from spot_async.watchdog.report import RunLook, name_culprit, write_report
+from spot_async.watchdog.report import RunLook, busy_threads, name_culprit, task_views, thread_place, write_report
 from spot_async.watchdog.silence import PUMPS, Commit, Progress, PumpLook, SilenceLimits, look_at_pumps
-from spot_async.watchdog.stacks import busy_threads, task_views, thread_place
 
 REPORT = "stall-report.txt"
 BEAT_S = 1.0  # between two signs of life of the event loop, and between two looks of the watching thread

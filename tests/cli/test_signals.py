@@ -6,7 +6,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
-from spot_async.cli.signals import Answer, answer_to
+from spot_async.cli.ending import Answer, answer_to
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from spot_async.config import EvaluationConfig
 from spot_async.data.prompts import PromptSource
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark
-from spot_async.evaluation.figures import EvaluationFigures
+from spot_async.evaluation.metrics import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
 from spot_async.evaluation.runner import ResponseSampler, collected, evaluate

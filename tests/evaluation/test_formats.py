@@ -14,7 +14,7 @@ from spot_async.checks.plan import evaluation_warnings, plan_evaluation
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.evaluation.formats import WorkedExamples, order_choices, outputs_of
+from spot_async.evaluation.benchmarks import WorkedExamples, order_choices, outputs_of
 from spot_async.models.files import read_model
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Problem, Verdict

@@ -12,7 +12,7 @@ from event_files import shown_steps
 from problem_files import FEW, write
 
 import spot_async
-from spot_async.evaluation.figures import read_figures
+from spot_async.evaluation.metrics import read_figures
 from spot_async.run_directory.dead_letters import DeadLetter
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles

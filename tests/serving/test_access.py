@@ -28,8 +28,8 @@ from spot_async.base import wire
 from spot_async.base.processes.guard import process_tree
 from spot_async.serving import api
 from spot_async.serving.api import API_KEY_VARIABLE, Credentials
-from spot_async.serving.http.access import Access, OtherApi
 from spot_async.serving.http.app import build_app
+from spot_async.serving.http.requests import Access, OtherApi
 from spot_async.types import ScoreRequest, WeightSnapshot, WeightVersion
 
 ROOT = Path(__file__).parents[2]

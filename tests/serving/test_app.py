@@ -19,7 +19,7 @@ import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-import spot_async.serving.http.bodies as bodies_module
+import spot_async.serving.http.requests as bodies_module
 from spot_async.base import wire
 from spot_async.errors import ThrottledError
 from spot_async.models.vocabulary import load_tokenizer
@@ -29,8 +29,8 @@ from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.model import load_model
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.app import build_app
-from spot_async.serving.http.bodies import MAX_BYTES, MIB, Bodies
 from spot_async.serving.http.replies import TOGETHER_S, Replies
+from spot_async.serving.http.requests import MAX_BYTES, MIB, Bodies
 from spot_async.serving.openai.app import MAX_BYTES as MAX_JSON_BYTES
 from spot_async.serving.openai.app import openai_v1
 from spot_async.serving.openai.completion import ApiError, CompletionRequest, ServedModel, TokenTexts

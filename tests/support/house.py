@@ -46,7 +46,7 @@ def module_name(path: Path, root: Path = ROOT) -> str:
 
 @functools.cache
 def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return which modules of the product each one imports when it is imported: not in functions, not for types."""
+    """Return which modules of the product each one imports outside of functions, those for types included."""
     paths = {module_name(path, root): path for path in product_files(root)}
     return {name: set(_imported(name, path, paths)) - {name} for name, path in paths.items()}
 
@@ -57,9 +57,6 @@ def _imported(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            todo += node.orelse
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.errors import DataError
-from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures, MacroFigures
+from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures, MacroFigures
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.compute import compute_of, read_compute
 from spot_async.tools.compare.reading import PairedBenchmark, paired, read_evaluated

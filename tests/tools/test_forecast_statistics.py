@@ -12,10 +12,9 @@ import pytest
 
 from spot_async.policies.targets import calibrated_target
 from spot_async.tools.forecast import values
-from spot_async.tools.forecast.estimates import estimate, limit, ratio, t_quantile
+from spot_async.tools.forecast.estimates import Positions, decision_sums, estimate, limit, ratio, t_quantile
 from spot_async.tools.forecast.forecast import reach, settled_gain
 from spot_async.tools.forecast.measurement import PolicyKeys
-from spot_async.tools.forecast.sums import Positions, decision_sums
 
 KEYS = PolicyKeys(gamma=1.0, beta=0.1, positions=2, probe_top_k=4, probes=1, gate=True)
 PRIOR = np.array([0.5, 0.3, 0.2])

@@ -12,7 +12,7 @@ from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 
 from spot_async.cli.runs import show_outcome
 from spot_async.errors import DataError
-from spot_async.evaluation.figures import BenchmarkFigures, Estimate, EvaluationFigures
+from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures
 from spot_async.running.summary import TrainOutcome
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge

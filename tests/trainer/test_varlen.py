@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spot_async.trainer import varlen
+from spot_async.trainer import packing
 from spot_async.trainer.packing import Documents, attend_per_document, positions
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ LENGTHS = (20, 1, 33, 7)
 
 def dense(query: Tensor, key: Tensor, value: Tensor, *given: Any, **choices: Any) -> Tensor:
     """Compute what torch documents for its function, with a mask. The arguments must be ones that it takes."""
-    if varlen.varlen_attn is not None:
+    if packing.varlen_attn is not None:
         inspect.signature(REAL).bind(query, key, value, *given, **choices)
     ends, key_ends, longest, longest_key = given
     lengths = ends.diff().tolist()
@@ -44,7 +44,7 @@ def mixing(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *given: Any,
     return dense(query, key, value, one, one, len(query), len(query), **choices)
 
 
-REAL = varlen.varlen_attn
+REAL = packing.varlen_attn
 
 
 @pytest.fixture(params=["qwen3", "gpt2"])  # one with fewer heads of keys, and one that has no word for them
@@ -67,8 +67,8 @@ def test_one_call_for_a_row_computes_what_one_for_each_document_does(
     packed: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = logits(packed)
-    monkeypatch.setattr(varlen, "varlen_attn", dense)
-    assert varlen.attend_documents_at_once(packed, CPU)
+    monkeypatch.setattr(packing, "varlen_attn", dense)
+    assert packing.attend_documents_at_once(packed, CPU)
     after = logits(packed)
     assert not torch.equal(after, before)  # it really goes another way
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * before.abs().max().item())
@@ -78,8 +78,8 @@ def test_a_function_that_mixes_documents_is_found_by_trying(
     packed: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = logits(packed)
-    monkeypatch.setattr(varlen, "varlen_attn", mixing)
-    assert not varlen.attend_documents_at_once(packed, CPU)
+    monkeypatch.setattr(packing, "varlen_attn", mixing)
+    assert not packing.attend_documents_at_once(packed, CPU)
     said = capsys.readouterr().err
     assert said.startswith("attention is called for each document, not once for a row: it is ")
     assert torch.equal(logits(packed), before)
@@ -91,6 +91,6 @@ def test_where_torch_has_no_such_function_it_stays_at_one_call_for_each(
 ) -> None:
     """As on a CPU, or with an older torch."""
     if not exists:
-        monkeypatch.setattr(varlen, "varlen_attn", None)
-    assert not varlen.attend_documents_at_once(packed, CPU)
+        monkeypatch.setattr(packing, "varlen_attn", None)
+    assert not packing.attend_documents_at_once(packed, CPU)
     assert capsys.readouterr().err.count("\n") == 1

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import spot_async.trainer.model
-from spot_async.trainer import varlen
+from spot_async.trainer import packing
 from spot_async.trainer.batching import collate
 from spot_async.trainer.messages import UpdateShare
 from spot_async.trainer.metrics import Tally
@@ -67,7 +67,7 @@ def test_a_micro_batch_reads_nothing_back_and_copies_nothing_to_its_device(
     monkeypatch.setattr(spot_async.trainer.model, "LOGITS_PER_BLOCK", 50 * rows_per_block)
     trainer = make_trainer(student, tmp_path, **training)
     if is_at_once:
-        trainer.model.set_attn_implementation(varlen.ONE_CALL)
+        trainer.model.set_attn_implementation(packing.ONE_CALL)
     trainer.model.to(META)
     trainer._device = META
     samples = mixed_batch()

@@ -29,9 +29,16 @@ from spot_async.errors import (
 from spot_async.serving import api
 from spot_async.serving.api import Credentials
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.access import Access, OtherApi, RefuseStrangers
-from spot_async.serving.http.bodies import MAX_BYTES, MAX_HELD_BYTES, UNREADABLE, Bodies
 from spot_async.serving.http.replies import ClientGone, Replies, no_reply, while_connected
+from spot_async.serving.http.requests import (
+    MAX_BYTES,
+    MAX_HELD_BYTES,
+    UNREADABLE,
+    Access,
+    Bodies,
+    OtherApi,
+    RefuseStrangers,
+)
 from spot_async.types import Capabilities
 
 T = TypeVar("T")

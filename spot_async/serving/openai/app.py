@@ -24,9 +24,8 @@ from starlette.types import Receive, Scope, Send
 from spot_async.errors import SpotError
 from spot_async.serving.api import GenerateRequest, ScoreRequest, status_of
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.access import OtherApi, Refusal
-from spot_async.serving.http.bodies import MIB, Bodies
 from spot_async.serving.http.replies import ClientGone, no_reply, while_connected
+from spot_async.serving.http.requests import MIB, Bodies, OtherApi, Refusal
 from spot_async.serving.openai.completion import (
     ApiError,
     Plan,

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from spot_async.base.seeds import derive_seed
 from spot_async.serving.api import GenerateRequest, ScoreRequest
-from spot_async.serving.http.bodies import UNREADABLE
+from spot_async.serving.http.requests import UNREADABLE
 from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, TokenScores
 
 # Below this the likeliest token is taken, as at 0: such a number means "almost 0", and float32 must divide by it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from spot_async.errors import SpotError
 from spot_async.types import BoolArray, Capabilities, Float64Array, Int64Array, TokenScores
 
 if TYPE_CHECKING:
-    from spot_async.testing.conformance.plugin import Hosted
     from spot_async.testing.conformance.subject import Subject
 
 
@@ -124,6 +123,14 @@ class Check:
             raise Violation(f"raised {type(error).__name__}, which is none of ours: {error}") from error
 
 
+class Host(Protocol):
+    """Runs checks on a backend: the fixture `hosted` of `plugin.py`."""
+
+    def run(self, check: Check) -> Finding:
+        """Run a check. Raises the error of a server that ends meanwhile."""
+        ...
+
+
 CHECKS: dict[str, Check] = {}  # all that are defined, by name
 
 
@@ -136,7 +143,7 @@ def check(
         found = Check(ask.__name__.removeprefix("test_"), ask, of, after)
         CHECKS[found.name] = found
 
-        def test(hosted: Hosted, record_property: Callable[[str, object], None]) -> None:
+        def test(hosted: Host, record_property: Callable[[str, object], None]) -> None:
             broken = None
             try:
                 said: Finding | Violation = hosted.run(found)

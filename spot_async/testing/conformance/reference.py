@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spot_async.errors import DataError
-from spot_async.testing.conformance.contract import Rows
-from spot_async.types import IntArray
+from spot_async.types import Float64Array, IntArray
 
 WEIGHTS = "*.safetensors"
 PERTURBATION = 0.2  # times each tensor's standard deviation; changes log-probabilities by more than any tolerance
@@ -37,18 +36,18 @@ class Reference:
         self._model = model.eval().to(device)
         self._one_at_a_time = asyncio.Lock()
 
-    async def logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float = 1.0) -> Rows:
+    async def logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float = 1.0) -> Float64Array:
         """Return (T, V) float64, where row t is the distribution that decides `response_ids[t]`."""
         async with self._one_at_a_time:
             return await asyncio.to_thread(self._logprobs, prompt_ids, response_ids, temperature)
 
     @torch.no_grad()
-    def _logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float) -> Rows:
+    def _logprobs(self, prompt_ids: IntArray, response_ids: IntArray, temperature: float) -> Float64Array:
         # The last token decides nothing. Without it, the last T outputs are those that decide the response's tokens.
         read = np.concatenate([prompt_ids, response_ids])[:-1]
         ids = torch.from_numpy(read.astype(np.int64))[None].to(self._model.device)
         logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=len(response_ids)).logits[0]
-        rows: Rows = (logits.double() / temperature).log_softmax(-1).cpu().numpy()
+        rows: Float64Array = (logits.double() / temperature).log_softmax(-1).cpu().numpy()
         return rows
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from spot_async.models.files import ModelFiles
 from spot_async.types import (
     Capabilities,
+    Float64Array,
     FloatArray,
     Generation,
     IntArray,
@@ -28,7 +29,6 @@ from spot_async.types import (
 )
 
 if TYPE_CHECKING:
-    from spot_async.testing.conformance.contract import Rows
     from spot_async.testing.conformance.reference import Reference
 
 COOL = 0.6  # a temperature at which log-probabilities differ clearly from those at 1
@@ -149,7 +149,7 @@ class Subject:
         *,
         temperature: float = 1.0,
         convention: LogprobTemperature = "request",
-    ) -> Rows:
+    ) -> Float64Array:
         """Return the exact rows (T, V), at the temperature that the served log-probabilities are at."""
         return await self.reference.logprobs(prompt_ids, response_ids, temperature if convention == "request" else 1.0)
 

@@ -16,10 +16,9 @@ from spot_async.checks.device_shares import CONTEXT_GIB, GRAPHS_GIB, named
 from spot_async.config import Config
 from spot_async.data.keys import about, setting
 from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
-from spot_async.tools.check.endpoints import RoleEstimate
 from spot_async.tools.check.memory import MachineMemory, TrainerMemory
 from spot_async.tools.check.problems import GoldCheck, JudgedSet, Spread, answer_type, count_by, find_repeated
-from spot_async.tools.check.requirements import Requirements, Sizes, Tokens
+from spot_async.tools.check.requirements import Requirements, RoleEstimate, Sizes, Tokens
 from spot_async.types import Problem
 
 UNKNOWN = "unknown"

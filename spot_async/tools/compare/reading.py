@@ -15,7 +15,7 @@ import numpy as np
 
 from spot_async.config.evaluation import RESERVED_NAMES
 from spot_async.errors import DataError
-from spot_async.evaluation.figures import BenchmarkFigures, EvaluationFigures, read_figures
+from spot_async.evaluation.metrics import BenchmarkFigures, EvaluationFigures, read_figures
 from spot_async.run_directory.layout import refuse_newer
 from spot_async.types import Int64Array
 

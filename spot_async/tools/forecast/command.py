@@ -15,27 +15,12 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import ConfigError, DataError
 from spot_async.spending.account import FREE
-from spot_async.tools.forecast.forecast import Forecast, make_forecast
+from spot_async.tools.forecast.forecast import make_forecast
 from spot_async.tools.forecast.measurement import Measurement
 from spot_async.tools.forecast.running import ForecastOptions, measure, policy_keys
-from spot_async.tools.forecast.verdict import Verdict, judge
+from spot_async.tools.forecast.verdict import FORMAT, ForecastFile, judge
 from spot_async.tools.forecast.view import OUTCOME_STYLES, forecast_page, terminal_tables
 from spot_async.tools.pages.page import write_files
-
-FORMAT = 1  # raised when the file can no longer be read as before
-
-
-class ForecastFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One forecast."""
-
-    format: int = FORMAT
-    name: str  # of the configuration
-    overrides: list[str]
-    worth: float
-    verdict: Verdict
-    notes: list[str]
-    forecast: Forecast
-    measurement: Measurement
 
 
 def read_forecast(path: Path) -> ForecastFile:

@@ -1,4 +1,4 @@
-"""Figures with standard errors and intervals, from sums over prompts. Pure.
+"""Figures with standard errors and intervals, from sums over prompts, and the sums themselves. Pure.
 
 Prompts are independent of each other, and positions of a prompt are not. So a figure is a function of sums over
 prompts, and its error is found by leaving out one prompt after the other (the jackknife). That needs no model of what
@@ -10,13 +10,16 @@ from 600 prompts of the quickstart whose figures count as the truth, the 95 % in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import msgspec
 import numpy as np
 
-from spot_async.types import Float64Array
+from spot_async.tools.forecast import values
+from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
+from spot_async.types import BoolArray, Float64Array, Int64Array
 
 CONFIDENCE = 0.95
 NO_SKEW = 1e-6  # below this the correction is smaller than its rounding
@@ -102,3 +105,147 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The probed positions of all prompts as arrays."""
+
+    prior: Float64Array  # (P, k)
+    student: Float64Array  # (P, k) of the whole vocabulary; NaN where unknown
+    correct: Int64Array  # (P, k)
+    judged: Int64Array  # (P, k)
+    owner: Int64Array  # (P,) the prompt's index
+    prompts: int
+
+    @property
+    def student_is_known(self) -> BoolArray:
+        """Where the student's probabilities are known (P,), and not all 0."""
+        return np.asarray(np.isfinite(self.student).all(axis=-1) & (np.nansum(self.student, axis=-1) > 0))
+
+    @property
+    def student_shares(self) -> Float64Array:
+        """The student renormalised on the candidates (P, k); NaN where it is unknown."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self.student / self.student.sum(axis=-1, keepdims=True))
+
+    def where(self, chosen: BoolArray) -> Positions:
+        """Return the positions that are chosen (P,)."""
+        return Positions(
+            prior=self.prior[chosen],
+            student=self.student[chosen],
+            correct=self.correct[chosen],
+            judged=self.judged[chosen],
+            owner=self.owner[chosen],
+            prompts=self.prompts,
+        )
+
+    def per_prompt(self, per_position: Float64Array) -> Float64Array:
+        """Return sums (n,) over each prompt's positions."""
+        sums = np.zeros(self.prompts)
+        np.add.at(sums, self.owner, per_position)
+        return sums
+
+
+def positions_of(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> Positions:
+    """Return the positions that a run with these keys would probe, where enough probes have verdicts.
+
+    Of the positions that were measured those of the best scores are taken, and of their candidates the first.
+    """
+    found = [
+        (number, position.candidates[: keys.probe_top_k])
+        for number, prompt in enumerate(measured)
+        for position in best(prompt.positions, keys.positions)
+        if all(each.judged > keys.probes and each.judged > 1 for each in position.candidates[: keys.probe_top_k])
+    ]
+    width = min((len(candidates) for _, candidates in found), default=keys.probe_top_k)
+    rows = [candidates[:width] for _, candidates in found]
+
+    def table(read: Callable[..., float | None]) -> Float64Array:
+        cells = [[np.nan if (cell := read(each)) is None else cell for each in row] for row in rows]
+        return np.array(cells, dtype=np.float64).reshape(len(rows), width)
+
+    prior = table(lambda each: each.prior)
+    return Positions(
+        prior=prior / prior.sum(axis=-1, keepdims=True),
+        student=table(lambda each: each.student),
+        correct=table(lambda each: each.correct).astype(np.int64),
+        judged=table(lambda each: each.judged).astype(np.int64),
+        owner=np.array([number for number, _ in found], dtype=np.int64),
+        prompts=len(measured),
+    )
+
+
+def best(positions: Sequence[ProbedPosition], count: int) -> list[ProbedPosition]:
+    """Return the positions of the `count` best scores. Without scores they are the first."""
+    return sorted(positions, key=lambda each: -(each.score_parts.get("score") or 0.0))[:count]
+
+
+def rollout_sums(measured: Sequence[MeasuredPrompt]) -> dict[str, Float64Array]:
+    """Return what each prompt adds to the sums about rollouts, the teacher's responses, and probes."""
+    judged = [[each for each in prompt.outcomes if each is not None] for prompt in measured]
+    taught = [prompt.teacher_outcome for prompt in measured]
+
+    def column(numbers: Sequence[float]) -> Float64Array:
+        return np.array(numbers, dtype=np.float64)
+
+    return {
+        "prompts": np.ones(len(measured)),
+        "rollouts": column([len(prompt.rollout_tokens) for prompt in measured]),
+        "rollout_tokens": column([sum(prompt.rollout_tokens) for prompt in measured]),
+        "judged": column([len(each) for each in judged]),
+        "correct": column([sum(each) for each in judged]),
+        "groups": column([len(each) > 1 for each in judged]),
+        "solved": column([len(each) > 1 and max(each) > 0 for each in judged]),
+        "mixed": column([len(each) > 1 and max(each) > min(each) for each in judged]),
+        "taught": column([each is not None for each in taught]),
+        "taught_correct": column([each or 0.0 for each in taught]),
+        # The difference is over prompts that both have answered, so that problems are the same.
+        "both": column([each is not None and bool(own) for each, own in zip(taught, judged, strict=True)]),
+        "headroom": column(
+            [
+                each - sum(own) / len(own) if each is not None and own else 0.0
+                for each, own in zip(taught, judged, strict=True)
+            ]
+        ),
+        "selected": column([len(prompt.positions) for prompt in measured]),
+        "probe_tokens": column([prompt.probe_tokens for prompt in measured]),
+        "probe_requests": column([prompt.probe_requests for prompt in measured]),
+        "probe_prompt_tokens": column([probe_prompt_tokens(prompt) for prompt in measured]),
+        "first_rollout_tokens": column([prompt.rollout_tokens[0] for prompt in measured]),
+    }
+
+
+def probe_prompt_tokens(prompt: MeasuredPrompt) -> float:
+    """Return the tokens that the prompt's probes began with, if all probes of a position were sent or none."""
+    begun = [(prompt.prompt_tokens + each.position + 1) * len(each.candidates) for each in prompt.positions]
+    of_each = sum(len(each.candidates) for each in prompt.positions)
+    return sum(begun) * prompt.probe_requests / of_each if of_each else 0.0
+
+
+def decision_sums(positions: Positions, keys: PolicyKeys) -> dict[str, Float64Array]:
+    """Return each prompt's contribution to the decision statistics under these policy settings."""
+    prior, correct, judged = positions.prior, positions.correct, positions.judged
+    columns = {
+        "positions": np.ones(len(prior)),
+        "observed": values.observed_variance(prior, correct, judged, keys.probes),
+        "kept": values.kept(correct, judged, keys.probes),
+        "gain": values.gain(prior, correct, judged, gamma=keys.gamma, probes=keys.probes),
+    }
+    return {name: positions.per_prompt(column) for name, column in columns.items()}
+
+
+def value_sums(positions: Positions) -> dict[str, Float64Array]:
+    """Return each prompt's contribution to the value statistics, which no policy setting changes."""
+    prior, correct, judged = positions.prior, positions.correct, positions.judged
+    shares, known = values.shares(correct, judged), positions.student_is_known
+    of_student = np.where(known[:, None], positions.student_shares, 0.0)
+    columns = {
+        "value": (prior * shares).sum(axis=-1),
+        "compared": known.astype(np.float64),
+        "value_of_student": (of_student * shares).sum(axis=-1),
+        "value_where_compared": np.where(known, (prior * shares).sum(axis=-1), 0.0),
+        "variance": values.value_variance(prior, correct, judged),
+        "most": values.most_gain(prior, correct, judged),
+    }
+    return {name: positions.per_prompt(column) for name, column in columns.items()}

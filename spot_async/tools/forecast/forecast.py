@@ -14,16 +14,20 @@ import numpy as np
 from spot_async.spending.account import FREE
 from spot_async.spending.prices import PER_MILLION, Prices
 from spot_async.tools.forecast import values
-from spot_async.tools.forecast.estimates import Estimate, Sums, estimate, limit, ratio
-from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
-from spot_async.tools.forecast.sums import (
+from spot_async.tools.forecast.estimates import (
+    Estimate,
     Positions,
+    Sums,
     best,
     decision_sums,
+    estimate,
+    limit,
     positions_of,
+    ratio,
     rollout_sums,
     value_sums,
 )
+from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
 from spot_async.types import Float64Array, Int64Array
 
 GAMMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the plot of gains

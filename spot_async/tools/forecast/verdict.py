@@ -14,6 +14,7 @@ import msgspec
 from spot_async.base.text import counted
 from spot_async.tools.forecast.estimates import Estimate
 from spot_async.tools.forecast.forecast import PAPER_WEIGHT, Forecast, KeyRow
+from spot_async.tools.forecast.measurement import Measurement
 
 FLAT_SPREAD = 0.1  # standard deviation of the values below which candidates hardly differ
 FEW_KEPT = 0.3
@@ -220,3 +221,19 @@ def ends(estimate: Estimate) -> str:
 def _points(share: float) -> str:
     """Return a share in percentage points, without the rounding errors of what is 0."""
     return f"{round(100 * share, 9) + 0.0:.2g}"
+
+
+FORMAT = 1  # raised when the file can no longer be read as before
+
+
+class ForecastFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One forecast, as its file has it."""
+
+    format: int = FORMAT
+    name: str  # of the configuration
+    overrides: list[str]
+    worth: float
+    verdict: Verdict
+    notes: list[str]
+    forecast: Forecast
+    measurement: Measurement

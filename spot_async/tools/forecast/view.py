@@ -19,7 +19,7 @@ from spot_async.tools.pages.page import Plot, Section, templates
 from spot_async.tools.pages.series import Series, fine_percent, short_number
 
 if TYPE_CHECKING:
-    from spot_async.tools.forecast.command import ForecastFile
+    from spot_async.tools.forecast.verdict import ForecastFile
 
 HEADINGS = ("figure", "estimate", "± SE", "95 % interval", "what it is")
 TIER_HEADINGS = ("tier", "prompts", "student", "Var_p(V)", "kept", "gain", "reached", "95 % interval")

@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from spot_async.base.text import counted, with_error
-from spot_async.evaluation.figures import Estimate, EvaluationFigures, read_figures
+from spot_async.evaluation.metrics import Estimate, EvaluationFigures, read_figures
 from spot_async.run_directory.reading import RunFiles, evaluated_iteration
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.totals import Rows

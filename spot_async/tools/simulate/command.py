@@ -18,9 +18,15 @@ from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import ConfigError, SpotError
 from spot_async.tools.pages.page import write_files
-from spot_async.tools.simulate.data_sheet import data_sheet_rates, data_sheet_words
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
-from spot_async.tools.simulate.rates import ClusterRates, Tree, cluster_rates, configured_slots
+from spot_async.tools.simulate.rates import (
+    ClusterRates,
+    Tree,
+    cluster_rates,
+    configured_slots,
+    data_sheet_rates,
+    data_sheet_words,
+)
 from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
 from spot_async.tools.simulate.view import (

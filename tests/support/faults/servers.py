@@ -43,7 +43,7 @@ from spot_async.testing.services import (
     rng_of,
     sampled_tokens,
 )
-from spot_async.testing.shared_processor import SharedProcessor
+from spot_async.tools.simulate.services import SharedProcessor
 from spot_async.types import (
     Capabilities,
     FloatArray,
