@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+from faults import plan as fault_plan
 from faults.invariants import TrueSpans, require, weights_after
 from faults.plan import Fault
 from faults.run import Drill
@@ -49,7 +50,6 @@ from spot_async.running.checkpoints import RunCheckpoints, go_back
 from spot_async.spending.account import Account, Spending
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.run_log import RunLog, SpendingLog
-from spot_async.testing import fault_plan
 from spot_async.testing.simulation import SimulatedRun
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Sample
