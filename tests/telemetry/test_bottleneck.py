@@ -344,14 +344,6 @@ def test_where_to_find_what_staleness_would_bring_is_said_once():
     ]
 
 
-def test_none_is_said_where_none_is_wanted():
-    async def main():
-        verdict = live_verdict(Run(concurrency=8, latency_s=1.0), pytest.fail, every_s=0.0)
-        await verdict.speak()
-
-    run_on_virtual_time(main())
-
-
 def test_what_the_servers_can_take_is_the_limit_and_those_that_are_down_are_counted():
     def replica(name, state, limit):
         return ReplicaStatus(name, state, 0, limit, 0, 0, None, Traffic())

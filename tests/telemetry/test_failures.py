@@ -176,14 +176,6 @@ def test_people_get_a_line_a_minute_and_one_at_the_end_and_the_log_has_each_iter
     assert counts == {(1, "score", "HTTP 500"): 3, (1, "score", "HTTP 502"): 1, (2, "rollout", "reset"): 1}
 
 
-def test_nothing_is_said_where_nothing_failed():
-    lines = []
-    log = FailureLog(lines.append)
-    log.on(done())
-    log.close()
-    assert lines == []
-
-
 def test_of_many_kinds_the_most_frequent_are_named():
     kinds = Counter({"HTTP 500": 9, "reset": 8, "HTTP 502": 7, "bad reply": 6, "no answer in time": 5, "HTTP 503": 1})
     assert kinds_words(kinds) == "HTTP 500, 502, reset, bad reply, no answer in time and others"

@@ -88,10 +88,14 @@ def test_stacked_areas_end_at_the_sum():
     assert {point.split(",")[1] for point in above[:2]} == {above[0].split(",")[1]}  # 1 + 3 = 2 + 2
 
 
-@pytest.mark.parametrize("points", [[], [(1, 0.5)], [(1, math.nan), (2, math.nan)], [(1, math.nan), (2, 1.0)]])
-def test_few_or_missing_points_still_draw(points):
-    parsed(svg.line_plot([Series("a", points)]))
-    parsed(svg.stacked_plot([Series("a", points)]))
+@pytest.mark.parametrize(
+    ("points", "is_drawn"),
+    [([], False), ([(1, 0.5)], True), ([(1, math.nan), (2, math.nan)], False), ([(1, math.nan), (2, 1.0)], True)],
+)
+def test_few_points_are_drawn_and_none_are_said_to_be_none(points, is_drawn):
+    for plot in (svg.line_plot, svg.stacked_plot):
+        markup = plot([Series("a", points)])
+        assert (len(parsed(markup).findall("*[@class='plot']")), "no data" in markup) == (is_drawn, not is_drawn)
 
 
 def test_the_labels_of_an_axis_are_of_one_kind():

@@ -368,6 +368,7 @@ async def test_hostile_answers_are_never_right_and_leave_nothing_behind(tmp_path
             r"\sum_{n=1}^{10^9} n^n",
         ):
             assert await judge("7", rf"\boxed{{{text}}}") is not Verdict.CORRECT, text[:40]
+        assert await judge("7", r"\boxed{7.0}") is Verdict.CORRECT  # it still judges
     assert children() == before
     assert not os.listdir(tmp_path)  # noqa: PTH208 - an asynchronous function
 
