@@ -177,6 +177,7 @@ def test_the_papers_other_evaluations_can_start_and_keep_to_its_protocol():
     assert knowledge.sources[0].problem.text.count("The answer is") == 5
 
 
+@pytest.mark.long
 def test_a_template_that_writes_todays_date_is_warned_of_until_one_is_given():
     recipe = str(PAPER / "table-llama" / "opd.yaml")
     for command in ("train", "eval"):

@@ -103,6 +103,7 @@ def own_addresses() -> set[str]:
         return set()
 
 
+@pytest.mark.long
 async def test_what_a_sender_cannot_do_is_one_line(model: Path, tmp_path: Path) -> None:
     async with started(tmp_path) as (sender, port):
         for address in own_addresses():

@@ -323,6 +323,7 @@ def test_the_quickstart_s_student_has_a_core_of_its_own_and_training_uses_all(ki
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/filesystems").exists(), reason="mounting needs root")
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_and_keeps_what_was_trained(tmp_path, monkeypatch, servers_on_threads):
     disk = tmp_path / "disk"
     disk.mkdir()

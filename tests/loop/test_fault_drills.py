@@ -107,6 +107,7 @@ def by_ordinal(run: SimulatedRun) -> dict[int, bytes]:
     return {each.prompt_ordinal: wire.encode(each) for each in run.trained}
 
 
+@pytest.mark.long
 async def test_a_run_through_a_bad_connection_trains_on_what_a_good_one_would_have_given(
     attached: Attached, faults: ModuleType, files: ModelFiles
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_whole_run_from_a_program_says_only_what_the_program_says(folder):
     assert third == "training.batchsize: unknown key; did you mean `batch_size`?"
 
 
+@pytest.mark.long
 def test_a_program_goes_on_with_a_run(folder, monkeypatch, capsys, servers_on_threads, trainer_on_thread):
     monkeypatch.chdir(folder)
     made = runpy.run_path("whole_run.py")

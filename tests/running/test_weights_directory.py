@@ -86,7 +86,14 @@ def kept(run: Path) -> list[str]:
 
 
 @on_threads
-@pytest.mark.parametrize("keys", [(), ("max_staleness=1",), ADAPTERS], ids=["strict", "beside", "adapters"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param((), id="strict"),
+        pytest.param(("max_staleness=1",), id="beside", marks=pytest.mark.long),
+        pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_keeps_the_student_of_its_newest_checkpoint_and_nothing_elsewhere(
     run: Callable[..., Path], memory: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
 ) -> None:

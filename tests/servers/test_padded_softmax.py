@@ -34,7 +34,7 @@ COMMON, PADDED = 48, 64
 NATS = 2e-4  # in float32, as in `test_runs.py`
 BATCH = 4
 SIDES = ("student", "teacher")
-SELDOM = ("grpo", "kd")  # methods whose runs are nightly: they ask for the least of what padding could bend
+SELDOM = ("eopd", "grpo", "kd")  # methods whose runs are nightly: what padding could bend, opd and spot ask for too
 CASES = [
     pytest.param(kind, method, wide, marks=[pytest.mark.nightly] if method in SELDOM else [])
     for kind, first in (("vllm", 0), ("sglang", 1))

@@ -515,7 +515,7 @@ print("the run continued", helper, flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
 def test_a_run_outlives_wandbs_helper_and_exits_without_a_trace(tmp_path, how):
     argv = [sys.executable, "-c", LOSES_ITS_HELPER, str(tmp_path), how]
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # this process's

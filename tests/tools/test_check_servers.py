@@ -416,7 +416,12 @@ async def test_a_temperature_that_is_not_what_is_said_matters_where_the_runs_is_
     [
         ("teacher", Noisy, "teacher.backend: the same row differs by up to 0.1 nats"),
         ("student", IgnoresSeeds, "student.backend does not honour seeds"),
-        ("teacher", FarAway, r"teacher.backend answers the smallest request after (0\.[3-9]|[1-9])"),
+        pytest.param(
+            "teacher",
+            FarAway,
+            r"teacher.backend answers the smallest request after (0\.[3-9]|[1-9])",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 @with_backends

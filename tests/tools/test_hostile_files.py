@@ -317,7 +317,7 @@ def outcomes(rows: list[Row], make: Callable[[Path], object], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("rows", "make"),
     [
-        pytest.param(RUNS, made_run, id="runs"),
+        pytest.param(RUNS, made_run, id="runs", marks=pytest.mark.long),
         pytest.param(MODELS, a_copy, id="models", marks=pytest.mark.long),
         pytest.param(PROBLEMS, Path.mkdir, id="problems", marks=pytest.mark.long),
     ],

@@ -356,6 +356,7 @@ def test_responses_of_a_tuning_are_not_saved_as_the_runs():
     assert without_files(config).policy.save is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_tune_measures_real_servers_and_its_limits_train(tmp_path, monkeypatch):
     """Without a teacher, whose server would take as long to start again: `benchmarks/tune.py` has one."""
     monkeypatch.chdir(ROOT)

@@ -65,6 +65,7 @@ with parallel.process_group(sys.argv[1], torch.device("cpu"), "none"):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.long
 def test_a_group_forms_without_the_stranger_who_speaks_first_and_is_formed_again_where_there_was_one(
     tmp_path: Path,
 ) -> None:

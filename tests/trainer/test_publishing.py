@@ -125,6 +125,7 @@ def test_a_failed_write_stops_the_next_step(
     assert steps.call_count == 1
 
 
+@pytest.mark.long
 async def test_weights_written_beside_the_next_step_are_those_written_before_it(
     student: Path,
     tmp_path: Path,

@@ -133,8 +133,12 @@ def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how,
     ("how", "culprit"),
     [
         ("wait_for_a_disk", r"the event loop is blocked at .*pathlib.*"),
-        ("wait_for_a_disk_in_a_thread", r"the run has been start for \d+ s; a thread is at .*pathlib.*"),
-        ("hang_when_it_closes", r"the run has been start for \d+ s"),
+        pytest.param(
+            "wait_for_a_disk_in_a_thread",
+            r"the run has been start for \d+ s; a thread is at .*pathlib.*",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("hang_when_it_closes", r"the run has been start for \d+ s", marks=pytest.mark.long),
     ],
 )
 def test_a_disk_that_hangs_ends_the_run_and_the_report_is_written_elsewhere(tmp_path, how, culprit):
@@ -157,6 +161,7 @@ def test_a_disk_that_hangs_ends_the_run_and_the_report_is_written_elsewhere(tmp_
     assert "in write_to_disk" in report.read_text() or how == "hang_when_it_closes"
 
 
+@pytest.mark.long
 def test_a_screen_that_takes_nothing_does_not_keep_a_stalled_run_alive(tmp_path):
     script = tmp_path / "hanging.py"
     script.write_text(textwrap.dedent(HANGING))
