@@ -133,7 +133,7 @@ async def orchestrated(
                 "student": await student.capabilities(deadline=deadline),
                 "teacher": await teacher.capabilities(deadline=deadline),
             },
-            config=StagesConfig(score=ScoreStageConfig(timeout_s=10.0)),
+            limits=StagesConfig(score=ScoreStageConfig(timeout_s=10.0)),
             sampling=SamplingConfig(max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=RESPONSE_TOKENS),
             iterations=iterations,
             batch_size=BATCH,
