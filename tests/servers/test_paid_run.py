@@ -152,6 +152,7 @@ def go_on_with_more_money(run, iterations, budget):
     assert [row["iteration"] for row in done[10 * budget].metrics] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.nightly
 def test_three_kills_cost_no_more_than_what_was_running(tmp_path):
     run, every = tmp_path / "run", "training.checkpoint_every=1"
     with paid_endpoint("--vocabulary", "48", *LIMITS, "--latency-s", "0.1") as url:

@@ -77,7 +77,7 @@ def test_a_strict_run_killed_at_random_ends_with_the_same_bits(
 @pytest.mark.parametrize(
     ("number", "keys"),
     [
-        pytest.param(signal.SIGUSR1, (), id="SIGUSR1"),
+        pytest.param(signal.SIGUSR1, (), id="SIGUSR1", marks=pytest.mark.nightly),
         pytest.param(signal.SIGUSR1, SHARDED, id="SIGUSR1, two sharded", marks=pytest.mark.nightly),
         pytest.param(signal.SIGTERM, (), id="SIGTERM", marks=pytest.mark.nightly),
     ],
