@@ -70,6 +70,7 @@ def test_one_iteration_fits_a_page_to_begin_from() -> None:
     assert {line.split()[1] for line in imports} == public
 
 
+@pytest.mark.long
 def test_the_custom_method_is_installed_found_by_its_name_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:

@@ -9,7 +9,10 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_seed_replays_a_run_exactly_in_another_process():
     """Sets of texts are ordered by the process's hash seed, those of objects by address, which follows from all that
     was made before: so the other process takes the seeds in the reverse order."""

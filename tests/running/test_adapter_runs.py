@@ -66,6 +66,7 @@ def tokens(answered: list[Generation]) -> list[list[int]]:
     return sorted(reply.token_ids.tolist() for reply in answered)
 
 
+@pytest.mark.long
 def test_a_strict_run_learns_from_adapters_what_it_learns_from_merged_weights(run: Run) -> None:
     merged, before = run("merged")
     adapted, answered = run("adapted", AS_ADAPTERS)
@@ -114,6 +115,7 @@ def test_the_students_servers_answer_for_the_reference_with_their_base(
         np.testing.assert_allclose(tensor, expected[name], atol=1e-5, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_has_the_same_adapters_bit_for_bit_and_the_same_reference(run: Run) -> None:
     keys = (AS_ADAPTERS, "policy={kind: grpo, samples: 2}", "training.reference_kl=0.1", "training.schedule=constant")
     straight, _ = run("straight", *keys, "training.iterations=3")

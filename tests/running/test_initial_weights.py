@@ -96,6 +96,7 @@ def few(tmp_path):
     return tmp_path / "few.jsonl"
 
 
+@pytest.mark.long
 async def test_it_is_given_the_student_before_anything_is_measured_and_what_was_paid_for_is_kept(
     tmp_path, attached, few
 ):

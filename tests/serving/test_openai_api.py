@@ -245,6 +245,7 @@ async def test_the_async_client_asks_several_at_once(server: Server, complete):
 # -- the page --
 
 
+@pytest.mark.long
 def test_what_the_serving_page_shows_works(tmp_path: Path, running_server: Any):
     root = Path(__file__).parents[2]
     page = (root / "docs" / "serving.md").read_text(encoding="utf-8")

@@ -350,6 +350,7 @@ def test_tensorboard_shows_held_out_figures_at_the_iteration_whose_weights_were_
     assert shown_steps(tmp_path / "tensorboard", "loss") == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_wandb_draws_held_out_figures_over_the_iteration_whose_weights_were_measured(tmp_path):
     with open_sinks(config(wandb={"project": "p", "mode": "offline"}), tmp_path) as (sink,):
         write_asynchronous_run(sink)

@@ -164,6 +164,7 @@ async def test_a_fault_fails_the_check_that_names_it(
 
 
 @with_backend
+@pytest.mark.long
 async def test_requests_that_go_on_when_given_up_fail_abort(
     backend: LocalBackend, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -394,6 +394,7 @@ def listening(pid: int) -> list[str]:
 
 
 @needs_proc
+@pytest.mark.long
 def test_a_trainer_of_one_rank_listens_to_nobody_and_does_not_outlive_a_killed_owner(
     student: Path, tmp_path: Path, trainer_settings: MakeSettings
 ) -> None:
@@ -428,6 +429,7 @@ socket.recv()
 """
 
 
+@pytest.mark.long
 async def test_a_batch_is_sent_once_however_slow_the_trainer_late_answers_are_dropped_and_silence_times_out(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
