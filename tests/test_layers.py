@@ -35,7 +35,7 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "verification": GROUND,
     "trainer": GROUND,
     "serving": GROUND,
-    "testing": GROUND | {"protocols", "replicas", "stages", "evaluation", "loop", "running", "trainer"},
+    "testing": GROUND | {"protocols", "stages", "loop", "running"},
     "policies": GROUND | {"protocols"},
     "backends": GROUND | {"protocols", "spending", "serving"},
 }

@@ -1,6 +1,6 @@
 """Ends commands: prints failures as one line, chooses exit codes, stops runs and downloads. It knows no command.
 
-`Signals` decides how a run answers a signal. It is pure: handlers and tasks are around it.
+`answer_to` decides how a run answers a signal. It is pure: handlers and tasks are around it.
 """
 
 from __future__ import annotations
