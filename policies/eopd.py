@@ -49,13 +49,13 @@ class EopdPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
-        scores, verdict = await both(
+        scores, judgement = await both(
             stages.score(rollout.token_ids, top_k=self.settings.top_k), stages.verify(rollout.token_ids)
         )
         known = np.ones(len(scores.entropy), np.bool_) if scores.valid is None else scores.valid
         gated = np.flatnonzero(known & (scores.entropy > self.settings.tau_nats))
         targets = self._forward_kl(scores, gated)
-        sample = distillation_sample(prompt, stages, rollout, scores, verdict, soft_targets=targets)
+        sample = distillation_sample(prompt, stages, rollout, scores, judgement, soft_targets=targets)
         sample.metrics["eopd/gated"] = len(gated) / len(scores.entropy)
         sample.metrics["eopd/uncertain"] = float((known & self._uncertain(scores, stages)).mean())
         sample.record["gated_positions"] = gated.astype(np.int32)

@@ -20,11 +20,11 @@ from spot_async.protocols import PromptStages
 from spot_async.types import (
     FloatArray,
     Generation,
+    Judgement,
     PolicyContext,
     PolicyNeeds,
     Prompt,
     Sample,
-    Verdict,
 )
 
 from .samples import rollout_metrics, rollout_record, rollout_supervision
@@ -42,7 +42,7 @@ class Attempt:
     """One response of the group."""
 
     rollout: Generation
-    verdict: Verdict
+    judgement: Judgement
     reference_logprobs: FloatArray | None  # (T,)
 
 
@@ -58,21 +58,21 @@ class GrpoPolicy:
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         group = await gather(self._attempt(n, stages) for n in range(self.settings.samples))
         # Missing evidence is not a reward of 0. Such a response is left out of the group's mean and is not trained on.
-        rewards = np.array([a.verdict.reward for a in group if a.verdict.reward is not None])
+        rewards = np.array([a.judgement.reward for a in group if a.judgement.reward is not None])
         advantages = iter(group_advantages(rewards))
         # An advantage can be understood only beside the rewards of the whole group.
-        of_group = {"group_rewards": [attempt.verdict.reward for attempt in group]}
+        of_group = {"group_rewards": [attempt.judgement.reward for attempt in group]}
         return [
             self._sample(
-                prompt, stages, n, attempt, None if attempt.verdict.reward is None else next(advantages), of_group
+                prompt, stages, n, attempt, None if attempt.judgement.reward is None else next(advantages), of_group
             )
             for n, attempt in enumerate(group)
         ]
 
     async def _attempt(self, n: int, stages: PromptStages) -> Attempt:
         rollout = await stages.rollout(n=n)
-        verdict, reference = await both(stages.verify(rollout.token_ids), self._reference(rollout, stages))
-        return Attempt(rollout, verdict, reference)
+        judgement, reference = await both(stages.verify(rollout.token_ids), self._reference(rollout, stages))
+        return Attempt(rollout, judgement, reference)
 
     async def _reference(self, rollout: Generation, stages: PromptStages) -> FloatArray | None:
         return await stages.reference_logprobs(rollout.token_ids) if self.needs.reference else None
@@ -95,18 +95,18 @@ class GrpoPolicy:
                 advantages=np.full(len(rollout.token_ids), advantage, dtype=np.float32),
                 reference_logprobs=attempt.reference_logprobs,
             )
-        metrics = rollout_metrics(rollout, attempt.verdict) | {"grpo/left_out": float(advantage is None)}
+        metrics = rollout_metrics(rollout, attempt.judgement) | {"grpo/left_out": float(advantage is None)}
         if advantage is not None:
             metrics["grpo/no_signal"] = float(advantage == 0.0)
         return Sample(
             supervision=supervision,
             metrics=metrics,
-            record=rollout_record(prompt, stages, rollout, attempt.verdict)
+            record=rollout_record(prompt, stages, rollout, attempt.judgement)
             | {
                 "sample": n,
-                "reward": attempt.verdict.reward,
+                "reward": attempt.judgement.reward,
                 "advantage": None if advantage is None else round(advantage, 6),
-                "left_out": f"verifier: {attempt.verdict.value}" if advantage is None else None,
+                "left_out": f"verifier: {attempt.judgement.verdict.value}" if advantage is None else None,
             }
             | of_group,
         )
@@ -118,7 +118,7 @@ def group_advantages(rewards: npt.ArrayLike) -> list[float]:
     All are 0 where the group gives no direction: equal rewards, or a single response with evidence.
     """
     values = np.asarray(rewards, dtype=np.float64)
-    if len(values) < 2:
+    if len(values) < 2 or (values == values[0]).all():  # rounding could move the mean of equal ones
         return [0.0] * len(values)
     advantages: list[float] = ((values - values.mean()) / (values.std(ddof=1) + STANDARD_DEVIATION_FLOOR)).tolist()
     return advantages

@@ -116,14 +116,14 @@ class KdPolicy:
         if self.settings.load is not None:
             raise PermanentError(f"policy.load: {self.settings.load} has no response to problem {prompt.problem.id!r}")
         response = await stages.teacher_response()
-        scores, verdict = await both(self._score(response, stages), stages.verify(response.token_ids))
+        scores, judgement = await both(self._score(response, stages), stages.verify(response.token_ids))
         given = TeacherResponse(
             problem_id=prompt.problem.id,
             prompt_ids=prompt.token_ids,
             end_token_id=stages.ends.theirs,
             response=response,
             scores=scores,
-            verdict=verdict,
+            verdict=judgement,
         )
         taught = given.respelled(stages.ends.ours)
         self._responses[prompt.problem.id] = taught
@@ -151,12 +151,13 @@ class KdPolicy:
             "teacher/truncated": float(response.finish_reason == "length"),
             **(teacher_metrics(scores) if scores is not None else {}),
         }
-        if taught.verdict.reward is not None:
-            metrics["teacher/accuracy"] = taught.verdict.reward
+        verdict = taught.judgement.verdict
+        if verdict.reward is not None:
+            metrics["teacher/accuracy"] = verdict.reward
         return Sample(
             supervision=supervision,
             metrics=metrics,
-            record=response_record(prompt, stages, response, taught.verdict)
+            record=response_record(prompt, stages, response, taught.judgement)
             | (teacher_record(scores) if scores is not None else {}),
         )
 

@@ -27,5 +27,5 @@ class OpdPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
-        scores, verdict = await both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
-        return [distillation_sample(prompt, stages, rollout, scores, verdict)]
+        scores, judgement = await both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
+        return [distillation_sample(prompt, stages, rollout, scores, judgement)]

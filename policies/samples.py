@@ -10,6 +10,7 @@ from spot_async.protocols import PromptStages
 from spot_async.types import (
     FloatArray,
     Generation,
+    Judgement,
     Prompt,
     Sample,
     SoftTargets,
@@ -25,7 +26,7 @@ def distillation_sample(
     stages: PromptStages,
     rollout: Generation,
     scores: TokenScores,
-    verdict: Verdict,
+    judgement: Judgement,
     *,
     soft_targets: SoftTargets | None = None,
 ) -> Sample:
@@ -37,8 +38,8 @@ def distillation_sample(
         supervision=rollout_supervision(
             prompt, rollout, teacher_logprobs=scores.logprobs, policy_mask=scores.valid, soft_targets=soft_targets
         ),
-        metrics=rollout_metrics(rollout, verdict) | teacher_metrics(scores),
-        record=rollout_record(prompt, stages, rollout, verdict) | teacher_record(scores),
+        metrics=rollout_metrics(rollout, judgement) | teacher_metrics(scores),
+        record=rollout_record(prompt, stages, rollout, judgement) | teacher_record(scores),
     )
 
 
@@ -73,26 +74,32 @@ def teacher_record(scores: TokenScores) -> dict[str, Any]:
     return {"teacher_logprobs": shown(scores.logprobs), "teacher_entropy_nats": shown(scores.entropy)}
 
 
-def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, verdict: Verdict) -> dict[str, Any]:
+def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, judgement: Judgement) -> dict[str, Any]:
     """Return `response_record` of a student's response, with the weights that wrote it and their log-probabilities."""
-    return response_record(prompt, stages, rollout, verdict) | {
+    return response_record(prompt, stages, rollout, judgement) | {
         "version": str(oldest_version(rollout)),
         "behavior_logprobs": rollout.logprobs,
     }
 
 
-def response_record(prompt: Prompt, stages: PromptStages, response: Generation, verdict: Verdict) -> dict[str, Any]:
-    """Return the problem, the response and its verdict, with which every line of `samples.jsonl` starts."""
-    return {
+def response_record(prompt: Prompt, stages: PromptStages, response: Generation, judgement: Judgement) -> dict[str, Any]:
+    """Return the problem, the response and its verdict, with which every line of `samples.jsonl` starts.
+
+    A reward that is not the verdict's, and feedback, follow where the verifier gave them.
+    """
+    record: dict[str, Any] = {
         "problem_id": prompt.problem.id,
         "problem": prompt.problem.shown,
         "answer": prompt.problem.answer,
         "tier": prompt.problem.tier,
         "response": stages.decode(response.token_ids),
-        "verdict": verdict.value,
+        "verdict": judgement.verdict.value,
         "finish_reason": response.finish_reason,
         "response_ids": response.token_ids,
     }
+    if judgement.reward != judgement.verdict.reward:
+        record["reward"] = judgement.reward
+    return record | ({"feedback": judgement.feedback} if judgement.feedback else {})
 
 
 def oldest_version(rollout: Generation) -> WeightVersion:
@@ -100,12 +107,13 @@ def oldest_version(rollout: Generation) -> WeightVersion:
     return min(span.version for span in rollout.version_spans)
 
 
-def rollout_metrics(rollout: Generation, verdict: Verdict) -> dict[str, float]:
+def rollout_metrics(rollout: Generation, judgement: Judgement) -> dict[str, float]:
     """Return the metrics of a rollout.
 
     Accuracy counts outcomes only, since missing evidence says nothing about the answer. A problem without an answer has
     neither accuracy nor a share that could not be judged.
     """
+    verdict = judgement.verdict
     metrics = {
         "rollout/tokens": float(len(rollout.token_ids)),
         "rollout/truncated": float(rollout.finish_reason == "length"),
@@ -114,4 +122,6 @@ def rollout_metrics(rollout: Generation, verdict: Verdict) -> dict[str, float]:
         metrics["rollout/unverified"] = float(verdict.is_missing)
     if verdict.reward is not None:
         metrics["rollout/accuracy"] = verdict.reward
+    if judgement.reward is not None:
+        metrics["rollout/reward"] = judgement.reward
     return metrics

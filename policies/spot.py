@@ -21,13 +21,13 @@ from spot_async.protocols import PromptStages
 from spot_async.types import (
     Generation,
     Int64Array,
+    Judgement,
     PolicyContext,
     PolicyNeeds,
     Prompt,
     Sample,
     SoftTargets,
     TokenScores,
-    Verdict,
 )
 
 from .acquisition import (
@@ -132,7 +132,7 @@ class SpotPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await self._rollout(stages)
-        scores, verdict = await both(
+        scores, judgement = await both(
             stages.score(rollout.token_ids, top_k=self._teacher_top_k(stages)), stages.verify(rollout.token_ids)
         )
         selection = await self._acquire(prompt, rollout, scores, stages)
@@ -141,7 +141,7 @@ class SpotPolicy:
         )
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
-        sample = distillation_sample(prompt, stages, rollout, scores, verdict, soft_targets=targets)
+        sample = distillation_sample(prompt, stages, rollout, scores, judgement, soft_targets=targets)
         sample.metrics.update(self._metrics(rollout, selection, branches, targets))
         sample.record.update(self._record(rollout, stages, selection, branches))
         return [sample]
@@ -226,7 +226,7 @@ class SpotPolicy:
         k, n = self.settings.probe_top_k, self._probes
         candidate_ids = scores.topk_ids[position, :k]
 
-        async def outcome(candidate_id: int, n: int) -> tuple[Generation, Verdict]:
+        async def outcome(candidate_id: int, n: int) -> tuple[Generation, Judgement]:
             continuation = await stages.probe(rollout.token_ids, position, candidate_id, n=n)
             branch_ids = np.concatenate(
                 [rollout.token_ids[:position], np.array([candidate_id]), continuation.token_ids], dtype=np.int32
@@ -238,7 +238,7 @@ class SpotPolicy:
             position=position,
             candidate_ids=candidate_ids,
             teacher_logprobs=scores.topk_logprobs[position, :k],
-            verdicts=[[verdict for _, verdict in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
+            judgements=[[judged for _, judged in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
             continuations=[[text for text, _ in outcomes[c * n : (c + 1) * n]] for c in range(len(candidate_ids))],
             gamma=self.settings.gamma,
             credited_from=self._credits(prompt, position, len(candidate_ids)),
@@ -275,7 +275,7 @@ class SpotPolicy:
         self, rollout: Generation, selection: Selection, branches: Sequence[Branch], targets: SoftTargets | None
     ) -> dict[str, float]:
         probes = [continuation for branch in branches for each in branch.continuations for continuation in each]
-        verdicts = [verdict for branch in branches for each in branch.verdicts for verdict in each]
+        verdicts = [judged.verdict for branch in branches for each in branch.judgements for judged in each]
         metrics = {
             "spot/selected": float(len(selection.positions)),
             "spot/retained": 0.0 if targets is None else float(len(targets.positions)),
@@ -336,7 +336,7 @@ class SpotPolicy:
                     "prior": round(float(branch.prior[c]), 6),
                     "value": branch.mean_rewards[c],
                     "target": None if target is None else round(float(target[c]), 6),
-                    "verdicts": [verdict.value for verdict in branch.verdicts[c]],
+                    "verdicts": [judged.verdict.value for judged in branch.judgements[c]],
                     "continuations": [stages.decode(each.token_ids) for each in branch.continuations[c]],
                 }
                 for c, token_id in enumerate(branch.candidate_ids)

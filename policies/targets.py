@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.types import Float64Array, Generation, Int64Array, Verdict
+from spot_async.types import Float64Array, Generation, Int64Array, Judgement, Verdict
 
 
 def teacher_prior(teacher_logprobs: npt.ArrayLike) -> Float64Array:
@@ -57,7 +57,7 @@ class Branch:
     position: int
     candidate_ids: npt.NDArray[np.int32]  # (k_p,)
     teacher_logprobs: npt.NDArray[np.float32]  # (k_p,) full-vocabulary
-    verdicts: list[list[Verdict]]  # k_p x N_p; N_p is 0 without verifier guidance
+    judgements: list[list[Judgement]]  # k_p x N_p; N_p is 0 without verifier guidance
     continuations: list[list[Generation]]  # k_p x N_p
     gamma: float
     credited_from: Int64Array | None = None  # (k_p,) a control: the candidate whose value each one is credited with
@@ -65,7 +65,7 @@ class Branch:
     @cached_property
     def mean_rewards(self) -> list[float | None]:
         """The k_p mean rewards; None for a candidate without any evidence."""
-        rewards = [outcome_rewards(verdicts) for verdicts in self.verdicts]
+        rewards = [outcome_rewards(judgements) for judgements in self.judgements]
         return [sum(each) / len(each) if each else None for each in rewards]
 
     @cached_property
@@ -100,6 +100,6 @@ class Branch:
         return float(self.prior @ (self.values - self.prior @ self.values) ** 2)
 
 
-def outcome_rewards(verdicts: Iterable[Verdict]) -> list[float]:
-    """Return the rewards of verdicts that are outcomes. Missing evidence is left out."""
-    return [reward for verdict in verdicts if (reward := verdict.reward) is not None]
+def outcome_rewards(judged: Iterable[Judgement | Verdict]) -> list[float]:
+    """Return the rewards of those that are outcomes. Missing evidence is left out."""
+    return [reward for each in judged if (reward := each.reward) is not None]

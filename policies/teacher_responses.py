@@ -17,7 +17,7 @@ from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.models.common_vocabulary import swap_tokens
 from spot_async.models.vocabulary import tokenizer_fingerprint
-from spot_async.types import Generation, IntArray, PolicyContext, TokenScores, Verdict
+from spot_async.types import Generation, IntArray, Judgement, PolicyContext, TokenScores, Verdict
 
 FORMAT_VERSION = 2
 LENGTH = struct.Struct("<I")
@@ -52,7 +52,11 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
     end_token_id: int  # the teacher's
     response: Generation
     scores: TokenScores | None  # None when no log-probabilities were asked for
-    verdict: Verdict
+    verdict: Judgement | Verdict  # the verdict alone in files of earlier versions
+
+    @property
+    def judgement(self) -> Judgement:
+        return self.verdict if isinstance(self.verdict, Judgement) else Judgement(self.verdict)
 
     def respelled(self, end_token_id: int) -> TeacherResponse:
         """Return the response with the teacher's end token and `end_token_id`, the student's, swapped.

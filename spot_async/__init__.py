@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from spot_async.stages.services import StagesSettings as StagesSettings
     from spot_async.types import Capabilities as Capabilities
     from spot_async.types import Generation as Generation
+    from spot_async.types import Judgement as Judgement
     from spot_async.types import PolicyContext as PolicyContext
     from spot_async.types import PolicyNeeds as PolicyNeeds
     from spot_async.types import Problem as Problem
@@ -75,6 +76,7 @@ _NAMES_OF_MODULE = {
     "types": (
         "Capabilities",
         "Generation",
+        "Judgement",
         "PolicyContext",
         "PolicyNeeds",
         "Problem",

@@ -16,6 +16,7 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Judgement,
     PolicyNeeds,
     Problem,
     Prompt,
@@ -217,8 +218,11 @@ class Replicated(Protocol):
 class Verifier(Protocol):
     """Judges whole responses. It never raises because of what a model wrote: that gets a verdict too."""
 
-    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-        """Return the verdict on a whole response: `Verdict.TIMEOUT` or `Verdict.ERROR` where none could be reached."""
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict | Judgement:
+        """Judge a whole response: `Verdict.TIMEOUT` or `Verdict.ERROR` where no verdict could be reached.
+
+        A verifier with a number or a text to give returns a `Judgement`.
+        """
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -289,7 +293,7 @@ class PromptStages(Protocol):
         """Sample the n-th continuation after `response_ids[:position], candidate_id`."""
         ...
 
-    async def verify(self, response_ids: IntArray) -> Verdict:
+    async def verify(self, response_ids: IntArray) -> Judgement:
         """Judge a whole response to this prompt. Missing evidence has already been asked for once more."""
         ...
 

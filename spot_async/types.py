@@ -14,6 +14,7 @@ Conventions, everywhere in this package:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,7 @@ Int64Array = npt.NDArray[np.int64]  # indices, as numpy returns them
 Float64Array = npt.NDArray[np.float64]  # for computing
 
 FinishReason = Literal["stop", "length"]
+LARGEST_REWARD = 1e30  # squares of such numbers, and sums of them, are still finite
 
 
 class WeightVersion(NamedTuple):
@@ -57,7 +59,7 @@ class Verdict(StrEnum):
     NO_ANSWER = "no_answer"
     TIMEOUT = "timeout"
     ERROR = "error"
-    UNJUDGED = "unjudged"  # the problem has no answer to judge by
+    UNJUDGED = "unjudged"  # neither right nor wrong: nothing to judge by, or the verifier gives a number alone
 
     @property
     def reward(self) -> float | None:
@@ -70,6 +72,40 @@ class Verdict(StrEnum):
     def is_missing(self) -> bool:
         """Whether evidence is missing. Asking once more may find it."""
         return self in (Verdict.TIMEOUT, Verdict.ERROR)
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """What a verifier says of a response: a verdict and, where it has them, a number and a text.
+
+    The number is what methods learn from. Where none is given it is the verdict's: 1, 0, or None. Accuracy counts
+    verdicts alone.
+    """
+
+    verdict: Verdict
+    reward: float | None = None
+    feedback: str = ""  # in words, for people and for policies that show it to a teacher
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for what is no judgement. A number beside missing evidence would be made up."""
+        if not isinstance(self.verdict, Verdict):
+            raise TypeError(f"verdict must be a Verdict, not {self.verdict!r}")
+        if not isinstance(self.feedback, str):
+            raise TypeError(f"feedback must be a text, not {type(self.feedback).__name__}")
+        if self.reward is None:
+            msgspec.structs.force_setattr(self, "reward", self.verdict.reward)
+        elif isinstance(self.reward, bool) or not isinstance(self.reward, int | float):
+            raise TypeError(f"reward must be a number, not {self.reward!r}")
+        elif self.verdict.is_missing:
+            raise ValueError(f"reward {self.reward:g} beside the verdict {self.verdict}, which is none")
+        elif not (math.isfinite(self.reward) and abs(self.reward) <= LARGEST_REWARD):
+            raise ValueError(f"reward {self.reward:g} is no number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}")
+        else:
+            msgspec.structs.force_setattr(self, "reward", float(self.reward))
+
+    def __getattr__(self, name: str) -> object:
+        """Tell policies that were written when stages gave a bare verdict."""
+        hint = f"; its verdict has: .verdict.{name}" if name in ("value", "is_missing") else ""
+        raise AttributeError(f"a Judgement has no {name!r}{hint}")
 
 
 class ChatTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ class ConfidentOpd:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
-        scores, verdict = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
+        scores, judgement = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
         # (T,) Where a teacher that reads text could not be asked, its numbers mean nothing.
         known = np.ones(len(rollout.token_ids), dtype=np.bool_) if scores.valid is None else scores.valid
         sure = known & (scores.entropy <= self.settings.max_entropy_nats)
@@ -42,6 +42,7 @@ class ConfidentOpd:
             "teacher/masked": 1.0 - float(known.mean()),
             "rollout/tokens": float(len(rollout.token_ids)),
         }
+        verdict = judgement.verdict
         if verdict.reward is not None:  # None: the verifier could not decide, which is no evidence
             metrics["rollout/accuracy"] = verdict.reward
         record = {"response": stages.decode(rollout.token_ids), "verdict": verdict.value}

@@ -22,7 +22,7 @@ from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, rep
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
-from spot_async.stages.plugin_contract import ask_verdict
+from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import SamplingSettings
 
@@ -139,7 +139,7 @@ class ResponseSampler:
             benchmark=benchmark.name,
             problem_id=problem.id,
             sample=i,
-            verdict=None if verification is None else await ask_verdict(verification, job, problem, text),
+            verdict=None if verification is None else (await ask_judgement(verification, job, problem, text)).verdict,
             tokens=len(generation.token_ids),
             finish_reason=generation.finish_reason,
             response=text,

@@ -23,7 +23,8 @@ BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, m
 def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
     """Return the bytes to reserve for one prompt: its trajectories' supervision and records, at their longest.
 
-    Only texts can be larger, since nothing bounds the characters of a token. `held_bytes` counts what they really take.
+    Only texts can be larger, since nothing bounds the characters of a token or of a verifier's feedback. `held_bytes`
+    counts what they really take.
     """
     per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.soft_target_bytes_per_token
     texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens

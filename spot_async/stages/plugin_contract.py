@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from spot_async.base.retry import VERIFY_ATTEMPTS
 from spot_async.base.tasks import error_words, leaves
 from spot_async.base.waiting_room import Priority
-from spot_async.errors import ConfigError, DeadlineExceededError, PluginError, SpotError
+from spot_async.errors import ConfigError, DeadlineExceededError, PluginError, PoisonedReplyError, SpotError
 from spot_async.protocols import Policy, PromptStages, Verifier
 from spot_async.stages.stage import Stage
-from spot_async.types import PolicyNeeds, Problem, Prompt, Sample, Supervision, Verdict
+from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, Sample, Supervision, Verdict
 
 T = TypeVar("T")
 
@@ -62,40 +62,49 @@ async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Seq
     return samples
 
 
-async def verify(verifier: Verifier, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-    """Return the verifier's verdict. A TimeoutError or a failed request is raised as it is.
+async def verify(verifier: Verifier, problem: Problem, response_text: str, *, deadline: float) -> Judgement:
+    """Return the verifier's judgement. A TimeoutError or a failed request is raised as it is.
 
-    Raise PluginError if the verifier returns anything but a verdict, or raises another exception.
+    Raise PluginError if the verifier returns anything but a verdict or a judgement, or raises another exception.
     """
     name = f"verifier {type(verifier).__name__}.verify"
     try:
-        verdict = await _awaitable(name, verifier.verify(problem, response_text, deadline=deadline))
+        judged = await _awaitable(name, verifier.verify(problem, response_text, deadline=deadline))
     except TimeoutError:
         raise
     except Exception as error:
         _check_fault(verifier, name, error)
         raise
-    if not isinstance(verdict, Verdict):
-        raise PluginError(f"{name} returned {_shown(verdict)}; return a Verdict, such as Verdict.CORRECT")
-    return verdict
+    if isinstance(judged, Judgement):
+        return judged
+    if not isinstance(judged, Verdict):
+        raise PluginError(
+            f"{name} returned {_shown(judged)}; return a Verdict, such as Verdict.CORRECT, or a Judgement"
+        )
+    return Judgement(judged)
 
 
-async def ask_verdict(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Verdict:
-    """Return a verdict. A missing one is asked for once more. When the deadline passes, it counts as missing."""
-    verdict = Verdict.TIMEOUT
+async def ask_judgement(stage: Stage[Verifier], priority: Priority, problem: Problem, response_text: str) -> Judgement:
+    """Return a judgement. A missing verdict is asked for once more. When the deadline passes, it counts as missing.
+
+    So does one that cannot be read.
+    """
+    judgement = Judgement(Verdict.TIMEOUT)
     for _ in range(VERIFY_ATTEMPTS):
         try:
-            verdict = await stage.ask(
+            judgement = await stage.ask(
                 priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
             )
         except DeadlineExceededError:
-            verdict = Verdict.TIMEOUT
+            judgement = Judgement(Verdict.TIMEOUT)
+        except PoisonedReplyError:  # a server that judges said what is no judgement, and was asked again
+            return Judgement(Verdict.ERROR)
         else:
-            if verdict.is_missing:
-                stage.note_missing(f"verdict {verdict}")
-        if not verdict.is_missing:
+            if judgement.verdict.is_missing:
+                stage.note_missing(f"verdict {judgement.verdict}")
+        if not judgement.verdict.is_missing:
             break
-    return verdict
+    return judgement
 
 
 def _check_fault(plugin: object, name: str, error: Exception) -> None:

@@ -26,7 +26,7 @@ from spot_async.models.common_vocabulary import EndTokens, known_positions, with
 from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
 from spot_async.replicas.leasing import ServicePool, pool_of
-from spot_async.stages.plugin_contract import ask_verdict
+from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.services import STAGE_SERVERS, Services, StagesSettings, requests_per_prompt
 from spot_async.stages.stage import Stage, StageLimits, UpdatePause
 from spot_async.types import (
@@ -34,13 +34,13 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Judgement,
     PolicyNeeds,
     Prompt,
     SamplingSettings,
     ScoredPositions,
     ScoreRequest,
     TokenScores,
-    Verdict,
     WeightVersion,
 )
 
@@ -258,8 +258,8 @@ class BoundStages:
             self._settings(budget, "probe", position, candidate_id, n),
         )
 
-    async def verify(self, response_ids: IntArray) -> Verdict:
-        return await ask_verdict(
+    async def verify(self, response_ids: IntArray) -> Judgement:
+        return await ask_judgement(
             self._stages.verify,
             (self._prompt.ordinal,),
             self._prompt.problem,

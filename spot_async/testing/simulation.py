@@ -51,6 +51,7 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Judgement,
     PolicyContext,
     PolicyNeeds,
     Problem,
@@ -248,8 +249,8 @@ class ScriptedStages:
         response: Generation | None = None,
         scores: TokenScores | None = None,
         *,
-        verdict: Verdict = Verdict.WRONG,
-        verdicts: Mapping[tuple[int, ...], Verdict] | None = None,
+        verdict: Verdict | Judgement = Verdict.WRONG,
+        verdicts: Mapping[tuple[int, ...], Verdict | Judgement] | None = None,
     ) -> None:
         """`verdicts` are by the token ids of a whole response or branch; all others get `verdict`."""
         self.response = response or generation([END_TOKEN])
@@ -299,10 +300,11 @@ class ScriptedStages:
         self.probed.append((position, candidate_id, n))
         return generation([20 + n, END_TOKEN])
 
-    async def verify(self, response_ids: IntArray) -> Verdict:
+    async def verify(self, response_ids: IntArray) -> Judgement:
         token_ids = tuple(response_ids.tolist())
         self.verified.append(token_ids)
-        return self._verdicts.get(token_ids, self._verdict)
+        judged = self._verdicts.get(token_ids, self._verdict)
+        return judged if isinstance(judged, Judgement) else Judgement(judged)
 
     def decode(self, token_ids: IntArray) -> str:
         return " ".join(map(str, token_ids.tolist()))

@@ -22,7 +22,7 @@ from spot_async.policies.spot import SpotPolicy
 from spot_async.telemetry.console import RunConsole
 from spot_async.testing.services import SimulatedVerifier, generation, token_scores
 from spot_async.testing.simulation import ScriptedStages, make_policy, policy_context, simulated_prompts, simulated_run
-from spot_async.types import PolicyNeeds, Verdict
+from spot_async.types import Judgement, PolicyNeeds, Verdict
 from spot_async.verification import BoxedMatch
 
 
@@ -76,6 +76,27 @@ def test_samples_without_evidence_are_left_out_of_mean_and_batch_and_counted():
         found = [s.supervision.advantages for s in group if s.supervision is not None]
         for reward, advantages in zip(rewards, found, strict=True):
             assert advantages == pytest.approx((reward - mean) / (deviation + 1e-6), abs=1e-6)
+
+
+def test_grpo_learns_from_a_verifiers_own_number_also_where_it_gives_no_verdict():
+    class Grades(SimulatedVerifier):
+        async def verify(self, problem, response_text, *, deadline):
+            if problem.id == "p3":
+                return Judgement(Verdict.UNJUDGED, 0.7, "as good as all others")
+            return Judgement(Verdict.WRONG, len(response_text) / 10)
+
+    run = simulated_run(grpo(), iterations=1, verifier=Grades())
+    for ordinal in range(16):
+        group = [s for s in run.samples if s.record["problem_id"] == f"p{ordinal}"]
+        rewards = [s.record["reward"] for s in group]
+        assert rewards == ([0.7] * 8 if ordinal == 3 else [len(s.record["response"]) / 10 for s in group])
+        wanted = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
+        advantages = np.array([s.supervision.advantages[0] for s in group])
+        assert advantages == pytest.approx(np.zeros(8) if ordinal == 3 else wanted, abs=1e-5)
+        assert {s.metrics["grpo/no_signal"] == 1.0 for s in group} == {len(set(rewards)) == 1}
+        assert {s.metrics.get("rollout/accuracy") for s in group} == {None if ordinal == 3 else 0.0}
+        assert [s.metrics["rollout/reward"] for s in group] == rewards
+        assert {s.record.get("feedback") for s in group} == {"as good as all others" if ordinal == 3 else None}
 
 
 def test_a_prompt_whose_whole_group_has_no_evidence_is_accounted_as_left_out_and_counts_for_staleness():

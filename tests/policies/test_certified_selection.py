@@ -21,6 +21,7 @@ from spot_async.tools.inspect.view import branch_state
 from spot_async.types import (
     Capabilities,
     Generation,
+    Judgement,
     Problem,
     Prompt,
     ScoredPositions,
@@ -99,8 +100,8 @@ class TruncatedStages:
         self.candidates.append((positions.tolist(), version))
         return self.rows[1][positions[:, None], candidate_ids].astype(np.float32)
 
-    async def verify(self, response_ids: np.ndarray) -> Verdict:
-        return Verdict.WRONG
+    async def verify(self, response_ids: np.ndarray) -> Judgement:
+        return Judgement(Verdict.WRONG)
 
     def decode(self, token_ids: np.ndarray) -> str:
         return " ".join(map(str, token_ids))

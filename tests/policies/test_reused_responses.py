@@ -11,6 +11,7 @@ import pytest
 from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.policies.kd import KdPolicy
+from spot_async.policies.teacher_responses import LENGTH, _frames
 from spot_async.testing.services import VOCAB_SIZE, SimulatedTeacher
 from spot_async.testing.simulation import (
     PROBLEMS,
@@ -22,7 +23,7 @@ from spot_async.testing.simulation import (
     simulated_run,
     simulated_vocabulary,
 )
-from spot_async.types import Prompt
+from spot_async.types import Judgement, Prompt, Verdict
 
 
 def kd(**settings):
@@ -80,6 +81,21 @@ def test_kd_trains_from_its_file_as_from_the_teacher_with_no_teacher_there(tmp_p
     assert {stage.name for stage in again.stages.all}.isdisjoint({"teacher_response", "reference"})
     with pytest.raises(ConfigError, match=r"policy\.save: .* exists already"):
         kd(save=str(path), top_k=4)
+
+
+@pytest.mark.parametrize("judged", [Judgement(Verdict.WRONG, 0.5, "half of it"), Verdict.WRONG])
+async def test_what_was_said_of_a_response_is_in_the_file_and_a_verdict_alone_in_older_ones_is_read(tmp_path, judged):
+    path, prompt = tmp_path / "responses.msgpack", next(simulated_prompts())
+    await kd(save=str(path)).supervise(prompt, ScriptedStages(verdict=judged))
+    if judged is Verdict.WRONG:
+        head, written = map(bytes, _frames(path.read_bytes()))
+        older = wire.encode(wire.decode(written, dict) | {"verdict": "wrong"})
+        path.write_bytes(b"".join(LENGTH.pack(len(each)) + each for each in (head, older)))
+    (sample,) = await kd(load=str(path)).supervise(prompt, ScriptedStages())
+    assert sample.metrics["teacher/accuracy"] == 0.0
+    assert sample.record["verdict"] == "wrong"
+    said = {"reward": 0.5, "feedback": "half of it"} if judged is not Verdict.WRONG else {}
+    assert {name: sample.record[name] for name in ("reward", "feedback") if name in sample.record} == said
 
 
 def test_a_file_ends_with_the_end_token_of_whichever_student_reads_it(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from spot_async.policies.spot import SpotPolicy
 from spot_async.testing.services import generation, token_scores
 from spot_async.testing.simulation import ScriptedStages, SimulatedTokenizer, make_policy, policy_context
-from spot_async.types import Problem, Prompt, Verdict, WeightVersion
+from spot_async.types import Judgement, Problem, Prompt, Verdict, WeightVersion
 
 VOCAB = 12
 RESPONSE = np.array([5, 2, 6, 7, 1], dtype=np.int32)  # 2 is punctuation, 1 ends
@@ -138,6 +138,17 @@ async def test_missing_evidence_is_left_out_of_the_mean_and_a_candidate_without_
     assert sample.metrics["spot/no_evidence"] == 1
     shown = {each["token_id"]: each["value"] for each in sample.record["branches"][0]["candidates"]}
     assert (shown[9], shown[8]) == (None, 1.0)  # what is known is shown, of a position that is dropped too
+
+
+async def test_values_are_a_verifiers_own_numbers_and_accuracy_counts_verdicts():
+    judged = {branch(2, 9): Judgement(Verdict.WRONG, 0.5), branch(2, 8): Judgement(Verdict.CORRECT, -2.0)}
+    sample = await supervise(scripted(verdicts=judged, verdict=Judgement(Verdict.WRONG, 0.25, "nearly")))
+    values = np.select([CANDIDATES[2] == 9, CANDIDATES[2] == 8], [0.5, -2.0], 0.25)
+    tilted = np.exp(TEACHER[2]) * np.exp(values)
+    assert sample.supervision.soft_targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
+    assert (sample.metrics["rollout/accuracy"], sample.metrics["rollout/reward"]) == (0.0, 0.25)
+    assert sample.metrics["probe/accuracy"] == 1 / 8
+    assert (sample.record["reward"], sample.record["feedback"]) == (0.25, "nearly")
 
 
 async def test_the_record_holds_what_spot_saw():

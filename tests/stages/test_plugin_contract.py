@@ -18,7 +18,7 @@ from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.testing.simulation import make_policy, policy_context, simulated_run
 from spot_async.trainer.feed_check import WrongSupervisionError
-from spot_async.types import PolicyNeeds
+from spot_async.types import Judgement, PolicyNeeds, Verdict
 
 
 class Theirs(OpdPolicy):
@@ -55,6 +55,16 @@ class SaysTrue:
         return True
 
 
+class Judges:
+    """A verifier that makes such a judgement of everything."""
+
+    def __init__(self, verdict: Any, **given: Any) -> None:
+        self._verdict, self._given = verdict, given
+
+    async def verify(self, problem: Any, response_text: str, *, deadline: float) -> Any:
+        return Judgement(self._verdict, **self._given)
+
+
 def wrong_logprobs(samples: Any) -> Any:
     supervision = msgspec.structs.replace(samples[0].supervision, behavior_logprobs=[np.nan])
     return [msgspec.structs.replace(samples[0], supervision=supervision)]
@@ -73,6 +83,21 @@ def wrong_logprobs(samples: Any) -> Any:
         ),
         (AtOnce(), None, "policy AtOnce.supervise returned a list at once; write it as `async def`"),
         (Theirs(), SaysTrue(), "verifier SaysTrue.verify returned True; return a Verdict, such as Verdict.CORRECT"),
+        (
+            Theirs(),
+            Judges(Verdict.WRONG, reward=float("nan")),
+            "verifier Judges.verify raised ValueError: reward nan is no number from -1e+30 to 1e+30, at",
+        ),
+        (
+            Theirs(),
+            Judges(Verdict.TIMEOUT, reward=0),
+            "verifier Judges.verify raised ValueError: reward 0 beside the verdict timeout, which is none, at",
+        ),
+        (
+            Theirs(),
+            Judges("ok"),
+            "verifier Judges.verify raised TypeError: verdict must be a Verdict, not 'ok', at",
+        ),
         (Raises(), None, f"policy Raises.supervise raised ZeroDivisionError: division by zero, at {__file__}:"),
         (Theirs(), RaisesToo(), f"verifier RaisesToo.verify raised KeyError: 'answer', at {__file__}:"),
         (Theirs(wrong_logprobs), None, "policy Theirs: supervision of p0 (prompt 0) is wrong: behavior_logprobs are"),

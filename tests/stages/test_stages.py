@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
+from spot_async.base.retry import POISONED_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
-from spot_async.errors import DeadlineExceededError, PermanentError
+from spot_async.errors import DeadlineExceededError, PermanentError, PoisonedReplyError
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
-from spot_async.types import PolicyNeeds, Problem, Prompt, ScoredPositions, Verdict, WeightVersion
+from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, ScoredPositions, Verdict, WeightVersion
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
@@ -201,10 +201,26 @@ async def test_the_teachers_end_token_among_candidates_stands_for_the_students()
 
 async def test_missing_evidence_is_asked_for_once_more():
     recorder = Recorder([Verdict.TIMEOUT, Verdict.CORRECT])
-    assert await bound(recorder).verify(RESPONSE) is Verdict.CORRECT
+    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.CORRECT, 1.0)
     recorder = Recorder([Verdict.ERROR, Verdict.TIMEOUT, Verdict.CORRECT])
-    assert await bound(recorder).verify(RESPONSE) is Verdict.TIMEOUT
+    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.TIMEOUT, None)
     assert recorder.verified == 2
+
+
+async def test_a_judgement_that_cannot_be_read_is_missing_evidence():
+    class Babbling(Recorder):
+        async def verify(self, problem, text, *, deadline):
+            self.verified += 1
+            raise PoisonedReplyError("verifier: cannot read the reply")
+
+    recorder = Babbling()
+    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.ERROR)
+    assert recorder.verified == POISONED_ATTEMPTS
+
+
+async def test_a_verifiers_number_and_words_reach_the_policy():
+    judged = Judgement(Verdict.WRONG, 0.25, "one step of four")
+    assert await bound(Recorder([judged])).verify(RESPONSE) == judged
 
 
 async def test_a_verification_that_passes_its_deadline_is_missing_evidence():
@@ -214,7 +230,7 @@ async def test_a_verification_that_passes_its_deadline_is_missing_evidence():
             raise DeadlineExceededError("no worker was free")
 
     recorder = Busy()
-    assert await bound(recorder).verify(RESPONSE) is Verdict.TIMEOUT
+    assert await bound(recorder).verify(RESPONSE) == Judgement(Verdict.TIMEOUT, None)
     assert recorder.verified == 2
 
 

@@ -30,7 +30,7 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.replicas.leasing import OneService
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.events import AttemptFailed, RequestEnded
-from spot_async.stages.plugin_contract import ask_verdict
+from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.failures import FailureLog, kinds_words
@@ -140,9 +140,9 @@ def test_a_verdict_that_is_missing_is_a_failed_attempt():
             jitter=lambda: 0.0,
         )
         stage._events.subscribe(kept)
-        return await ask_verdict(stage, (0,), None, "1")
+        return await ask_judgement(stage, (0,), None, "1")
 
-    assert run_on_virtual_time(scenario()) is Verdict.ERROR
+    assert run_on_virtual_time(scenario()).verdict is Verdict.ERROR
     assert [each.brief for each in kept.of(AttemptFailed)] == ["verdict error"] * 2
 
 

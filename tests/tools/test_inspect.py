@@ -55,7 +55,9 @@ def assert_harmless(page):
 
 
 def test_text_that_a_model_wrote_stays_text_on_the_page(tmp_path):
-    sample = spot_sample(problem=HOSTILE, answer=HOSTILE, problem_id=HOSTILE, tier=HOSTILE, verdict=HOSTILE)
+    sample = spot_sample(
+        problem=HOSTILE, answer=HOSTILE, problem_id=HOSTILE, tier=HOSTILE, verdict=HOSTILE, feedback=HOSTILE
+    )
     sample["branches"][0] |= {"sampled": HOSTILE, "score_parts": {HOSTILE: 0.5}}
     sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE], "verdicts": [HOSTILE]}
     sample["branches"][0]["candidates"][1]["continuations"] = [HOSTILE * 20]  # folded
@@ -77,7 +79,7 @@ def test_hostile_names_stay_text_in_the_report(tmp_path):
 
 
 def test_a_terminal_gets_no_escape_sequence_from_a_model(tmp_path):
-    sample = spot_sample(problem=HOSTILE)
+    sample = spot_sample(problem=HOSTILE, feedback=HOSTILE)
     sample["branches"][0]["score_parts"] = {HOSTILE: 0.5}
     sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE]}
     number, record = make_run(tmp_path / "run", [sample]).sample("0")

@@ -30,6 +30,7 @@ from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import (
     Generation,
+    Judgement,
     PolicyContext,
     Problem,
     Prompt,
@@ -103,9 +104,9 @@ class ModelStages(ScriptedStages):
         self.rewards[position, candidate_id] = None if branch.sum() % 13 == 0 else float(branch.sum() % 3 == 0)
         return generation
 
-    async def verify(self, response_ids: np.ndarray) -> Verdict:
+    async def verify(self, response_ids: np.ndarray) -> Judgement:
         total = int(response_ids.sum())
-        return Verdict.TIMEOUT if total % 13 == 0 else Verdict.CORRECT if total % 3 == 0 else Verdict.WRONG
+        return Judgement(Verdict.TIMEOUT if total % 13 == 0 else Verdict.CORRECT if total % 3 == 0 else Verdict.WRONG)
 
     def _sample(self, model: Any, prefix: np.ndarray, tokens: int, *, seed: int) -> Generation:
         draw = torch.Generator().manual_seed(1000 * self.prompt.ordinal + seed)

@@ -18,7 +18,7 @@ from spot_async.config.loading import parse_yaml, validate_as
 from spot_async.data.problem_set import identity, load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.protocols import Verifier
-from spot_async.types import Problem, Verdict
+from spot_async.types import Judgement, Problem, Verdict
 from spot_async.verification import MathVerify
 from spot_async.verification.normalization import is_oversized, normalize_answer, parse_number
 
@@ -153,7 +153,8 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
     waiting = iter(tried)
 
     async def judge(problem: Problem, answer: str) -> Verdict:
-        return await verifier.verify(problem, rf"\boxed{{{answer}}}", deadline=float("inf"))
+        judged = await verifier.verify(problem, rf"\boxed{{{answer}}}", deadline=float("inf"))
+        return judged.verdict if isinstance(judged, Judgement) else judged
 
     async def work() -> None:
         for problem in waiting:

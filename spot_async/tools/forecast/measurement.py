@@ -91,12 +91,12 @@ async def measure_prompt(
 
     async def another(n: int) -> tuple[int, float | None]:
         rollout = await stages.rollout(n=n)
-        return len(rollout.token_ids), (await stages.verify(rollout.token_ids)).reward
+        return len(rollout.token_ids), (await stages.verify(rollout.token_ids)).verdict.reward
 
     async def of_teacher() -> float | None:
         if not teacher_writes:
             return None
-        return (await stages.verify((await stages.teacher_response()).token_ids)).reward
+        return (await stages.verify((await stages.teacher_response()).token_ids)).verdict.reward
 
     samples, (others, teacher_outcome) = await both(
         policy.supervise(prompt, stages),

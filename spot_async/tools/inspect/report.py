@@ -106,6 +106,8 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
             ("Accuracy on held-out problems", *((evaluated.note, evaluated.figure()) if evaluated else ("", None))),
             ("Accuracy in training", "Share of the sampled responses that are correct.",
              lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent, most=1.0)),
+            ("Reward", "Mean of the verifier's numbers.", lines(rows, {"rollouts": "rollout/reward"})
+             if any(row.get("rollout/reward") != row.get("rollout/accuracy") for row in rows) else None),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
              lines(rows, {"loss": "train/loss", "policy": "train/loss_policy", "soft targets": "train/loss_branch",
                            "reference": "train/loss_reference"})),

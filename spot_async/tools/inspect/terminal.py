@@ -78,7 +78,8 @@ def sample_view(
     about = Text(" · ".join(remarks(sample)), style="dim")
     problem = Text.assemble(("problem  ", "dim"), visible(sample.problem))
     answer = Text.assemble(("answer   ", "dim"), visible(sample.answer))
-    parts: list[RenderableType] = [head, about, problem, answer, Text()]
+    feedback = [Text.assemble(("feedback ", "dim"), visible(sample.feedback))] if sample.feedback else []
+    parts: list[RenderableType] = [head, about, problem, answer, *feedback, Text()]
     if sample.response_ids:
         parts += [legend(colouring), response_text(colouring)]
         if framed := framed_words(sample, "Underlined", policy):

@@ -165,6 +165,8 @@ def remarks(sample: SampleRecord) -> list[str]:
             found.append(f"{name} not shown: {len(numbers)} values for {tokens} tokens")
     if sample.advantage is not None:
         found.append(f"advantage {sample.advantage:+.3f}{group_words(sample)}")
+    if sample.reward is not None and not (sample.advantage is not None and group_words(sample)):
+        found.append(f"reward {sample.reward:g}")
     if sample.left_out is not None:
         found.append(f"not trained: {visible(sample.left_out)}")
     return found

@@ -29,10 +29,10 @@ from spot_async.types import (
     FloatArray,
     Generation,
     IntArray,
+    Judgement,
     Prompt,
     ScoredPositions,
     TokenScores,
-    Verdict,
     WeightVersion,
 )
 
@@ -118,7 +118,7 @@ class NotedStages:
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
         return await self._noted("probe", lambda stages: stages.probe(response_ids, position, candidate_id, n=n))
 
-    async def verify(self, response_ids: IntArray) -> Verdict:
+    async def verify(self, response_ids: IntArray) -> Judgement:
         return await self._noted("verify", lambda stages: stages.verify(response_ids))
 
     async def _noted(self, stage: str, ask: Callable[[PromptStages], Awaitable[T]]) -> T:
