@@ -182,6 +182,9 @@ def _check(value: Any) -> None:
             assert len(value.logprobs) == len(value.topk_ids) == len(value.entropy), "rows"
             assert (value.entropy_lower <= value.entropy_upper).all(), "bounds"
             assert np.isfinite(value.entropy).all(), "entropy"
+            if value.tail_logprobs is not None:
+                assert len(value.tail_logprobs) == len(value.logprobs), "rows"
+                assert (value.tail_logprobs <= 1e-3).all(), "tails"
         case ScoredPositions():
             _check_rows(value.topk_ids, value.topk_logprobs, 1)
         case np.ndarray():

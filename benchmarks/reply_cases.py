@@ -285,13 +285,14 @@ def local_cases(wire_: Wire, model: Path) -> Iterator[Case]:
     own = rows[np.arange(6), response]
     top = np.take_along_axis(rows, best, axis=1)
     entropy = -(np.exp(rows) * rows).sum(1)
+    tails = np.log1p(-np.exp(top).sum(1))
     generation = Generation(
         token_ids=response, logprobs=own, finish_reason="stop", version_spans=(VersionSpan(0, 6, V0),), topk_ids=best,
         topk_logprobs=top,
     )  # fmt: skip
     scores = TokenScores(
         logprobs=own, topk_ids=best, topk_logprobs=top, entropy=entropy, entropy_lower=entropy, entropy_upper=entropy,
-        version=V0,
+        version=V0, tail_logprobs=tails,
     )  # fmt: skip
     backend = LocalBackend(LocalBackend.Settings(), role="student", model=str(model), run_directory=model)
     reads = functools.partial(read_error, "server")

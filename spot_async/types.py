@@ -201,6 +201,9 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     # (T,) false where nothing is known, because a server that reads text tokenised it differently there. Such rows
     # hold finite placeholders that nobody may use. None: all rows are known.
     valid: BoolArray | None = None
+    # (T,) of all tokens outside the row's top-k together; minus infinity where there are none, or next to none. None:
+    # the server does not say. What the top-k's probabilities leave of 1 would be rounding where the model is sure.
+    tail_logprobs: FloatArray | None = None
 
 
 class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,6 +89,8 @@ def check_scores(reply: TokenScores, response_ids: IntArray, *, top_k: int, voca
     check_logprobs("logprobs", reply.logprobs, (count,), least=LEAST_NATS)
     ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size, valid)
     _check_agreement(response_ids[valid], reply.logprobs[valid], ids[valid], logprobs[valid])
+    if reply.tail_logprobs is not None:
+        _check_tails(reply.tail_logprobs, logprobs, valid)
     for name in ("entropy", "entropy_lower", "entropy_upper"):
         _check_entropy(name, getattr(reply, name), (count,), vocab_size)
     ordered = (reply.entropy_lower <= reply.entropy) & (reply.entropy <= reply.entropy_upper)
@@ -166,6 +168,18 @@ def _check_agreement(token_ids: IntArray, logprobs: FloatArray, topk_ids: IntArr
     off = np.where(named.any(axis=1), np.abs(logprobs - in_row), logprobs - topk_logprobs[:, -1])
     if (off > AGREEMENT_NATS).any():
         raise PoisonedReplyError(f"logprobs and topk_logprobs contradict each other at token {int(np.argmax(off))}")
+
+
+def _check_tails(tails: FloatArray, topk_logprobs: FloatArray, valid: BoolArray) -> None:
+    """Check that a row's top-k (T, K) and its tail (T,), which may be nothing, have all probability together."""
+    _check_shape("tail_logprobs", tails, (len(topk_logprobs),))
+    if tails.dtype.kind != "f":
+        raise PoisonedReplyError(f"tail_logprobs are {tails.dtype}, not floating point")
+    if not (tails <= LOGPROB_SLACK).all():  # false for NaN too
+        raise PoisonedReplyError(f"tail_logprobs hold {'NaN' if np.isnan(tails).any() else 'values above 0'}")
+    together = np.exp(topk_logprobs).sum(axis=1) + np.exp(tails)
+    if (np.abs(together - 1.0) > MASS_SLACK)[valid].any():
+        raise PoisonedReplyError("topk_logprobs and tail_logprobs hold a row of probabilities that are not 1 together")
 
 
 def _check_entropy(name: str, values: FloatArray, shape: tuple[int, ...], vocab_size: int) -> None:

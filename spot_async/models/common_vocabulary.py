@@ -64,7 +64,7 @@ class CommonVocabulary:
     def known_to_all(self, scores: TokenScores, top_k: int) -> TokenScores:
         """Return the scores with a top-k of ids that all models have. Top-k 0 is not filtered.
 
-        Positions that have too few such candidates are masked.
+        Positions that have too few such candidates are masked. All other ids belong to the tail, those left out too.
         """
         if self.limit is None or not top_k:
             return scores
@@ -76,7 +76,13 @@ class CommonVocabulary:
             topk_ids=np.where(known[:, None], ids[:, :top_k], np.arange(top_k)).astype(np.int32),
             topk_logprobs=logprobs[:, :top_k],
             valid=scores.valid if known.all() else known,
+            tail_logprobs=tails_with(scores.tail_logprobs, logprobs[:, top_k:]),
         )
+
+
+def tails_with(tails: FloatArray | None, cut: FloatArray) -> FloatArray | None:
+    """Return the tails (T,) of rows from whose top-k some tokens were cut, with log-probabilities `cut` (T, C)."""
+    return None if tails is None else np.logaddexp.reduce(np.column_stack([tails, cut]), axis=1)
 
 
 def known_positions(rows: ScoredPositions, limit: int) -> ScoredPositions:

@@ -259,11 +259,14 @@ def token_scores(
 def whole_scores(logprobs: Float64Array, response_ids: IntArray, top_k: int) -> TokenScores:
     """Make the scores of a response from the whole distribution of each of its tokens, `logprobs` (T, V)."""
     order = np.argsort(-logprobs, axis=-1)[:, :top_k]
+    others = logprobs.copy()
+    np.put_along_axis(others, order, -np.inf, axis=-1)
     return token_scores(
         logprobs[np.arange(len(response_ids)), response_ids],
         entropy=-(np.exp(logprobs) * logprobs).sum(-1),
         topk_ids=order,
         topk_logprobs=np.take_along_axis(logprobs, order, -1),
+        tail_logprobs=np.logaddexp.reduce(others, axis=-1).astype(np.float32),
     )
 
 

@@ -29,7 +29,7 @@ from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, Ru
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveStudent
 from spot_async.loop.resuming import Records
-from spot_async.models.common_vocabulary import EndTokens
+from spot_async.models.common_vocabulary import EndTokens, tails_with
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Trainer
 from spot_async.running.library import stages_for
@@ -268,8 +268,13 @@ class ScriptedStages:
         return self.response
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        narrow = {"topk_ids": self.scores.topk_ids[:, :top_k], "topk_logprobs": self.scores.topk_logprobs[:, :top_k]}
-        return msgspec.structs.replace(self.scores, **narrow)
+        logprobs = self.scores.topk_logprobs
+        return msgspec.structs.replace(
+            self.scores,
+            topk_ids=self.scores.topk_ids[:, :top_k],
+            topk_logprobs=logprobs[:, :top_k],
+            tail_logprobs=tails_with(self.scores.tail_logprobs, logprobs[:, top_k:]),
+        )
 
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
         return ScoredPositions(

@@ -177,11 +177,19 @@ def test_a_response_whose_last_allowed_token_is_a_stop_token_has_stopped() -> No
         ({"valid": np.array([True], np.bool_)}, "valid have shape"),
         ({"valid": np.array([1.0, 0.0], np.float32)}, "not true or false"),
         ({"logprobs": np.array([-0.5, -1.0], np.float32)}, "contradict each other at token 0"),
+        ({"tail_logprobs": np.array([-0.46], np.float32)}, "tail_logprobs have shape"),
+        ({"tail_logprobs": np.array([-1, 0], np.int32)}, "tail_logprobs are int32"),
+        ({"tail_logprobs": np.array([-0.46, np.nan], np.float32)}, "tail_logprobs hold NaN"),
+        ({"tail_logprobs": np.array([-0.46, 0.1], np.float32)}, "tail_logprobs hold values above 0"),
+        ({"tail_logprobs": np.array([-0.46, -0.6], np.float32)}, "probabilities that are not 1 together"),
+        ({"tail_logprobs": np.array([-np.inf, -0.46], np.float32)}, "probabilities that are not 1 together"),
     ],
 )
 def test_poisoned_scores_are_rejected(change: dict[str, object], message: str) -> None:
     honest = token_scores([-1.0, -1.0], topk_logprobs=-1.0, entropy=1.0)
     check_scores(honest, RESPONSE, top_k=1, vocab_size=VOCAB)
+    tailed = msgspec.structs.replace(honest, tail_logprobs=np.log1p(-np.exp(honest.topk_logprobs[:, 0])))
+    check_scores(tailed, RESPONSE, top_k=1, vocab_size=VOCAB)
     with pytest.raises(PoisonedReplyError, match=message):
         check_scores(msgspec.structs.replace(honest, **change), RESPONSE, top_k=1, vocab_size=VOCAB)
 

@@ -16,6 +16,7 @@ from spot_async.backends.shared.replies import bounded_scores
 from spot_async.models.common_vocabulary import CommonVocabulary, known_positions
 from spot_async.policies.truncated.certainty import Evidence
 from spot_async.policies.truncated.score_bounds import ScoreRule, TeacherRows, asked_student, score_bounds
+from spot_async.testing.services import whole_scores
 from spot_async.types import ScoredPositions, TokenScores, WeightVersion
 
 V0 = WeightVersion(0, 0)
@@ -87,6 +88,21 @@ async def test_a_position_that_shows_too_few_common_candidates_is_masked_and_nam
     asked: list[int] = []
     await known_to_all(scorer(dense, most=20, asked=asked), common, 0, 20)
     assert asked == [1]  # who wants no candidates misses none
+
+
+async def test_the_tail_has_all_tokens_but_the_candidates_also_those_that_are_left_out(heavy_tailed: Any) -> None:
+    common = CommonVocabulary({"student": 200, "teacher": 210})
+    dense, _ = hot(heavy_tailed, 12, 200, 10, slice(3))
+
+    async def ask(top_k: int) -> TokenScores:
+        return whole_scores(dense, np.zeros(12, np.int32), top_k)
+
+    scores = await known_to_all(ask, common, 16, 64)
+    outside = np.exp(dense)
+    np.put_along_axis(outside, scores.topk_ids.astype(np.int64), 0.0, axis=1)
+    np.testing.assert_allclose(scores.tail_logprobs, np.log(outside.sum(axis=1)), atol=1e-5)
+    ordinary = msgspec.structs.replace(await ask(16), tail_logprobs=None)
+    assert common.known_to_all(ordinary, 4).tail_logprobs is None  # nobody said it, and it is not made up
 
 
 @pytest.mark.parametrize("where", [slice(0), slice(None)])

@@ -12,19 +12,24 @@ from server_process import RunningServer
 
 # (backend, role, the fixture of its server) and what it does not offer.
 CASES = {
-    "vllm": ("vllm", "student", "vllm_student", set()),
-    "vllm_v2": ("vllm", "student", "short_vllm_v2", set()),
-    "vllm as teacher": ("vllm", "teacher", "vllm_student", {"refused_snapshot", "weight_update", "update_under_way"}),
+    "vllm": ("vllm", "student", "vllm_student", {"score_tail"}),
+    "vllm_v2": ("vllm", "student", "short_vllm_v2", {"score_tail"}),
+    "vllm as teacher": (
+        "vllm",
+        "teacher",
+        "vllm_student",
+        {"score_tail", "refused_snapshot", "weight_update", "update_under_way"},
+    ),
     "openai": (
         "openai",
         "teacher",
         "vllm_student",
         {
-            *("position_scores", "candidates", "candidate_temperature", "candidate_version", "abort"),
+            *("score_tail", "position_scores", "candidates", "candidate_temperature", "candidate_version", "abort"),
             *("refused_snapshot", "weight_update", "update_under_way"),
         },
     ),
-    "sglang": ("sglang", "student", "sglang_student", {"seeds"}),
+    "sglang": ("sglang", "student", "sglang_student", {"score_tail", "seeds"}),
 }
 
 

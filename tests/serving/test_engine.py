@@ -22,7 +22,7 @@ from engine_requests import (
 
 from spot_async.errors import VersionMismatchError
 from spot_async.serving.engine.fused import FusedModel, fused
-from spot_async.serving.engine.logits import sample
+from spot_async.serving.engine.logits import sample, score_rows
 from spot_async.serving.engine.model import load_model
 from spot_async.serving.settings import EngineSettings
 from spot_async.types import WeightVersion
@@ -144,6 +144,48 @@ def test_scores_are_those_of_the_dense_distribution(
         )
         np.testing.assert_allclose(scores.entropy, -(np.exp(dense) * dense).sum(-1), atol=1e-4)
         np.testing.assert_array_equal(scores.entropy_lower, scores.entropy_upper)
+        np.testing.assert_allclose(scores.tail_logprobs, tails(dense, scores.topk_ids), atol=1e-4)
+
+
+def tails(dense: np.ndarray, topk_ids: np.ndarray) -> np.ndarray:
+    """Return log-probabilities (T,) of all tokens outside of a top-k (T, K), by their sum over whole rows (T, V)."""
+    outside = np.ones(dense.shape, np.bool_)
+    np.put_along_axis(outside, topk_ids.astype(int), False, axis=1)
+    with np.errstate(divide="ignore"):
+        return np.log((np.exp(dense) * outside).sum(axis=1))
+
+
+@pytest.mark.parametrize("tail", [1e-2, 1e-6, 1e-8, 1e-30])
+@pytest.mark.parametrize("top_k", [1, 16])
+def test_the_tail_is_exact_however_sure_the_model_is(tail: float, top_k: int) -> None:
+    draw = np.random.default_rng(0)
+    rows = np.full((40, 1000), 0.0)
+    rows[:, :top_k] = np.log(draw.dirichlet(np.ones(top_k), 40) * (1 - tail) * 0.8 + (1 - tail) * 0.2 / top_k)
+    rows[:, top_k:] = np.log(draw.dirichlet(np.ones(1000 - top_k), 40) * tail * 0.9 + tail * 0.1 / 1000)
+    logits = torch.from_numpy((rows + draw.uniform(-30, 30, (40, 1))).astype(np.float32))
+    scores = score_rows(
+        lambda hidden: hidden, logits, torch.zeros(40).long(), top_k=top_k, temperature=1.0, chunk_rows=7
+    )
+    assert scores.tail_logprobs is not None
+    exact = tails(logits.double().log_softmax(-1).numpy(), scores.topk_ids.numpy())
+    np.testing.assert_allclose(scores.tail_logprobs.numpy(), exact, atol=1e-5)
+    with np.errstate(divide="ignore", invalid="ignore"):  # what it would be without
+        rest = np.log1p(-np.exp(scores.topk_logprobs.double().numpy()).sum(axis=1))
+    assert tail > 1e-6 or not np.abs(rest - exact).max() < 0.01
+
+
+def test_a_very_sure_model_sends_its_tail_too(random_architecture: Models, engine_for: Engines) -> None:
+    directory, temperature = random_architecture(), 0.1
+    engine, (prompt,), (response,) = engine_for(directory), prompts([12]), prompts([60], seed=1)
+    tasks = [submit(engine, score_request(prompt, response, temperature=temperature, top_k=k)) for k in (0, 5, VOCAB)]
+    finish(engine)
+    none, some, every = (task.future.result(timeout=0).tail_logprobs for task in tasks)
+    dense = dense_logprobs(directory, prompt, response, temperature)
+    exact = tails(dense, tasks[1].future.result(timeout=0).topk_ids)
+    assert (exact < np.log(1e-6)).sum() > 5
+    np.testing.assert_allclose(some, exact, atol=1e-3)  # logits ten times as large, and so is their rounding
+    assert none is None  # nothing was asked for that it could be outside of
+    assert (every == -np.inf).all()
 
 
 def test_scores_do_not_depend_on_what_is_scored_beside_them(random_architecture: Models, engine_for: Engines) -> None:
@@ -158,7 +200,7 @@ def test_scores_do_not_depend_on_what_is_scored_beside_them(random_architecture:
         if engine is together:
             expected = results
     for one, other in zip(expected, results, strict=True):
-        for name in ("logprobs", "topk_ids", "topk_logprobs", "entropy"):
+        for name in ("logprobs", "topk_ids", "topk_logprobs", "entropy", "tail_logprobs"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 

@@ -45,12 +45,19 @@ def scores(seed=0, tokens=5):
         entropy_upper=entropy + 0.5,
         version=WeightVersion(0, 0),
         valid=np.arange(tokens) > 0,
+        tail_logprobs=-draw.random(tokens, dtype=np.float32),
     )
 
 
 def assert_same(one, other):
     for name in TokenScores.__struct_fields__:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def as_of_old(kept):
+    """Return scores as they were written before they had tails."""
+    fields = [name for name in TokenScores.__struct_fields__ if name != "tail_logprobs"]
+    return msgspec.defstruct("Old", fields)(*(getattr(kept, name) for name in fields))
 
 
 async def never():
@@ -78,6 +85,9 @@ def test_an_entry_comes_back_as_it_was_in_a_later_run(tmp_path):
         async with ScoreCache(tmp_path / "c") as cache:
             assert_same(await cache.fetch(digest("k"), TokenScores, never, what="it"), kept)
             assert (cache.counters.hits, cache.counters.misses) == (1, 0)
+            await cache.put(digest("old"), as_of_old(kept))
+            old = await cache.fetch(digest("old"), TokenScores, never, what="it")
+            assert_same(old, msgspec.structs.replace(kept, tail_logprobs=None))
             assert cache.size_bytes > 0
 
     asyncio.run(run())

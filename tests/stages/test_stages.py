@@ -191,6 +191,23 @@ async def test_end_tokens_are_summed_only_where_the_students_was_replaced(respon
     assert len({*cache.keys}) == (1 if asked is None else 2)  # a kept score is one or the other
 
 
+async def test_the_tail_of_a_row_stays_what_is_left_of_it_where_ends_are_swapped_and_summed():
+    class Sending(Recorder):
+        async def score(self, request, *, top_k):
+            scores = await super().score(request, top_k=top_k)
+            logprobs = np.log(np.array([[0.5, 0.25, 0.125]] * len(scores.logprobs), np.float32))
+            tails = np.full(len(logprobs), np.log(0.125), np.float32)
+            return msgspec.structs.replace(scores, topk_logprobs=logprobs, tail_logprobs=tails)
+
+        async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
+            return np.full(candidate_ids.shape, np.log(0.125), np.float32)
+
+    stages = bound(Sending(), student_ends=(1,), teacher_ends=(2, 8), end_token="sum")
+    scores = await stages.score(RESPONSE, top_k=3)
+    assert scores.topk_ids[-1].tolist() == [6, 1, 2]
+    np.testing.assert_allclose(np.exp(scores.topk_logprobs).sum(axis=1) + np.exp(scores.tail_logprobs), 1.0)
+
+
 async def test_the_teachers_end_token_among_candidates_stands_for_the_students():
     recorder = Recorder()
     scores = await bound(recorder, student_ends=(1,), teacher_ends=(2, 1)).score(RESPONSE, top_k=3)

@@ -324,7 +324,8 @@ class Engine:
             temperature=request.temperature,
             chunk_rows=self._chunk_rows,
         )
-        logprobs, topk_ids, topk_logprobs, entropy = (part.numpy(force=True) for part in scores)
+        logprobs, topk_ids, topk_logprobs, entropy = (part.numpy(force=True) for part in scores[:4])
+        tails = None if scores.tail_logprobs is None else scores.tail_logprobs.numpy(force=True)
         topk_ids = topk_ids.astype(np.int32)
         end = 0
         for task in group:
@@ -337,6 +338,7 @@ class Engine:
                 entropy_lower=entropy[start:end],
                 entropy_upper=entropy[start:end],
                 version=self._version_of(task),
+                tail_logprobs=None if tails is None else tails[start:end],
             )
             self._answer_finite(task, reply, logprobs[start:end])
 

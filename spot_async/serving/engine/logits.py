@@ -94,20 +94,33 @@ class RowScores(NamedTuple):
     topk_ids: torch.Tensor  # (R, K)
     topk_logprobs: torch.Tensor  # (R, K)
     entropy: torch.Tensor  # (R,) nats, exact
+    tail_logprobs: torch.Tensor | None  # (R,) of all tokens outside the top-k together; None for a top-k of 0
 
 
 def score_rows(
     head: Head, hidden: torch.Tensor, targets: torch.Tensor, *, top_k: int, temperature: float, chunk_rows: int
 ) -> RowScores:
     """Return scores of hidden (R, D) for targets (R,). R is at least 1."""
-    parts = []
+    parts, tails = [], []
     for rows, logits in _logit_chunks(head, hidden, temperature, chunk_rows):
-        logprobs = logits.log_softmax(-1)
+        logprobs, probabilities = logits.log_softmax(-1), logits.softmax(-1)
         best = logprobs.topk(top_k, dim=-1)
         chosen = logprobs.gather(-1, targets[rows, None])[:, 0]
         finite = logprobs.clamp(min=torch.finfo(logprobs.dtype).min)  # so that 0 * -inf adds 0 and not NaN
-        parts.append((chosen, best.indices, best.values, -(logits.softmax(-1) * finite).sum(-1)))
-    return RowScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        parts.append((chosen, best.indices, best.values, -(probabilities * finite).sum(-1)))
+        if top_k:
+            tails.append(tail_logprobs(probabilities, best.indices))
+    chosen, topk_ids, topk_logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+    return RowScores(chosen, topk_ids, topk_logprobs, entropy, torch.cat(tails) if tails else None)
+
+
+def tail_logprobs(probabilities: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities (R,) of all tokens outside a top-k (R, K) together. Overwrites `probabilities` (R, V).
+
+    They are summed: what the top-k leaves of 1 would be rounding where it is nearly all.
+    """
+    others = probabilities.scatter_(-1, topk_ids, 0.0).sum(-1)
+    return others.double().log().float()  # the rounding of float32's log may depend on the place in the array
 
 
 def candidate_rows(

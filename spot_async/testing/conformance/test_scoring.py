@@ -84,6 +84,20 @@ async def test_score_top_k(subject: Subject) -> Finding:
 
 
 @check(SCORES, after=["score_parity"])
+async def test_score_tail(subject: Subject) -> Finding:
+    """The tail of a row, where it is served, is the probability of all tokens outside of its top-K."""
+    nats = 0.0
+    for _, scores, exact in await _score(subject):
+        if scores.tail_logprobs is None or subject.score_top_k == subject.capabilities.vocab_size:
+            raise not_offered("no tails of rows")
+        here, others = known(scores), exact.copy()
+        np.put_along_axis(others, scores.topk_ids.astype(np.int64), -np.inf, axis=1)
+        nats = max(nats, largest(scores.tail_logprobs[here], np.logaddexp.reduce(others, axis=1)[here]))
+    require_close(nats, subject.tolerance_nats, "log-probabilities of the tokens outside of the top-K")
+    return Finding(f"outside of the top-{subject.score_top_k}", nats)
+
+
+@check(SCORES, after=["score_parity"])
 async def test_score_entropy(subject: Subject) -> Finding:
     """The bounds hold the exact entropy, and are equal to it if the capabilities call it exact."""
     outside, width, nats = 0.0, 0.0, 0.0
