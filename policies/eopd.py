@@ -44,7 +44,7 @@ class EopdPolicy:
             teacher_top_k=settings.top_k,
             teacher_top_k_key="top_k",
             outcomes=False,
-            soft_target_bytes_per_token=12 + 8 * settings.top_k,
+            term_bytes_per_token=12 + 8 * settings.top_k,
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:

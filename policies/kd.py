@@ -78,9 +78,10 @@ class KdPolicy:
         self.needs = PolicyNeeds(
             teacher_top_k=self._top_k if asks_teacher else 0,
             teacher_top_k_key="top_k",
-            teacher_responses=asks_teacher,
+            rollouts_per_prompt=0,
+            teacher_responses=int(asks_teacher),
             outcomes=False,
-            soft_target_bytes_per_token=12 + 8 * (1 + self._top_k),
+            term_bytes_per_token=12 + 8 * (1 + self._top_k),
         )
 
     def check(self, prompts: Iterable[Prompt]) -> None:

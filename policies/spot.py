@@ -125,7 +125,7 @@ class SpotPolicy:
             teacher_top_k_key="score_top_k" if probing else None,
             outcomes=settings.verifier_guidance,
             probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
-            soft_target_bytes=settings.positions * (8 + 8 * settings.probe_top_k),
+            term_bytes=settings.positions * (8 + 8 * settings.probe_top_k),
             record_bytes=settings.positions
             * (BRANCH_BYTES + settings.probe_top_k * (CANDIDATE_BYTES + self._probes * CONTINUATION_BYTES)),
         )

@@ -19,6 +19,7 @@
     ├── TrainerError               the run stops: read the message
     │   └── TrainerLostError       the run goes back to its newest checkpoint with another trainer
     ├── PluginError                the run stops: correct the policy or verifier
+    │   └── ContractError          likewise: correct what the policy asks of its stages, or says of itself
     ├── ReplayMissError            the run stops: fill the cache with a teacher
     ├── StalledError               the run stops: read the watchdog's report (exit code 3)
     └── BudgetSpentError           the run ends early with all that is finished (exit code 4)
@@ -209,6 +210,10 @@ class PluginError(SpotError):
 
     `__cause__` is what it raised. The trace is in the run's log.
     """
+
+
+class ContractError(PluginError):
+    """A policy asked for more than its needs state, or gave a field by a name that it had before."""
 
 
 class ReplayMissError(SpotError):

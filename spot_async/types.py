@@ -15,15 +15,16 @@ Conventions, everywhere in this package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from spot_async.config import SamplingConfig
+from spot_async.errors import ContractError
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -33,6 +34,17 @@ Float64Array = npt.NDArray[np.float64]  # for computing
 
 FinishReason = Literal["stop", "length"]
 LARGEST_REWARD = 1e30  # squares of such numbers, and sums of them, are still finite
+
+
+class Renamed(msgspec.StructMeta):
+    """Makes structs that answer a field's old name with the new one, as their `renamed` says."""
+
+    renamed: Mapping[str, str]
+
+    def __call__(cls, *values: Any, **fields: Any) -> Any:
+        if old := fields.keys() & cls.renamed.keys():
+            raise ContractError("; ".join(f"{cls.__name__}.{name} is now {cls.renamed[name]}" for name in sorted(old)))
+        return super().__call__(*values, **fields)
 
 
 class WeightVersion(NamedTuple):
@@ -269,27 +281,38 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     record: dict[str, Any]
 
 
-class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     """What a policy needs from the backends. Checked against their `Capabilities` before the first request."""
+
+    renamed: ClassVar = {
+        "soft_target_bytes": "term_bytes",
+        "soft_target_bytes_per_token": "term_bytes_per_token",
+    }
 
     teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing
     teacher_top_k_key: str | None = None  # the key of `policy` that sets it
-    teacher_responses: bool = False  # the teacher writes its own responses
+    teacher_candidates: bool = False  # the teacher's log-probabilities of tokens that the policy chooses
+    teacher_prompt_tokens: int = 0  # of the longest prompt that the policy makes for the teacher
     reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False
     candidate_logprobs: bool = False
     outcomes: bool = True  # it learns from whether responses are right, so problems must have answers
+    # The most requests of one prompt at the same time. Its stages refuse the first one above.
+    rollouts_per_prompt: int | None = None  # None: one for each trajectory; 0: the student writes nothing
+    scores_per_prompt: int | None = None  # None: one for each trajectory
+    probes_per_prompt: int = 0
+    teacher_responses: int = 0  # that the teacher writes
+    rounds: int = 1  # how often a prompt goes through its stages, one time after the other, at most
     # Upper limits, by which room is reserved when a prompt is admitted.
     samples_per_prompt: int = 1  # trajectories
-    probes_per_prompt: int = 0
-    soft_target_bytes: int = 0  # on the wire, per trajectory
-    soft_target_bytes_per_token: int = 0  # on the wire, per response token
+    term_bytes: int = 0  # of pulls and soft targets on the wire, per trajectory
+    term_bytes_per_token: int = 0  # likewise, per response token
     record_bytes: int = 0  # per trajectory: its record without texts and per-token values
 
     @property
     def teacher(self) -> bool:
         """Whether a teacher must be served at all."""
-        return self.teacher_top_k > 0 or self.teacher_responses
+        return self.teacher_top_k > 0 or self.teacher_responses > 0 or self.teacher_candidates
 
 
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,16 +26,16 @@ def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: Policy
     Only texts can be larger, since nothing bounds the characters of a token or of a verifier's feedback. `held_bytes`
     counts what they really take.
     """
-    per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.soft_target_bytes_per_token
+    per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.term_bytes_per_token
     texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens
-    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.soft_target_bytes + needs.record_bytes
+    trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.term_bytes + needs.record_bytes
     return needs.samples_per_prompt * (trajectory + texts + BYTES_PER_SAMPLE)
 
 
 def payload_bytes(prompt_tokens: float, response_tokens: float, needs: PolicyNeeds) -> float:
     """Return the bytes of one prompt's supervision, which the trainer is sent."""
-    per_token = BYTES_PER_RESPONSE_TOKEN + needs.soft_target_bytes_per_token
-    trajectory = 4 * prompt_tokens + per_token * response_tokens + needs.soft_target_bytes
+    per_token = BYTES_PER_RESPONSE_TOKEN + needs.term_bytes_per_token
+    trajectory = 4 * prompt_tokens + per_token * response_tokens + needs.term_bytes
     return needs.samples_per_prompt * trajectory
 
 

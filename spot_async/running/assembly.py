@@ -43,8 +43,10 @@ def make_stages(
     verifier: Verifier,
     retry: Callable[[int], RetryPolicy] = RetryPolicy,
     events: Channel | None = None,
+    *,
+    bounds_prompts: bool = True,
 ) -> Stages:
-    """Make the stages of a run whose servers have answered."""
+    """Make the stages of a run whose servers have answered. The last argument is `StagesSettings.bounds_prompts`."""
     # The student's backend is then a `BaseScorer`: the plan has seen to that.
     reference: Any = services.student if plan.reference_is_base else services.reference
     asked = Services(
@@ -64,6 +66,7 @@ def make_stages(
         sampling=config.sampling,
         seed=config.run.seed,
         max_prompts=config.queue_capacity_prompts,
+        bounds_prompts=bounds_prompts,
         weights_may_change=config.max_staleness > 0,
         retry=retry,
     )

@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 from spot_async.base.retry import VERIFY_ATTEMPTS
 from spot_async.base.tasks import error_words, leaves
 from spot_async.base.waiting_room import Priority
-from spot_async.errors import ConfigError, DeadlineExceededError, PluginError, PoisonedReplyError, SpotError
+from spot_async.errors import (
+    ConfigError,
+    ContractError,
+    DeadlineExceededError,
+    PluginError,
+    PoisonedReplyError,
+    SpotError,
+)
 from spot_async.protocols import Policy, PromptStages, Verifier
 from spot_async.stages.stage import Stage
 from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, Sample, Supervision, Verdict
@@ -41,12 +48,16 @@ def check_policy(policy: Any, kind: str) -> None:
 async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
     """Return the samples that the policy makes of the prompt. Failed requests are raised as they are.
 
-    Raise PluginError if the policy returns anything but a list of samples, or raises an exception by itself.
+    Raise PluginError if the policy asks for more than its needs state, returns anything but a list of samples, or
+    raises an exception by itself.
     """
     name = f"policy {type(policy).__name__}.supervise"
     try:
         samples = await _awaitable(name, policy.supervise(prompt, stages))
     except Exception as error:
+        for leaf in leaves(error):
+            if isinstance(leaf, ContractError):
+                raise PluginError(f"{name}: {leaf}{_place(policy, leaf)}") from leaf
         _check_fault(policy, name, error)
         raise
     if not isinstance(samples, Sequence):

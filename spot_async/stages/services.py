@@ -16,7 +16,7 @@ from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.spending.teacher_cache import KeptScores
-from spot_async.types import Capabilities
+from spot_async.types import Capabilities, PolicyNeeds
 
 # The role whose servers answer a stage's requests.
 STAGE_SERVERS = {
@@ -30,16 +30,30 @@ STAGE_SERVERS = {
 }
 
 
-def requests_per_prompt(*, samples: int, probes: int) -> dict[str, int]:
-    """Return the most requests that a prompt with so many responses and probes makes of each stage."""
+# The field of `PolicyNeeds` that allows a stage more requests.
+STATED_BY = {
+    "rollout": "rollouts_per_prompt",
+    "score": "scores_per_prompt",
+    "candidates": "rollouts_per_prompt",
+    "probe": "probes_per_prompt",
+    "verify": "rollouts_per_prompt",
+    "teacher_response": "teacher_responses",
+    "reference": "rollouts_per_prompt",
+}
+
+
+def requests_per_prompt(needs: PolicyNeeds) -> dict[str, int]:
+    """Return the most requests that a prompt has at each stage at the same time."""
+    samples, rollouts, scores = needs.samples_per_prompt, needs.rollouts_per_prompt, needs.scores_per_prompt
+    responses = max(samples, rollouts or 0)
     return {
-        "rollout": samples,
-        "score": samples,
-        "candidates": samples,
-        "probe": probes,
-        "verify": samples + probes,
-        "teacher_response": 1,
-        "reference": samples,
+        "rollout": samples if rollouts is None else rollouts,
+        "score": samples if scores is None else scores,
+        "candidates": responses,
+        "probe": needs.probes_per_prompt,
+        "verify": responses + needs.teacher_responses + needs.probes_per_prompt,
+        "teacher_response": needs.teacher_responses,
+        "reference": responses,
     }
 
 
@@ -72,6 +86,7 @@ class StagesSettings:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0  # this and the prompt's ordinal decide what is sampled
     max_prompts: int = 1024  # the most that are supervised at once
+    bounds_prompts: bool = True  # by what the policy's needs state; false where one prompt stands for several
     # The student may get new weights while a prompt is under way. So candidates are asked of the weights that its
     # servers hold then, and deadlines are put off while they load.
     weights_may_change: bool = False

@@ -23,7 +23,14 @@ from spot_async.base.events import Channel
 from spot_async.base.retry import RETRY_AFTER_SPREAD, RetryPolicy
 from spot_async.base.text import shortened
 from spot_async.base.waiting_room import Priority, WaitingRoom
-from spot_async.errors import LONGEST_PAUSE_S, DeadlineExceededError, FailureClass, RequestError, ThrottledError
+from spot_async.errors import (
+    LONGEST_PAUSE_S,
+    ContractError,
+    DeadlineExceededError,
+    FailureClass,
+    RequestError,
+    ThrottledError,
+)
 from spot_async.replicas.leasing import Errand, Lease, ServicePool
 from spot_async.stages.events import AttemptFailed, RequestAsked, RequestEnded
 
@@ -113,6 +120,8 @@ class StageLimits:
     attempt_timeout_s: float | None = None  # None: as long as all
     retry: RetryPolicy
     waiting_capacity: int
+    requests_per_prompt: int | None = None  # at the same time; None: any number
+    stated_by: str = ""  # the field of `PolicyNeeds` that states it
     # For how long a server may stand still for new weights while it has a request. Servers are told a deadline that is
     # later by this, since it cannot be put off. The stage itself keeps to the right one.
     longest_standstill_s: float = 0.0
@@ -185,6 +194,7 @@ class Stage(Generic[S]):
         self.open: dict[OpenRequest, None] = {}  # waiting or in flight, in the order in which they were asked
         self._pool = pool
         self._askers: Counter[int] = Counter()  # how many requests each prompt has here
+        self._limits = limits
         self._timeout_s = limits.timeout_s
         self._attempt_timeout_s = limits.timeout_s if limits.attempt_timeout_s is None else limits.attempt_timeout_s
         self._answered_s = float("-inf")  # when it had its newest answer
@@ -233,8 +243,10 @@ class Stage(Generic[S]):
         * `work`: returns the tokens that a result amounts to, where that can be less than `tokens`.
         * `kind`: set where a stage has unlike requests, since latencies are compared only within a kind.
 
-        Raise the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline.
+        Raise the request's own error once its retries are used up, and `DeadlineExceededError` at the deadline. Raise
+        `ContractError` for one request more than a prompt may have at the same time.
         """
+        self._check_count(priority[0])
         asked_s = asyncio.get_running_loop().time()
         self._events.publish(RequestAsked(asked_s))
         pending = OpenRequest(self.name, priority, session, tokens, kind, asked_s=asked_s)
@@ -268,6 +280,14 @@ class Stage(Generic[S]):
         if work is not None:
             self.counters.work += pending.work
         return result
+
+    def _check_count(self, prompt: int) -> None:
+        most = self._limits.requests_per_prompt
+        if most is not None and self._askers[prompt] >= most:
+            raise ContractError(
+                f"the policy asks {self.name} for {most + 1} answers of a prompt at once, and its needs state {most}: "
+                f"set PolicyNeeds.{self._limits.stated_by} to what it asks for, or see that each request ends"
+            )
 
     def _open(self, pending: OpenRequest) -> None:
         self.open[pending] = None

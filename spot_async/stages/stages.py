@@ -20,14 +20,14 @@ from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
 from spot_async.base.waiting_room import Priority
 from spot_async.config import StageConfig
-from spot_async.errors import PermanentError
+from spot_async.errors import ContractError, PermanentError
 from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import EndTokens, known_positions, with_summed_last
 from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
-from spot_async.stages.services import STAGE_SERVERS, Services, StagesSettings, requests_per_prompt
+from spot_async.stages.services import STAGE_SERVERS, STATED_BY, Services, StagesSettings, requests_per_prompt
 from spot_async.stages.stage import Stage, StageLimits, UpdatePause
 from spot_async.types import (
     Capabilities,
@@ -66,7 +66,7 @@ class Stages:
         jitter = random.Random(derive_seed(settings.seed, "retry jitter")).random
 
         standstill_s = WEIGHT_UPDATE_TIMEOUT_S if settings.weights_may_change else 0.0
-        requests = requests_per_prompt(samples=needs.samples_per_prompt, probes=max(1, needs.probes_per_prompt))
+        requests = requests_per_prompt(needs)
 
         def stage(name: str, service: S | ServicePool[S], config: StageConfig) -> Stage[S]:
             is_students = STAGE_SERVERS[name] == "student" or (name == "reference" and services.reference_is_base)
@@ -76,6 +76,8 @@ class Stages:
                 attempt_timeout_s=config.attempt_timeout_s,
                 retry=settings.retry(config.attempts),
                 waiting_capacity=settings.max_prompts * requests[name],
+                requests_per_prompt=requests[name] if settings.bounds_prompts else None,
+                stated_by=STATED_BY[name],
                 longest_standstill_s=standstill_s if is_students else 0.0,
             )
             pause = self.student_pause if is_students else None
@@ -307,15 +309,15 @@ class BoundStages:
 
 
 def _given(stage: Stage[T | None], service: object, need: str) -> Stage[T]:
-    """Return a stage that only some policies use. Raise LookupError if the policy's needs do not state it: a bug."""
+    """Return a stage that only some policies use. Raise ContractError if the policy's needs do not state it."""
     if service is None:
-        raise LookupError(f"the policy asks for what its needs do not state: {need}")
+        raise ContractError(f"the policy asks for what its needs do not state: {need}")
     return cast("Stage[T]", stage)
 
 
 def _scoring_positions(scorer: Scorer) -> PositionScorer:
     if not isinstance(scorer, PositionScorer):
-        raise LookupError("the policy asks the teacher for single positions, which its backend does not offer")
+        raise ContractError("the policy asks the teacher for single positions, which its backend does not offer")
     return scorer
 
 

@@ -195,15 +195,19 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
 def _prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
     """Return the deadlines that one prompt may use up one after the other, in seconds, by the key that sets each."""
     used = {
-        "rollout": True,
-        "teacher_response": needs.teacher_responses,
+        "rollout": needs.rollouts_per_prompt != 0,
+        "teacher_response": needs.teacher_responses > 0,
         "score": needs.teacher_top_k > 0,
         "reference": needs.reference,
         "candidates": needs.candidate_logprobs or needs.probes_per_prompt > 0,
         "probe": needs.probes_per_prompt > 0,
     }
-    chain = {f"stages.{name}.timeout_s": getattr(stages, name).timeout_s for name, is_used in used.items() if is_used}
-    return chain | {f"{VERIFY_ATTEMPTS} x stages.verify.timeout_s": VERIFY_ATTEMPTS * stages.verify.timeout_s}
+    times = {name: needs.rounds for name, is_used in used.items() if is_used}
+    times["verify"] = VERIFY_ATTEMPTS * needs.rounds
+    return {
+        f"{number} x stages.{name}.timeout_s".removeprefix("1 x "): number * getattr(stages, name).timeout_s
+        for name, number in times.items()
+    }
 
 
 def start_timeouts(tree: Any) -> Iterator[float]:

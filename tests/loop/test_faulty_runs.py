@@ -147,7 +147,7 @@ def forget_to_close_requests(monkeypatch):
         ("I2", forget_which_weights_sampled_which_tokens),
         ("supervision of .* too old", take_a_returning_server_as_up_to_date),
         ("I7", prune_weights_that_are_served),
-        ("I8", forget_to_close_requests),
+        ("policy .* asks .* or see that each request ends", forget_to_close_requests),
     ],
 )
 def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch):

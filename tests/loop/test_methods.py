@@ -176,7 +176,7 @@ def test_room_is_reserved_for_every_sample_and_every_soft_target():
             if (targets := sample.soft_targets) is not None:
                 arrays = [getattr(targets, name) for name in targets.__struct_fields__]
                 needs, tokens = policy.needs, len(sample.response_ids)
-                reserved = needs.soft_target_bytes + tokens * needs.soft_target_bytes_per_token
+                reserved = needs.term_bytes + tokens * needs.term_bytes_per_token
                 assert sum(array.nbytes for array in arrays if array is not None) <= reserved
             longest = max(len(s.response_ids) for s in trained if s.prompt_ordinal == sample.prompt_ordinal)
             bound = worst_case_bytes(len(sample.prompt_ids), longest, policy.needs)

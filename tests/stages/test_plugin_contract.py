@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from spot_async.base.tasks import both, leaves, root_cause
+from spot_async.base.tasks import both, gather, leaves, root_cause
 from spot_async.errors import ConfigError, PluginError
 from spot_async.policies.opd import OpdPolicy
 from spot_async.stages.plugin_contract import check_policy
@@ -114,6 +114,36 @@ def test_what_breaks_the_contract_is_one_line_and_a_trace_in_the_log(
     assert said in str(cause)
     assert "\n" not in str(cause)
     assert "Traceback" in log.read_text()
+
+
+class ScoresSixTimes(Theirs):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        samples = await OpdPolicy.supervise(self, prompt, stages)
+        response_ids = samples[0].supervision.response_ids
+        await gather(stages.score(response_ids, top_k=1) for _ in range(6))
+        return samples
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_policy_that_asks_for_more_at_once_than_its_needs_state_is_told_at_its_first_prompt(staleness: int) -> None:
+    policy = ScoresSixTimes()
+    with pytest.raises(ExceptionGroup) as caught:
+        simulated_run(policy, iterations=2, max_staleness=staleness)
+    cause = root_cause(caught.value)
+    assert isinstance(cause, PluginError)
+    assert str(cause).startswith(
+        "policy ScoresSixTimes.supervise: the policy asks score for 2 answers of a prompt at once, and its needs state "
+        "1: set PolicyNeeds.scores_per_prompt to what it asks for"
+    )
+    assert f", at {__file__}:" in str(cause)
+    policy.needs = msgspec.structs.replace(policy.needs, scores_per_prompt=6)
+    assert len(simulated_run(policy, iterations=2, max_staleness=staleness).batches) == 2
+
+
+@pytest.mark.parametrize("old", ["soft_target_bytes", "soft_target_bytes_per_token"])
+def test_a_need_by_its_old_name_is_answered_with_the_new_one(old: str) -> None:
+    with pytest.raises(PluginError, match=f"PolicyNeeds.{old} is now {old.replace('soft_target', 'term')}"):
+        PolicyNeeds(**{old: 8})
 
 
 def test_wrong_supervision_of_our_own_policies_stays_a_bug_with_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from spot_async.base.retry import POISONED_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import gather, root_cause
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
-from spot_async.errors import DeadlineExceededError, PermanentError, PoisonedReplyError
-from spot_async.stages.services import Services, StagesSettings
+from spot_async.errors import DeadlineExceededError, PermanentError, PluginError, PoisonedReplyError
+from spot_async.stages.services import Services, StagesSettings, requests_per_prompt
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
 from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, ScoredPositions, Verdict, WeightVersion
@@ -320,8 +321,39 @@ async def test_a_reference_that_left_positions_out_is_refused():
 
 
 async def test_asking_for_what_the_needs_did_not_state_is_an_error():
-    with pytest.raises(LookupError, match="teacher_responses"):
+    with pytest.raises(PluginError, match="teacher_responses"):
         await bound(Recorder()).teacher_response()
+
+
+async def test_a_prompt_has_no_more_requests_at_a_stage_than_the_needs_state_and_as_many_again_once_they_ended():
+    class Slow(Recorder):
+        async def generate(self, *arguments, **settings):
+            await asyncio.sleep(0)
+            return await super().generate(*arguments, **settings)
+
+    recorder = Slow()
+    stages = bound(recorder)  # eight probes
+    for _ in range(2):
+        await gather(stages.probe(RESPONSE, 2, 11, n=n) for n in range(8))
+    with pytest.raises(ExceptionGroup) as caught:
+        await gather(stages.probe(RESPONSE, 2, 11, n=n) for n in range(9))
+    assert "asks probe for 9 answers of a prompt at once, and its needs state 8: set PolicyNeeds.probes_per" in str(
+        root_cause(caught.value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ({}, {"rollout": 1, "score": 1, "candidates": 1, "probe": 0, "verify": 1, "teacher_response": 0}),
+        ({"samples_per_prompt": 4, "probes_per_prompt": 2}, {"rollout": 4, "score": 4, "probe": 2, "verify": 6}),
+        ({"rollouts_per_prompt": 8, "scores_per_prompt": 3}, {"rollout": 8, "score": 3, "verify": 8, "reference": 8}),
+        ({"rollouts_per_prompt": 0, "teacher_responses": True}, {"rollout": 0, "teacher_response": 1, "verify": 2}),
+    ],
+)
+def test_needs_state_how_many_requests_a_prompt_has_at_each_stage(needs, expected):
+    found = requests_per_prompt(PolicyNeeds(**needs))
+    assert {stage: found[stage] for stage in expected} == expected
 
 
 async def test_single_positions_are_scored_as_whole_responses_are_end_tokens_and_temperature_included():
@@ -338,7 +370,7 @@ async def test_a_teacher_without_single_positions_is_not_asked_for_any():
         score = Recorder.score
 
     stages = bound(Recorder(), scorer=Plain())
-    with pytest.raises(LookupError, match="single positions"):
+    with pytest.raises(PluginError, match="single positions"):
         await stages.score_at(RESPONSE, np.array([0]), top_k=3)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +16,7 @@ from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.tools.check.requirements import requirements, tokens
+from spot_async.types import PolicyNeeds
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -72,6 +75,20 @@ def test_kd_pays_for_each_problem_once_and_for_writing():
     (teacher,) = endpoints(config, plan)
     assert teacher.at_most.requests == plan.problems
     assert teacher.at_most.used.completion_tokens == plan.problems * 160
+
+
+def test_a_policy_that_trains_on_rollouts_and_on_what_the_teacher_writes_pays_for_both():
+    """Such as GKD's, or speculative KD, which scores what both wrote in several rounds."""
+    config, plan = configured("policy=kd", "training.iterations=50")
+    needs = PolicyNeeds(teacher_top_k=4, teacher_responses=2, scores_per_prompt=3, rounds=2)
+    plan = dataclasses.replace(plan, policy=SimpleNamespace(needs=needs))
+    asked = plan.schedule.iterations * 8  # of each prompt, not of each problem
+    (teacher,) = endpoints(config, plan)
+    assert teacher.at_most.requests == asked * (2 + 2 * 3)
+    found = tokens(config, plan, 100.0, 1.0)
+    assert (found.rollouts, found.teacher_written) == (asked * 100, asked * 2 * 100)
+    prompts = sum(len(prompt.token_ids) for prompt in islice(plan.schedule, asked))
+    assert found.scored == pytest.approx(6 * (prompts + asked * 100))
 
 
 def test_an_earlier_runs_responses_are_assumed(tmp_path):

@@ -59,7 +59,7 @@ RUN = {
 def measured_over(student, *, options=OPTIONS, at_once=3, prompts=8):
     """Measure simulated prompts on virtual time; return what came of it, the stages, and the progress."""
     policy = make_policy(SpotPolicy, probes=options.probes)
-    needs = msgspec.structs.replace(policy.needs, samples_per_prompt=options.rollouts, teacher_responses=True)
+    needs = msgspec.structs.replace(policy.needs, rollouts_per_prompt=options.rollouts, teacher_responses=1)
     probing, progress = ProbingPolicy(policy, needs), []
     stages = stages_for(probing, simulated_services(needs, student=student))
     measuring = measure_all(

@@ -237,12 +237,13 @@ def test_a_server_of_which_nothing_was_measured_is_told():
 def test_a_ramp_has_as_many_in_flight_as_all_running_prompts_can_ask_for():
     needs = PolicyNeeds(samples_per_prompt=4, probes_per_prompt=2)
 
-    def most(*stages: str) -> int:
+    def most(*stages: str, needs: PolicyNeeds = needs) -> int:
         templates = [Template(stage, next(prompts()), lambda stages: stages.rollout(), 1) for stage in stages]
         return most_in_flight(config_from(RUN), needs, templates)
 
-    assert [most("rollout"), most("probe"), most("verify"), most("teacher_response")] == [256, 128, 384, 64]
+    assert [most("rollout"), most("probe"), most("verify"), most("teacher_response")] == [256, 128, 384, 0]
     assert most("rollout", "rollout", "probe") == 384
+    assert most("teacher_response", needs=PolicyNeeds(teacher_responses=2)) == 128
 
 
 def tuning(**changes: Any) -> Tuning:

@@ -7,6 +7,7 @@ import re
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from problem_files import FEW
 
@@ -31,6 +32,7 @@ from spot_async.types import PolicyNeeds
 from spot_async.watchdog import monitor
 from spot_async.watchdog.monitor import Watchdog
 from spot_async.watchdog.silence import (
+    MARGIN_S,
     PUMPS,
     Commit,
     Progress,
@@ -328,6 +330,19 @@ def test_the_default_is_longer_than_every_deadline_of_the_run():
     assert limits.of("update weights") > 600
     assert limits.of("evaluate") > 3 * 3000
     assert limits.of(None) > 7200
+
+
+def test_a_policy_that_goes_through_its_stages_in_rounds_may_be_silent_for_as_many_deadlines():
+    config = quickstart()
+    recovery_s = config.teacher.serving.recovery_timeout_s
+
+    def prompt_s(rounds):
+        needs = msgspec.structs.replace(SPOT_NEEDS, rounds=rounds)
+        return silence_limits(config, needs).of("wait for batch") - MARGIN_S - recovery_s
+
+    assert prompt_s(4) == 4 * prompt_s(1)
+    with pytest.raises(ConfigError, match=r"\(4 x stages.rollout.timeout_s \+ .* \+ 8 x stages.verify.timeout_s \+"):
+        silence_limits(quickstart("run.stall_timeout_s=60"), msgspec.structs.replace(SPOT_NEEDS, rounds=4))
 
 
 def test_a_time_out_shorter_than_the_stages_deadlines_is_refused_before_anything_starts():

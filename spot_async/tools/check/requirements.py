@@ -26,6 +26,7 @@ from spot_async.run_directory.room import BYTES_OF_PARAMETER, Parameters
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Usage
 from spot_async.spending.run_spending import RunSpending
+from spot_async.stages.services import requests_per_prompt
 from spot_async.tools.check.memory import MachineMemory, TrainerMemory, machine_memory, misfits, trainer_memory
 from spot_async.types import PolicyNeeds, Prompt
 
@@ -69,25 +70,38 @@ def _estimate(
     role: str, needs: PolicyNeeds, prompts: Sequence[Prompt], response_tokens: float, account: Account
 ) -> Estimate:
     is_teacher = role == "teacher"
-    if is_teacher and needs.teacher_responses:  # one response for each problem, however many epochs there are
-        prompts = list({prompt.problem.id: prompt for prompt in prompts}.values())
+    if is_teacher:
+        prompts = _taught(needs, prompts)
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     requests = prompt_total = completion_total = 0.0
-    if not is_teacher or needs.teacher_top_k:
-        scored = len(prompts) * needs.samples_per_prompt
+    if scores := _scores(needs) if is_teacher else needs.samples_per_prompt:
+        scored = len(prompts) * scores
         requests += scored
-        prompt_total += needs.samples_per_prompt * prompt_tokens + scored * response_tokens
+        prompt_total += scores * prompt_tokens + scored * response_tokens
         completion_total += scored  # endpoints generate one token after each sequence that they score
     if is_teacher and needs.teacher_responses:
-        requests += len(prompts)
-        prompt_total += prompt_tokens
-        completion_total += len(prompts) * response_tokens
+        written = len(prompts) * needs.teacher_responses
+        requests += written
+        prompt_total += needs.teacher_responses * prompt_tokens
+        completion_total += written * response_tokens
     used = Usage(prompt_tokens=round(prompt_total), completion_tokens=round(completion_total))
     money = None
     if account.prices is not None:
         # `cost` includes the price of one request.
         money = account.prices.cost(used) + (requests - 1) * account.prices.request
     return Estimate(round(requests), used, money, _minutes(requests, used, account))
+
+
+def _scores(needs: PolicyNeeds) -> int:
+    """Return how many responses the teacher scores for each prompt, in all of its rounds."""
+    return needs.rounds * requests_per_prompt(needs)["score"] if needs.teacher_top_k else 0
+
+
+def _taught(needs: PolicyNeeds, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return the prompts that the teacher is asked about: of each problem one, where only it writes responses."""
+    if needs.rollouts_per_prompt == 0:
+        return list({prompt.problem.id: prompt for prompt in prompts}.values())
+    return prompts
 
 
 def _minutes(requests: float, used: Usage, account: Account) -> float | None:
@@ -189,7 +203,7 @@ def requirements(
     """
     longest = config.sampling.max_response_tokens
     rows = () if earlier is None else RunFiles(earlier).metrics()
-    measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.teacher_responses)
+    measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.rollouts_per_prompt == 0)
     expected = min(float(longest), ASSUMED_SHARE * longest if measured is None else measured)
     size = read_size(plan.student.directory)
     parameters = count_parameters(plan.student.directory, size, config)
@@ -239,19 +253,16 @@ def tokens(config: Config, plan: TrainPlan, response_tokens: float, evaluation_s
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     responses = len(prompts) * needs.samples_per_prompt
     sequences = needs.samples_per_prompt * prompt_tokens + responses * response_tokens
-    written = 0  # problems to which the teacher writes a response, which it scores once
-    if needs.teacher_responses:
-        written = len({prompt.problem.id for prompt in prompts})
+    taught = len(_taught(needs, prompts))
     mean_prompt = prompt_tokens / max(1, len(prompts))
     evaluations = 0
     if evaluation is not None:
         evaluations = 2 + (iterations // evaluation.eval_every if evaluation.eval_every else 0)
-    scorers = (needs.teacher_top_k > 0) + needs.reference
     return Tokens(
-        rollouts=0.0 if needs.teacher_responses else responses * response_tokens,
+        rollouts=len(prompts) * requests_per_prompt(needs)["rollout"] * response_tokens,
         probes=responses * needs.probes_per_prompt * response_tokens / 2,
-        teacher_written=written * response_tokens,
-        scored=scorers * (written * (mean_prompt + response_tokens) if written else sequences),
+        teacher_written=taught * needs.teacher_responses * response_tokens,
+        scored=taught * _scores(needs) * (mean_prompt + response_tokens) + needs.reference * sequences,
         trained=sequences,
         evaluations=evaluations
         * evaluation_share

@@ -175,7 +175,9 @@ def probing_policy(config: Config, plan: TrainPlan, options: ForecastOptions, *,
     """Return the run's policy with more probes a candidate. The room of stages follows from its needs."""
     more = config.model_copy(update={"policy": config.policy.model_copy(update={"probes": options.probes})})
     policy = make_policy(more, plan.teacher or plan.student, plan.common)
-    needs = msgspec.structs.replace(policy.needs, samples_per_prompt=options.rollouts, teacher_responses=teacher_writes)
+    needs = msgspec.structs.replace(
+        policy.needs, rollouts_per_prompt=options.rollouts, teacher_responses=int(teacher_writes)
+    )
     return ProbingPolicy(policy, needs)
 
 

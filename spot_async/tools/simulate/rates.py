@@ -30,6 +30,7 @@ from spot_async.config.loading import laid_over, validate_as
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import local_path
 from spot_async.models.model_size import ModelSize, forward_operations, read_size, training_operations
+from spot_async.stages.services import requests_per_prompt
 from spot_async.types import PolicyNeeds
 
 Tree = dict[str, Any]
@@ -151,12 +152,12 @@ def _no_levels(source: Tree) -> Tree:
 def served_roles(config: Config, needs: PolicyNeeds) -> Mapping[str, int]:
     """Return the number of servers of each role that the policy asks, as configured.
 
-    Where the teacher writes the responses, the student only takes weights.
+    A student that writes nothing only takes weights.
     """
     models = served_models(config, needs)
     if reference_is_base(config, needs):
         models["reference"] = config.student
-    if needs.teacher_responses:
+    if "student" not in writers(needs):
         del models["student"]
     return {role: len(model.backend.servers()) for role, model in models.items()}
 
@@ -166,11 +167,16 @@ def reference_is_base(config: Config, needs: PolicyNeeds) -> bool:
     return needs.reference and "reference" not in served_models(config, needs)
 
 
+def writers(needs: PolicyNeeds) -> list[str]:
+    """Return the roles whose servers generate."""
+    asked = requests_per_prompt(needs)
+    return [role for role, stage in (("student", "rollout"), ("teacher", "teacher_response")) if asked[stage]]
+
+
 def configured_slots(config: Config, needs: PolicyNeeds) -> Tree:
     """Return the slots of servers that generate, where the configuration names them. Scores need none."""
-    role = "teacher" if needs.teacher_responses else "student"
-    slots = getattr(getattr(config, role).backend, "slots", None)
-    return {role: {"slots": slots}} if slots else {}
+    slots = {role: getattr(getattr(config, role).backend, "slots", None) for role in writers(needs)}
+    return {role: {"slots": number} for role, number in slots.items() if number}
 
 
 def _whole(rates: ServerRates, configured: int) -> ServerRates:
@@ -216,7 +222,7 @@ def data_sheet_rates(config: Config, needs: PolicyNeeds, known: Collection[str])
         if size is None or not here:
             return {}
         devices = len(here) / count
-        if role == ("teacher" if needs.teacher_responses else "student"):
+        if role in writers(needs):
             rates[role] = _decoding(config, size, here, devices)
         else:
             speed = devices * SCORING_SHARE * GPUS[config.cluster.gpu].operations_per_s / (2 * size.parameters)

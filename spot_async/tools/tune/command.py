@@ -192,7 +192,7 @@ async def measure(
         prompts = [next(schedule) for _ in range(min(PROMPTS, config.training.batch_size))]
         tell(f"asking for {len(prompts)} prompts once, as the run would: their requests are what is sent again")
         templates = await note_requests(plan.policy, make_stages(config, plan, services, verifier), prompts)
-        ramped = make_stages(unlimited, plan, services, verifier, NoRetries)
+        ramped = make_stages(unlimited, plan, services, verifier, NoRetries, bounds_prompts=False)
         paid = paid_keys(config)
         ramps: list[Ramp] = []
         skipped: list[str] = []
@@ -233,5 +233,5 @@ def announcement(server: str, templates: Sequence[Template], limits: RampLimits,
 
 def most_in_flight(config: Config, needs: PolicyNeeds, templates: Sequence[Template]) -> int:
     """Return how many requests the run can have at one server at a time, from all prompts that run at a time."""
-    per_prompt = requests_per_prompt(samples=needs.samples_per_prompt, probes=needs.probes_per_prompt)
+    per_prompt = requests_per_prompt(needs)
     return config.queue_capacity_prompts * sum(per_prompt[stage] for stage in {each.stage for each in templates})

@@ -21,6 +21,7 @@ import numpy as np
 from spot_async.base.tasks import gather
 from spot_async.models.common_vocabulary import EndTokens
 from spot_async.protocols import Policy, PromptStages
+from spot_async.stages.plugin_contract import supervise
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stages import Stages
 from spot_async.tools.simulate.lengths import RecordedPrompt
@@ -149,7 +150,7 @@ async def note_requests(policy: Policy, stages: Stages, prompts: Sequence[Prompt
     """
     templates: list[Template] = []
     await gather(
-        policy.supervise(prompt, NotedStages(stages.for_prompt(prompt), prompt, templates)) for prompt in prompts
+        supervise(policy, prompt, NotedStages(stages.for_prompt(prompt), prompt, templates)) for prompt in prompts
     )
     return templates
 
