@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from spot_async.models.responses import sampled_tokens
 from spot_async.protocols import PromptStages
 from spot_async.types import (
     FloatArray,
@@ -75,11 +76,20 @@ def teacher_record(scores: TokenScores) -> dict[str, Any]:
 
 
 def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, judgement: Judgement) -> dict[str, Any]:
-    """Return `response_record` of a student's response, with the weights that wrote it and their log-probabilities."""
-    return response_record(prompt, stages, rollout, judgement) | {
-        "version": str(oldest_version(rollout)),
-        "behavior_logprobs": rollout.logprobs,
-    }
+    """Return `response_record` of a student's response, with the weights that wrote it and their log-probabilities.
+
+    Where others wrote a part of it, it says who wrote which tokens.
+    """
+    oldest, record = oldest_version(rollout), response_record(prompt, stages, rollout, judgement)
+    record |= {"version": None if oldest is None else str(oldest), "behavior_logprobs": rollout.logprobs}
+    if any(span.version is None for span in rollout.version_spans):
+        record["writers"] = [
+            [span.start, span.end, None if span.version is None else str(span.version)]
+            for span in rollout.version_spans
+        ]
+        sampled = sampled_tokens(rollout)
+        record["behavior_logprobs"] = np.where(sampled, rollout.logprobs, np.float32(np.nan))
+    return record
 
 
 def response_record(prompt: Prompt, stages: PromptStages, response: Generation, judgement: Judgement) -> dict[str, Any]:
@@ -102,9 +112,9 @@ def response_record(prompt: Prompt, stages: PromptStages, response: Generation, 
     return record | ({"feedback": judgement.feedback} if judgement.feedback else {})
 
 
-def oldest_version(rollout: Generation) -> WeightVersion:
-    """Return the oldest weights that sampled a token of the rollout."""
-    return min(span.version for span in rollout.version_spans)
+def oldest_version(rollout: Generation) -> WeightVersion | None:
+    """Return the oldest weights of the student that sampled a token of the response; None where none did."""
+    return min((span.version for span in rollout.version_spans if span.version is not None), default=None)
 
 
 def rollout_metrics(rollout: Generation, judgement: Judgement) -> dict[str, float]:
@@ -118,6 +128,8 @@ def rollout_metrics(rollout: Generation, judgement: Judgement) -> dict[str, floa
         "rollout/tokens": float(len(rollout.token_ids)),
         "rollout/truncated": float(rollout.finish_reason == "length"),
     }
+    if any(span.version is None for span in rollout.version_spans):
+        metrics["rollout/foreign"] = 1.0 - float(sampled_tokens(rollout).mean())
     if verdict is not Verdict.UNJUDGED:
         metrics["rollout/unverified"] = float(verdict.is_missing)
     if verdict.reward is not None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from spot_async.errors import StorageError as StorageError
     from spot_async.errors import TrainerError as TrainerError
     from spot_async.models.files import read_model as read_model
+    from spot_async.models.responses import first_tokens as first_tokens
+    from spot_async.models.responses import foreign as foreign
+    from spot_async.models.responses import joined as joined
     from spot_async.models.vocabulary import Vocabulary as Vocabulary
     from spot_async.running.library import resume as resume
     from spot_async.running.library import resume_async as resume_async
@@ -70,6 +73,7 @@ _NAMES_OF_MODULE = {
     ),
     "running.library": ("resume", "resume_async", "run", "run_async", "stages_for"),
     "models.files": ("read_model",),
+    "models.responses": ("first_tokens", "foreign", "joined"),
     "data.prompts": ("PromptRenderer",),
     "running.summary": ("TrainOutcome",),
     "stages.services": ("Services", "StagesSettings"),

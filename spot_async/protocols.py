@@ -248,12 +248,35 @@ class PromptStages(Protocol):
         """What ends a response. Tokens that stages take and return end as the student's do, also the teacher's."""
         ...
 
-    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
-        """Sample the prompt's n-th response from the behaviour policy, with the top-k at each token."""
+    async def rollout(
+        self,
+        *,
+        n: int = 0,
+        top_k: int = 0,
+        prompt_ids: IntArray | None = None,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        """Sample the prompt's n-th response from the behaviour policy, with the top-k at each token.
+
+        `prefix_ids` are tokens of the response, whoever wrote them: it continues with at most `max_tokens` and what
+        they leave of `sampling.max_response_tokens`, and there is nothing to come after an end token. `stop` are
+        tokens that end it beside the end tokens. What it writes for other `prompt_ids` than the prompt's is `foreign`
+        to the prompt.
+        """
         ...
 
-    async def teacher_response(self) -> Generation:
-        """Sample a response from the teacher, with the sampling settings of rollouts."""
+    async def teacher_response(
+        self,
+        *,
+        n: int = 0,
+        prompt_ids: IntArray | None = None,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        """Sample a response from the teacher, as `rollout` does from the student. No student sampled its tokens."""
         ...
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:

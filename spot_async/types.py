@@ -167,11 +167,11 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of a response were sampled by `version`."""
+    """Tokens [start, end) of a response were sampled by `version`; None: no student sampled them."""
 
     start: int
     end: int
-    version: WeightVersion
+    version: WeightVersion | None
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

@@ -226,7 +226,8 @@ class LocalBackend:
 
     def _check_generation(self, request: api.GenerateRequest, since: int, reply: Generation) -> Generation:
         for span in reply.version_spans:
-            self._check_version(span.version, request.adapter, since)
+            if span.version is not None:  # which is refused below
+                self._check_version(span.version, request.adapter, since)
         return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
     async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:

@@ -10,7 +10,7 @@ among the tokens below. Padding rows are hardly ever sampled, so nearly every re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import takewhile
 from typing import Protocol
 
@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from spot_async.base.seeds import derive_seed
-from spot_async.types import Generation, IntArray, SamplingSettings, VersionSpan
+from spot_async.models.responses import first_tokens, joined
+from spot_async.types import Generation, IntArray, SamplingSettings
 
 from ..shared.replies import check_generation
 from .replies import NextToken
@@ -68,7 +69,7 @@ async def generate_below(
         parts.append(await _unmasked(server, context_ids, masked, reply, top_k=top_k, deadline=deadline))
         if _is_complete(parts, sampling):
             break
-    return check_generation(joined(parts), sampling, top_k=top_k, vocab_size=vocab_size)
+    return check_generation(joined(*parts), sampling, top_k=top_k, vocab_size=vocab_size)
 
 
 def _rest(
@@ -123,35 +124,3 @@ def allowed_tokens(reply: Generation, vocab_limit: int) -> int:
     """Return how many tokens come before the first id that is not below `vocab_limit`."""
     banned = np.flatnonzero(reply.token_ids >= vocab_limit)
     return int(banned[0]) if len(banned) else len(reply.token_ids)
-
-
-def first_tokens(reply: Generation, count: int) -> Generation:
-    """Return the first `count` tokens of a response."""
-    spans = [msgspec.structs.replace(span, end=min(span.end, count)) for span in reply.version_spans]
-    return msgspec.structs.replace(
-        reply,
-        token_ids=reply.token_ids[:count],
-        logprobs=reply.logprobs[:count],
-        version_spans=tuple(span for span in spans if span.start < span.end),
-        topk_ids=None if reply.topk_ids is None else reply.topk_ids[:count],
-        topk_logprobs=None if reply.topk_logprobs is None else reply.topk_logprobs[:count],
-    )
-
-
-def joined(parts: Sequence[Generation]) -> Generation:
-    """Join parts that continue each other into one response. It finishes as the last part does."""
-    spans, start = [], 0
-    for part in parts:
-        spans += [VersionSpan(start + span.start, start + span.end, span.version) for span in part.version_spans]
-        start += len(part.token_ids)
-    has_topk = all(part.topk_ids is not None for part in parts)
-    return msgspec.structs.replace(
-        parts[-1],
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        version_spans=tuple(spans),
-        topk_ids=np.concatenate([part.topk_ids for part in parts if part.topk_ids is not None]) if has_topk else None,
-        topk_logprobs=np.concatenate([part.topk_logprobs for part in parts if part.topk_logprobs is not None])
-        if has_topk
-        else None,
-    )

@@ -87,7 +87,7 @@ class NextToken(NamedTuple):
 
     top: TopK | None  # one row
     chosen: FloatArray | None  # (k,) of the requested tokens, in their order
-    version: WeightVersion
+    version: WeightVersion | None
 
 
 _decoder = msgspec.json.Decoder(Reply)

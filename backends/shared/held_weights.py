@@ -52,7 +52,7 @@ class HeldWeights:
             )
         return version
 
-    def require(self, versions: Collection[WeightVersion], expected: WeightVersion | None) -> None:
+    def require(self, versions: Collection[WeightVersion | None], expected: WeightVersion | None) -> None:
         """Raise `VersionMismatchError` unless all parts of an answer are of `expected`, or of any one version if None.
 
         The parts may be of several versions because the weights were updated in between. Then the answer may be asked
@@ -90,7 +90,7 @@ class WeightNames:
         """Return the reader of the names in a reply. Take it before sending the request."""
         return functools.partial(self.read, since=self._held.now())
 
-    def require(self, versions: Collection[WeightVersion], expected: WeightVersion | None) -> None:
+    def require(self, versions: Collection[WeightVersion | None], expected: WeightVersion | None) -> None:
         """Check the parts of an answer, as `HeldWeights.require`."""
         self._held.require(versions, expected)
 

@@ -73,6 +73,8 @@ def check_generation(
     if not (ends and starts == [0, *ends[:-1]] and ends == sorted(ends) and ends[-1] == count):
         spans = list(zip(starts, ends, strict=True))
         raise PoisonedReplyError(f"version spans {spans} do not cover the {count} tokens")
+    if any(span.version is None for span in reply.version_spans):
+        raise PoisonedReplyError("a version span names no weights")
     if top_k:
         ids, logprobs = check_topk(reply.topk_ids, reply.topk_logprobs, (count, top_k), vocab_size)
         _check_agreement(reply.token_ids, reply.logprobs, ids, logprobs)

@@ -198,9 +198,9 @@ def _teacher_rows(scores: TokenScores, eligible: Int64Array, teacher: Capabiliti
     )
 
 
-def _by_version(rollout: Generation, eligible: Int64Array, rows: Int64Array) -> dict[WeightVersion, Int64Array]:
+def _by_version(rollout: Generation, eligible: Int64Array, rows: Int64Array) -> dict[WeightVersion | None, Int64Array]:
     """Group rows by the weights that sampled their tokens. Only those weights give log-probabilities of pi_old."""
     ends = [span.end for span in rollout.version_spans]
     span = np.searchsorted(ends, eligible[rows], side="right")
     versions = [each.version for each in rollout.version_spans]
-    return {version: rows[[versions[i] == version for i in span]] for version in sorted({versions[i] for i in span})}
+    return {versions[i]: rows[[versions[j] == versions[i] for j in span]] for i in np.unique(span)}

@@ -77,6 +77,7 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     verdict: str = ""
     finish_reason: str = ""
     version: str | None = None  # of the weights that sampled it; None if it is not the student's response
+    writers: list[tuple[int, int, str | None]] = []  # where others wrote a part: start, end, weights or None
     response_ids: list[int] = []
     behavior_logprobs: list[float | None] | None = None
     teacher_logprobs: list[float | None] | None = None

@@ -21,6 +21,7 @@ from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_
 from spot_async.run_directory.ledger import Ledger, PromptRow
 from spot_async.run_directory.manifest import Manifest
 from spot_async.run_directory.room import bytes_of, shortage
+from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Sample, Supervision, WeightVersion
 
 ROLLED_BACK = "rolled-back"
@@ -151,7 +152,7 @@ def _renamed(sample: Sample, lineages: Sequence[int], oldest: int) -> Sample | N
     supervision = sample.supervision
     if supervision is None or supervision.version is None:
         return sample
-    versions = {supervision.version, *(span.version for span in supervision.version_spans)}
+    versions = {supervision.version, *(span.version for span in sampled_spans(supervision))}
     if not all(version.step >= oldest and _is_ancestor(version, lineages) for version in versions):
         return None
     return msgspec.structs.replace(sample, supervision=_in_lineage(supervision, len(lineages) - 1))
@@ -172,7 +173,9 @@ def _in_lineage(supervision: Supervision, lineage: int) -> Supervision:
         supervision,
         version=WeightVersion(lineage, supervision.version.step),
         version_spans=tuple(
-            msgspec.structs.replace(span, version=WeightVersion(lineage, span.version.step))
+            span
+            if span.version is None
+            else msgspec.structs.replace(span, version=WeightVersion(lineage, span.version.step))
             for span in supervision.version_spans
         ),
     )

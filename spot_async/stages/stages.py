@@ -8,8 +8,9 @@ prompts.
 from __future__ import annotations
 
 import functools
+import hashlib
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -23,6 +24,7 @@ from spot_async.config import StageConfig
 from spot_async.errors import ContractError, PermanentError
 from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import EndTokens, known_positions, with_summed_last
+from spot_async.models.responses import foreign
 from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
 from spot_async.replicas.leasing import ServicePool, pool_of
@@ -31,6 +33,7 @@ from spot_async.stages.services import STAGE_SERVERS, STATED_BY, Services, Stage
 from spot_async.stages.stage import Stage, StageLimits, UpdatePause
 from spot_async.types import (
     Capabilities,
+    FinishReason,
     FloatArray,
     Generation,
     IntArray,
@@ -127,24 +130,67 @@ class BoundStages:
     def ends(self) -> EndTokens:
         return self._stages.ends
 
-    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
-        nth = (n,) if n else ()  # the first sample's seed is the same whatever the group's size
-        return await self._generate(
-            self._stages.rollout,
-            (self._prompt.ordinal,),
-            self._prompt.token_ids,
-            self._settings(self._stages.settings.sampling.max_response_tokens, "rollout", *nth),
-            top_k=top_k,
+    async def rollout(
+        self,
+        *,
+        n: int = 0,
+        top_k: int = 0,
+        prompt_ids: IntArray | None = None,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        prefix = np.asarray(prefix_ids, np.int32)
+        request = ("rollout", *_identity(n, prompt_ids, prefix))
+        prompt_ids = self._prompt.token_ids if prompt_ids is None else prompt_ids
+        return await self._continued(
+            self._stages.rollout, request, prompt_ids, prefix, max_tokens=max_tokens, stop=stop, top_k=top_k
         )
 
-    async def teacher_response(self) -> Generation:
-        response = await self._generate(
+    async def teacher_response(
+        self,
+        *,
+        n: int = 0,
+        prompt_ids: IntArray | None = None,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        ends, prefix = self._stages.ends, np.asarray(prefix_ids, np.int32)
+        request = ("teacher response", *_identity(n, prompt_ids, prefix))
+        response = await self._continued(
             _given(self._stages.teacher_response, self._stages.writer, "teacher_responses"),
-            (self._prompt.ordinal,),
-            self._prompt.token_ids,
-            self._settings(self._stages.settings.sampling.max_response_tokens, "teacher response"),
+            request,
+            self._prompt.token_ids if prompt_ids is None else prompt_ids,
+            ends.swapped(prefix),
+            max_tokens=max_tokens,
+            stop=ends.swapped(np.asarray(stop, np.int32)).tolist(),
         )
-        return msgspec.structs.replace(response, token_ids=self._stages.ends.swapped(response.token_ids))
+        return foreign(msgspec.structs.replace(response, token_ids=ends.swapped(response.token_ids)))
+
+    async def _continued(
+        self,
+        stage: Stage[Generator],
+        request: tuple[int | str, ...],
+        prompt_ids: IntArray,
+        prefix_ids: IntArray,
+        *,
+        max_tokens: int | None,
+        stop: Sequence[int],
+        top_k: int = 0,
+    ) -> Generation:
+        """Sample what comes after a prefix of the response: nothing, if it ended or leaves no room."""
+        room = self._stages.settings.sampling.max_response_tokens - len(prefix_ids)
+        most = room if max_tokens is None else min(room, max_tokens)
+        if len(prefix_ids) and int(prefix_ids[-1]) in self._stages.stop_token_ids:
+            return _nothing("stop")
+        if most <= 0:
+            return _nothing("length")
+        settings = self._settings(most, *request)
+        stops = tuple(dict.fromkeys((*settings.stop_token_ids, *stop)))
+        settings = msgspec.structs.replace(settings, stop_token_ids=stops)
+        context_ids = np.concatenate([prompt_ids, prefix_ids], dtype=np.int32) if len(prefix_ids) else prompt_ids
+        return await self._generate(stage, (self._prompt.ordinal,), context_ids, settings, top_k=top_k)
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         common, widest = self._stages.services.common, self.teacher.max_top_k if self.teacher is not None else None
@@ -252,7 +298,7 @@ class BoundStages:
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
         budget = self._stages.settings.sampling.max_response_tokens - position - 1
         if budget <= 0 or candidate_id in self._stages.stop_token_ids:
-            return _empty_generation()  # the branch is verified as it stands
+            return _nothing("stop")  # the branch is verified as it stands
         return await self._generate(
             self._stages.probe,
             (self._prompt.ordinal, position),
@@ -333,11 +379,21 @@ def _tokens_generated(generation: Generation) -> int:
     return len(generation.token_ids)
 
 
+def _identity(n: int, prompt_ids: IntArray | None, prefix_ids: IntArray) -> Iterator[int | str]:
+    """Yield what decides the seed of a response beside its prompt: its number, and what it continues."""
+    if n:  # the first sample's seed is the same whatever the group's size
+        yield n
+    for name, token_ids in (("prompt", prompt_ids), ("prefix", prefix_ids)):
+        if token_ids is not None and len(token_ids):
+            content = np.asarray(token_ids, np.int32).tobytes()
+            yield f"{name} {hashlib.blake2b(content, digest_size=8).hexdigest()}"
+
+
 @functools.cache
-def _empty_generation() -> Generation:
+def _nothing(finish_reason: FinishReason) -> Generation:
     return Generation(
         token_ids=np.zeros(0, np.int32),
         logprobs=np.zeros(0, np.float32),
-        finish_reason="stop",
+        finish_reason=finish_reason,
         version_spans=(),
     )

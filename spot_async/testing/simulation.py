@@ -14,7 +14,7 @@ them. Give `token_scores` the entropy and the candidates too, if the policy look
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any, ClassVar
@@ -30,6 +30,7 @@ from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveStudent
 from spot_async.loop.resuming import Records
 from spot_async.models.common_vocabulary import EndTokens, tails_with
+from spot_async.models.responses import foreign
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Trainer
 from spot_async.running.library import stages_for
@@ -261,11 +262,28 @@ class ScriptedStages:
         self._verdict = verdict
         self._verdicts = verdicts or {}
 
-    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
+    async def rollout(
+        self,
+        *,
+        n: int = 0,
+        top_k: int = 0,
+        prompt_ids: IntArray | None = None,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
         return self.response
 
-    async def teacher_response(self) -> Generation:
-        return self.response
+    async def teacher_response(
+        self,
+        *,
+        n: int = 0,
+        prompt_ids: IntArray | None = None,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        return foreign(self.response)
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         logprobs = self.scores.topk_logprobs

@@ -7,7 +7,7 @@ run. Pure, and cheap enough to be always on: it looks at whole arrays, once per 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,18 @@ def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVer
             ) from None
 
 
-def sampled_spans(each: Supervision) -> tuple[VersionSpan, ...]:
-    """Return which weights sampled which response tokens, in order. Empty where no student sampled any."""
-    if each.version is None or each.version_spans:
-        return each.version_spans
-    return (VersionSpan(0, len(each.response_ids), each.version),)
+class SampledSpan(NamedTuple):
+    """Tokens [start, end) of a response were sampled by these weights of the student."""
+
+    start: int
+    end: int
+    version: WeightVersion
+
+
+def sampled_spans(each: Supervision) -> list[SampledSpan]:
+    """Return which weights sampled which response tokens, in order. Those that no student sampled are left out."""
+    spans = each.version_spans or (VersionSpan(0, len(each.response_ids), each.version),)
+    return [SampledSpan(span.start, span.end, span.version) for span in spans if span.version is not None]
 
 
 def check_arrays(each: Supervision, vocab_size: int) -> None:
@@ -82,6 +89,7 @@ def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_stalenes
     if each.advantages is not None:
         _check_finite("advantages", each.advantages)
     _check_versions(each, live, max_staleness)
+    _check_foreign(each)
     if each.soft_targets is not None:
         _check_targets(each.soft_targets)
 
@@ -96,14 +104,28 @@ def _check_coverage(spans: Sequence[VersionSpan], tokens: int) -> None:
 
 
 def _check_versions(each: Supervision, live: WeightVersion, max_staleness: int) -> None:
-    oldest = min((span.version for span in each.version_spans), default=each.version)
+    sampled = sampled_spans(each)
+    oldest = min((span.version for span in sampled), default=None)
     _require(each.version == oldest, f"version is {each.version}, but the oldest of version_spans is {oldest}")
-    for span in sampled_spans(each):
+    for span in sampled:
         fault = _fault(span.version, live, max_staleness)
         _require(
             fault is None,
             f"tokens [{span.start}, {span.end}) were sampled by weights {span.version}, which are {fault}: "
             f"{live} are live and max_staleness is {max_staleness}",
+        )
+
+
+def _check_foreign(each: Supervision) -> None:
+    """Refuse a policy term on tokens that `version_spans` say no student sampled: there is no log pi_old of them."""
+    if each.teacher_logprobs is None and each.advantages is None:
+        return
+    for span in each.version_spans:
+        has_term = each.policy_mask is None or bool(each.policy_mask[span.start : span.end].any())
+        _require(
+            span.version is not None or not has_term,
+            f"tokens [{span.start}, {span.end}) have a policy term, and no student sampled them: set policy_mask to "
+            "false there",
         )
 
 

@@ -9,7 +9,9 @@ import re
 
 import pytest
 from crashes.plan import DiskFault
+from crashes.run import crashing_run
 from faults.plan import Fault
+from joined_policy import TakesTurns
 from simulated_crashes import explained, failure
 
 from spot_async.base.seeds import derive_seed
@@ -28,6 +30,14 @@ SEEDS = range(300)
 def test_nothing_is_lost_or_done_twice_however_often_a_run_crashes(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
     assert [how for seed in SEEDS[shard::5] if (how := explained(seed))] == []
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_responses_that_two_models_wrote_in_turns_are_trained_once_and_a_strict_run_keeps_its_bits(max_staleness):
+    found = [crashing_run(seed, TakesTurns, max_staleness=max_staleness) for seed in range(12)]
+    resumed = [each.witness for each in found if len(each.lives) > 1]
+    assert len(resumed) > 6
+    assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
 
 
 def kill(life, after, step):

@@ -7,7 +7,9 @@ import dataclasses
 import re
 
 import pytest
+from faults.run import faulty_run
 from faults.stateful_trainer import StatefulTrainer
+from joined_policy import TakesTurns
 from simulated_methods import explained, failure
 
 from spot_async.loop.admission import AdmissionBook
@@ -24,6 +26,13 @@ SEEDS = range(300)
 def test_the_invariants_hold_for_every_method_and_staleness_whatever_befalls_the_run(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
     assert [how for seed in SEEDS[shard::5] if (how := explained(seed))] == []
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_the_invariants_hold_for_responses_that_two_models_wrote_in_turns(max_staleness):
+    runs = [faulty_run(seed, TakesTurns(), max_staleness=max_staleness).run for seed in range(8)]
+    spans = [span for run in runs for each in run.trained for span in each.version_spans]
+    assert {span.version is None for span in spans} == {False, True}
 
 
 # Each of these breaks the code on purpose.
@@ -147,7 +156,7 @@ def forget_to_close_requests(monkeypatch):
         ("I2", forget_which_weights_sampled_which_tokens),
         ("supervision of .* too old", take_a_returning_server_as_up_to_date),
         ("I7", prune_weights_that_are_served),
-        ("policy .* asks .* or see that each request ends", forget_to_close_requests),
+        ("I8: .* or see that each request ends", forget_to_close_requests),
     ],
 )
 def test_a_run_that_breaks_an_invariant_is_noticed(noticed, mutate, monkeypatch):

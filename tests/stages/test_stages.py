@@ -11,13 +11,22 @@ import pytest
 
 from spot_async.base.retry import POISONED_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
-from spot_async.base.tasks import gather, root_cause
+from spot_async.base.tasks import gather
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import DeadlineExceededError, PermanentError, PluginError, PoisonedReplyError
 from spot_async.stages.services import Services, StagesSettings, requests_per_prompt
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
-from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, ScoredPositions, Verdict, WeightVersion
+from spot_async.types import (
+    Judgement,
+    PolicyNeeds,
+    Problem,
+    Prompt,
+    ScoredPositions,
+    Verdict,
+    VersionSpan,
+    WeightVersion,
+)
 
 PROMPT = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
 RESPONSE = np.array([5, 6, 7, 1], dtype=np.int32)
@@ -133,6 +142,72 @@ async def test_what_the_teacher_writes_is_seeded_apart_from_the_students_rollout
     assert prompt == same_prompt
     assert by_student.seed != by_teacher.seed
     assert (by_teacher.temperature, by_teacher.top_p, by_teacher.max_tokens) == (0.7, 0.9, 6)
+
+
+async def test_a_prefix_is_continued_in_the_room_that_it_leaves_until_an_end_or_a_stop():
+    recorder = Recorder()
+    stages = bound(recorder, teacher_responses=True)
+    prefix = np.array([5, 6], np.int32)
+    for ask in (stages.rollout, stages.teacher_response):
+        recorder.generated.clear()
+        await ask(prefix_ids=prefix)
+        await ask(prefix_ids=[5, 6], max_tokens=3, stop=(8,))
+        await ask(prefix_ids=prefix, max_tokens=9)
+        await ask(prompt_ids=np.array([12, 13, 14], np.int32), prefix_ids=prefix)
+        assert [context for context, _ in recorder.generated] == [[3, 4, 5, 6]] * 3 + [[12, 13, 14, 5, 6]]
+        assert [sampling.max_tokens for _, sampling in recorder.generated] == [4, 3, 4, 4]
+        assert [sampling.stop_token_ids for _, sampling in recorder.generated] == [(1,), (1, 8), (1,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "finish_reason"),
+    [
+        ({"prefix_ids": [5, 1]}, "stop"),  # it ended
+        ({"prefix_ids": [5, 2]}, "stop"),  # as the teacher does
+        ({"prefix_ids": [5, 6, 7, 5, 6, 7]}, "length"),  # no room is left
+        ({"prefix_ids": [5], "max_tokens": 0}, "length"),
+    ],
+)
+async def test_a_prefix_that_ended_or_leaves_no_room_is_followed_by_nothing(asked, finish_reason):
+    recorder = Recorder()
+    stages = bound(recorder, teacher_ends=(2,), teacher_responses=True)
+    for ask in (stages.rollout, stages.teacher_response):
+        nothing = await ask(**asked)
+        assert (len(nothing.token_ids), nothing.version_spans, nothing.finish_reason) == (0, (), finish_reason)
+    assert recorder.generated == []
+
+
+async def test_the_teacher_continues_a_prefix_with_its_own_end_token_and_no_student_wrote_what_it_says():
+    class Ending(Recorder):
+        async def generate(self, *arguments, **settings):
+            await super().generate(*arguments, **settings)
+            return generation([9, 2])
+
+    recorder = Ending()
+    stages = bound(recorder, student_ends=(1,), teacher_ends=(2,), teacher_responses=True)
+    reply = await stages.teacher_response(prefix_ids=[2, 6], stop=(1,))  # a token 2 of the student's is no end
+    ((context, sampling),) = recorder.generated
+    assert context == [3, 4, 1, 6]
+    assert sampling.stop_token_ids == (1, 2)
+    assert reply.token_ids.tolist() == [9, 1]
+    assert reply.version_spans == (VersionSpan(0, 2, None),)
+
+
+async def test_what_a_response_continues_decides_its_seed_and_nothing_else_of_it_does():
+    recorder = Recorder()
+    stages = bound(recorder, run_seed=3, teacher_responses=True)
+    prompt, other = np.array([12, 13], np.int32), np.array([12, 14], np.int32)
+    kinds = [{}, {"n": 1}, {"prefix_ids": [5]}, {"prefix_ids": [6]}, {"prefix_ids": [5], "n": 1}]
+    kinds += [{"prompt_ids": prompt}, {"prompt_ids": other}, {"prompt_ids": prompt, "prefix_ids": [5]}]
+    kinds += [{"prompt_ids": np.array([5], np.int32)}]
+    for more in ({}, {"max_tokens": 2, "stop": (8,)}):
+        for kind in kinds:
+            await stages.rollout(**kind, **more)
+            await stages.teacher_response(**kind, **more)
+    seeds = [sampling.seed for _, sampling in recorder.generated]
+    assert seeds[: len(seeds) // 2] == seeds[len(seeds) // 2 :]
+    assert len({*seeds}) == 2 * len(kinds)
+    assert seeds[:2] == [derive_seed(3, PROMPT.ordinal, what) for what in ("rollout", "teacher response")]
 
 
 async def test_an_end_token_the_teacher_lacks_is_scored_as_the_teachers():
@@ -335,11 +410,9 @@ async def test_a_prompt_has_no_more_requests_at_a_stage_than_the_needs_state_and
     stages = bound(recorder)  # eight probes
     for _ in range(2):
         await gather(stages.probe(RESPONSE, 2, 11, n=n) for n in range(8))
-    with pytest.raises(ExceptionGroup) as caught:
+    said = r"asks probe for 9 answers of a prompt at once, and its needs state 8: set PolicyNeeds\.probes_per_prompt"
+    with pytest.raises(PluginError, match=said):
         await gather(stages.probe(RESPONSE, 2, 11, n=n) for n in range(9))
-    assert "asks probe for 9 answers of a prompt at once, and its needs state 8: set PolicyNeeds.probes_per" in str(
-        root_cause(caught.value)
-    )
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,18 @@ def test_a_sample_no_student_wrote_is_coloured_by_the_teacher(tmp_path):
     assert "student" not in text
 
 
+def test_a_sample_that_several_wrote_says_who_wrote_which_tokens(tmp_path):
+    writers = [[0, 1, "0.3"], [1, 2, None], [2, 3, "0.4"]]
+    given = {"writers": writers, "behavior_logprobs": [-0.5, None, -1.0], "branches": [], "version": "0.3"}
+    del (sample := spot_sample(**given))["acquisition_score"]
+    files = make_run(tmp_path / "run", [sample])
+    (coloured,) = colourings(files.sample("0")[1], ["a", "b", "c"])
+    assert ["written by others" in token.label for token in coloured.tokens] == [False, True, False]
+    assert ["written by weights 0.4" in token.label for token in coloured.tokens] == [False, False, True]
+    for shown in (Tags(page_of(files)).text, plain(terminal(sample_view(*files.sample("0"), coloured), width=200))):
+        assert "written by weights 0.3 (0), others (1), weights 0.4 (2)" in shown
+
+
 def test_scores_are_named_after_what_chose_the_positions(tmp_path):
     record = make_run(tmp_path / "run", [spot_sample()]).sample("0")[1]
     titles = [

@@ -156,6 +156,30 @@ def test_the_version_is_the_oldest_of_the_spans(good: Supervision, data: Any) ->
 
 
 @given(trajectories(), st.data())
+def test_tokens_that_no_student_sampled_have_no_policy_term(good: Supervision, data: Any) -> None:
+    spans = list(sampled(good, data, 2).version_spans)
+    number = data.draw(st.integers(0, len(spans) - 1))
+    spans[number] = foreign = msgspec.structs.replace(spans[number], version=None)
+    oldest = min((span.version for span in spans if span.version is not None), default=None)
+    mask = np.ones(len(good.response_ids), np.bool_)
+    mask[foreign.start : foreign.end] = False
+    each = msgspec.structs.replace(good, version=oldest, version_spans=tuple(spans), policy_mask=mask)
+    check(each, max_staleness=2)
+    check(msgspec.structs.replace(each, teacher_logprobs=None, advantages=None, policy_mask=None), max_staleness=2)
+    wrong = mask.copy()
+    wrong[data.draw(st.integers(foreign.start, foreign.end - 1))] = True
+    for policy_mask in (wrong, None):
+        with pytest.raises(
+            WrongSupervisionError,
+            match=rf"tokens \[{foreign.start}, {foreign.end}\) have a policy term, and no student sampled them: "
+            "set policy_mask to false there",
+        ):
+            check(msgspec.structs.replace(each, policy_mask=policy_mask), max_staleness=2)
+    # A response of which nobody says who wrote it may be learnt from as if the student had.
+    check(msgspec.structs.replace(good, version=None, version_spans=()))
+
+
+@given(trajectories(), st.data())
 def test_spans_survive_the_wire(good: Supervision, data: Any) -> None:
     each = sampled(good, data, 3)
     decoded = wire.decode(wire.encode(each), Supervision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from spot_async.testing.conformance.contract import (
 )
 from spot_async.testing.conformance.subject import RESPONSE_TOKENS, Subject
 from spot_async.types import Generation, IntArray, WeightVersion
+
+if TYPE_CHECKING:
+    from spot_async.testing.conformance.reference import Reference
 
 IN_FLIGHT = 4
 MEETINGS = 3
@@ -106,7 +109,7 @@ async def _meet(subject: Subject, tokens: int) -> _Met:
         await subject.generate(prompts[0], max_tokens=1)  # once this is answered, those sent before are under way
         await subject.update(changed, new)
     nats, switched, given_up = 0.0, 0, 0
-    rows_of = {old: before, new: subject.reference}
+    rows_of: dict[WeightVersion | None, Reference] = {old: before, new: subject.reference}
     try:
         for prompt, task in zip(prompts, running, strict=True):
             reply = task.result()
@@ -153,7 +156,7 @@ async def _serves_only(subject: Subject, version: WeightVersion, when: str) -> f
         nats = max(nats, largest(reply.logprobs[INNER], of_tokens(exact, reply.token_ids)[INNER]))
         seen |= {span.version for span in reply.version_spans}
     require(
-        seen == {version}, f"{when} tokens say they are of weights {', '.join(map(str, sorted(seen)))}, not {version}"
+        seen == {version}, f"{when} tokens say they are of weights {', '.join(sorted(map(str, seen)))}, not {version}"
     )
     if subject.capabilities.max_top_k:
         response = subject.tokens(RESPONSE_TOKENS, seed=9)

@@ -184,6 +184,8 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
             ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the "
              "iterations that have samples; of fewer than three, of all.",
              length_histogram(statistics.lengths)),
+            ("Written by others", "Share of a response's tokens that no student sampled; they have no policy term.",
+             lines(rows, {"by others": "rollout/foreign"}, percent, most=1.0)),
             ("Cut off and not judged", "Responses that met the token limit, and those the verifier could not decide.",
              lines(rows, {"cut off": "rollout/truncated", "not judged": "rollout/unverified"}, percent, most=1.0)),
         ),

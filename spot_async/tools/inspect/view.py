@@ -163,6 +163,8 @@ def remarks(sample: SampleRecord) -> list[str]:
         numbers = getattr(sample, name)
         if numbers is not None and len(numbers) != tokens:
             found.append(f"{name} not shown: {len(numbers)} values for {tokens} tokens")
+    if sample.writers:
+        found.append(f"written by {', '.join(f'{who} {places}' for who, places in _writers(sample).items())}")
     if sample.advantage is not None:
         found.append(f"advantage {sample.advantage:+.3f}{group_words(sample)}")
     if sample.reward is not None and not (sample.advantage is not None and group_words(sample)):
@@ -170,6 +172,18 @@ def remarks(sample: SampleRecord) -> list[str]:
     if sample.left_out is not None:
         found.append(f"not trained: {visible(sample.left_out)}")
     return found
+
+
+def _writers(sample: SampleRecord) -> dict[str, str]:
+    """Return which tokens each wrote."""
+    found: dict[str, list[str]] = {}
+    for start, end, version in sample.writers:
+        found.setdefault(_writer(version), []).append(f"{start}–{end - 1}" if end > start + 1 else str(start))
+    return {who: f"({' '.join(places)})" for who, places in found.items()}
+
+
+def _writer(version: str | None) -> str:
+    return "others" if version is None else f"weights {visible(version)}"
 
 
 def group_words(sample: SampleRecord) -> str:
@@ -209,6 +223,7 @@ def candidate_name(candidate: Candidate) -> str:
 def token_label(sample: SampleRecord, position: int, text: str, score_name: str = "score") -> str:
     """Return all numbers of one token, in words."""
     parts = [f"position {position}", f"“{visible(text)}”"]
+    parts += [f"written by {_writer(version)}" for start, end, version in sample.writers if start <= position < end]
     arrays = (per_token(sample, name) for name in PER_TOKEN)
     score, student, teacher, entropy = (None if array is None else array[position] for array in arrays)
     if per_token(sample, "acquisition_score") is not None:

@@ -5,13 +5,14 @@ template can be sent again for another prompt, with other seeds and in another s
 
 * Requests that need only a prompt (rollouts, the teacher's responses) take the next prompt of the run's schedule, so
   that none is sent twice.
-* Requests about a response (scores, candidates, probes) repeat the noted one, so a server's prefix cache helps them.
+* Requests about a response (scores, candidates, probes, what continues a prefix) repeat the noted one, so a server's
+  prefix cache helps them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from spot_async.protocols import Policy, PromptStages
 from spot_async.stages.plugin_contract import supervise
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stages import Stages
+from spot_async.telemetry.totals import GENERATING
 from spot_async.tools.simulate.lengths import RecordedPrompt
 from spot_async.types import (
     Capabilities,
@@ -40,8 +42,6 @@ from spot_async.types import (
 T = TypeVar("T")
 Ask = Callable[[PromptStages], Awaitable[Any]]
 
-ABOUT_A_PROMPT = {"rollout", "teacher_response"}  # stages whose requests have a prompt, but no response
-
 
 @dataclass(frozen=True)
 class Template:
@@ -51,6 +51,7 @@ class Template:
     prompt: Prompt  # the prompt that it was made for
     ask: Ask
     tokens: int  # in its answer
+    begins: bool = False  # whether it asks for a response from its beginning, of which a prompt is all that it needs
 
     @property
     def server(self) -> str:
@@ -88,11 +89,11 @@ class NotedStages:
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.decode(token_ids)
 
-    async def rollout(self, *, n: int = 0, top_k: int = 0) -> Generation:
-        return await self._noted("rollout", lambda stages: stages.rollout(n=n, top_k=top_k))
+    async def rollout(self, **asked: Any) -> Generation:
+        return await self._noted("rollout", lambda stages: stages.rollout(**asked), asked)
 
-    async def teacher_response(self) -> Generation:
-        return await self._noted("teacher_response", lambda stages: stages.teacher_response())
+    async def teacher_response(self, **asked: Any) -> Generation:
+        return await self._noted("teacher_response", lambda stages: stages.teacher_response(**asked), asked)
 
     async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
         return await self._noted("score", lambda stages: stages.score(response_ids, top_k=top_k))
@@ -122,11 +123,14 @@ class NotedStages:
     async def verify(self, response_ids: IntArray) -> Judgement:
         return await self._noted("verify", lambda stages: stages.verify(response_ids))
 
-    async def _noted(self, stage: str, ask: Callable[[PromptStages], Awaitable[T]]) -> T:
+    async def _noted(
+        self, stage: str, ask: Callable[[PromptStages], Awaitable[T]], asked: Mapping[str, Any] | None = None
+    ) -> T:
         answer = await ask(self._stages)
         # A probe with nothing left to sample is answered without a request.
         if not (isinstance(answer, Generation) and not answer.version_spans):
-            self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer, self._prompt)))
+            begins = asked is not None and not asked.keys() & {"prompt_ids", "prefix_ids"}
+            self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer, self._prompt), begins))
         return answer
 
 
@@ -175,8 +179,7 @@ def endless(templates: Sequence[Template], stages: Stages, prompts: Iterator[Pro
 
 
 def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
-    about_a_prompt = template.stage in ABOUT_A_PROMPT
-    prompt = drawn if about_a_prompt else msgspec.structs.replace(template.prompt, ordinal=drawn.ordinal)
+    prompt = drawn if template.begins else msgspec.structs.replace(template.prompt, ordinal=drawn.ordinal)
 
     async def send() -> int:
         return tokens_of(await template.ask(stages.for_prompt(prompt)), prompt)
@@ -191,12 +194,12 @@ def recorded_prompts(templates: Sequence[Template]) -> list[RecordedPrompt]:
         by_prompt.setdefault(template.prompt.ordinal, []).append(template)
     return [
         RecordedPrompt(
-            [template.tokens for template in own if template.stage in ABOUT_A_PROMPT],
-            [template.tokens for template in own if template.stage == "probe"],
+            [template.tokens for template in own if template.begins],
+            [template.tokens for template in own if template.stage in GENERATING and not template.begins],
             len(own[0].prompt.token_ids),
         )
         for own in by_prompt.values()
-        if any(template.stage in ABOUT_A_PROMPT for template in own)
+        if any(template.begins for template in own)
     ]
 
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import msgspec
 from faults import plan as fault_plan
-from faults.invariants import TrueSpans, require, weights_after
+from faults.invariants import Witnessed, misnamed, require, weights_after
 from faults.plan import Fault
 from faults.run import Drill
 from faults.servers import SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
@@ -66,7 +66,7 @@ class Witness:
     """What happened in all lives of a run in truth."""
 
     line: Line = field(default_factory=Line)
-    spans: dict[bytes, list[TrueSpans]] = field(default_factory=dict)  # see `Invariants.witnessed`
+    sampled: Witnessed = field(default_factory=dict)
     finished: dict[int, Sequence[Sample]] = field(default_factory=dict)  # by ordinal, as the policy made them
     forgotten: dict[int, Sequence[Sample]] = field(default_factory=dict)  # those that a life made again
     unpaid: set[int] = field(default_factory=set)  # ordinals of prompts that some life had no money for
@@ -181,7 +181,7 @@ class ResumedDrill(Drill):
         witness.damaged.clear()
         witness.unpaid |= {row.ordinal for row in self._ledger.prompts() if row.state == "unpaid"}
         super().__init__(
-            *self._arguments, path / "weights", line=witness.line, unpaid=witness.unpaid, witnessed=witness.spans
+            *self._arguments, path / "weights", line=witness.line, unpaid=witness.unpaid, witnessed=witness.sampled
         )
 
     def sizes(self, rng: random.Random) -> tuple[int, int]:
@@ -282,8 +282,7 @@ class ResumedDrill(Drill):
                 span.version.step < batch - self.max_staleness or span.version.step >= len(weights) for span in spans
             ):
                 return False
-            named = [(span.start, span.end, weights[span.version.step]) for span in spans]
-            if spans and named not in self._witness.spans.get(sample.supervision.response_ids.tobytes(), []):
+            if misnamed(sample.supervision, weights, self._witness.sampled):
                 return False
         return True
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from spot_async.base import wire
 from spot_async.base.events import Event
@@ -30,7 +31,7 @@ from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseEnded, We
 from spot_async.protocols import WeightSink
 from spot_async.testing.services import any_lineage
 from spot_async.trainer.feed_check import sampled_spans
-from spot_async.types import Supervision, WeightSnapshot
+from spot_async.types import IntArray, Supervision, WeightSnapshot
 
 if TYPE_CHECKING:
     from faults.stateful_trainer import StatefulTrainer
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 LIVING = (PromptState.RUNNING, PromptState.QUEUED, PromptState.BATCHED, PromptState.TRAINED, PromptState.LEFT_OUT)
 PLACED = LIVING[:3]
 Batches = Sequence[Sequence[Supervision]]
-# Which tokens of a response were sampled by which weights in truth: start, end, weights.
-TrueSpans = Sequence[tuple[int, int, str]]
+# Which weights sampled a token in truth, by a digest of all tokens up to it.
+Witnessed = dict[bytes, set[str]]
 
 
 class InvariantError(AssertionError):
@@ -66,9 +67,29 @@ def _of_any_lineage(supervision: Supervision) -> Supervision:
         supervision,
         version=any_lineage(supervision.version),
         version_spans=tuple(
-            msgspec.structs.replace(span, version=any_lineage(span.version)) for span in supervision.version_spans
+            msgspec.structs.replace(span, version=span.version and any_lineage(span.version))
+            for span in supervision.version_spans
         ),
     )
+
+
+def prefixes(context_ids: IntArray, token_ids: IntArray) -> Iterator[bytes]:
+    """Yield a digest of all tokens up to each one of `token_ids`, which follow `context_ids`."""
+    digest = hashlib.blake2b(np.asarray(context_ids, np.int32).tobytes(), digest_size=8)
+    for token_id in np.asarray(token_ids, np.int32):
+        digest.update(token_id.tobytes())
+        yield digest.digest()
+
+
+def misnamed(supervision: Supervision, weights: Sequence[str], witnessed: Witnessed) -> list[int]:
+    """Return the response tokens that were not sampled by the weights that their spans name."""
+    keys = list(prefixes(supervision.prompt_ids, supervision.response_ids))
+    return [
+        position
+        for span in sampled_spans(supervision)
+        for position in range(span.start, span.end)
+        if weights[span.version.step] not in witnessed.get(keys[position], ())
+    ]
 
 
 def require(holds: bool, invariant: str, otherwise: str) -> None:
@@ -77,10 +98,7 @@ def require(holds: bool, invariant: str, otherwise: str) -> None:
 
 
 class Invariants:
-    """A listener that raises `InvariantError` at the first event after an invariant was broken.
-
-    `witnessed` has what each response was sampled by, by the bytes of its tokens.
-    """
+    """A listener that raises `InvariantError` at the first event after an invariant was broken."""
 
     def __init__(
         self,
@@ -91,13 +109,13 @@ class Invariants:
         prompts: int | None,
         batches: Batches = (),
         unpaid: Set[int] = frozenset(),
-        witnessed: dict[bytes, list[TrueSpans]] | None = None,
+        witnessed: Witnessed | None = None,
     ) -> None:
         """`prompts` is how many there are; None: as many as it takes. A resumed run has trained `batches` before.
 
         `unpaid` are ordinals of prompts that it had no money for.
         """
-        self.witnessed: dict[bytes, list[TrueSpans]] = {} if witnessed is None else witnessed
+        self.witnessed: Witnessed = {} if witnessed is None else witnessed
         self.finished = len(batches)  # iterations
         self._batch_size = batch_size
         self._iterations = iterations
@@ -172,11 +190,10 @@ class Invariants:
             for span in spans:
                 fresh = step - self._max_staleness <= span.version.step <= step
                 require(fresh, "I2", f"prompt {each.prompt_ordinal} of batch {step} has tokens of weights {span}")
-            named = [(span.start, span.end, weights[span.version.step]) for span in spans]
-            true = self.witnessed.get(each.response_ids.tobytes(), [])
-            require(not spans or named in true, "I2", f"prompt {each.prompt_ordinal}: {spans} were {true} in truth")
+            wrong = misnamed(each, weights, self.witnessed)
+            require(not wrong, "I2", f"prompt {each.prompt_ordinal}: tokens {wrong} are of others than {spans}")
             if self._max_staleness == 0 and spans:
-                is_live = [span.version.step for span in spans] == [step]
+                is_live = {span.version.step for span in spans} == {step}
                 require(is_live, "I9", f"prompt {each.prompt_ordinal} of batch {step} has {spans}")
 
     # In the end

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 import structlog
 
-from faults.invariants import Invariants, OneUpdateAtATime, TrueSpans, require
+from faults.invariants import Invariants, OneUpdateAtATime, Witnessed, prefixes, require
 from faults.plan import (
     MAY_END,
     MAY_KILL,
@@ -105,7 +105,7 @@ class Drill:
         *,
         line: Line | None = None,
         unpaid: Set[int] = frozenset(),
-        witnessed: dict[bytes, list[TrueSpans]] | None = None,
+        witnessed: Witnessed | None = None,
     ) -> None:
         """Make a run with weights in `directory`. `line`, `unpaid` and `witnessed` are those of earlier parts of it."""
         rng = random.Random(derive_seed(seed, "run"))
@@ -326,15 +326,17 @@ class Drill:
 
 
 class _WitnessedReplica(SimulatedReplica):
-    """A student that notes by which weights each response was sampled in truth."""
+    """A student that notes by which weights each token was sampled in truth."""
 
-    def __init__(self, server: SimulatedServer, witnessed: dict[bytes, list[TrueSpans]], *, attaches: bool) -> None:
+    def __init__(self, server: SimulatedServer, witnessed: Witnessed, *, attaches: bool) -> None:
         super().__init__(server, attaches=attaches)
         self._witnessed = witnessed
 
-    async def generate(self, *arguments: Any, **more: Any) -> Generation:
-        response = await super().generate(*arguments, **more)
+    async def generate(self, prompt_ids: IntArray, *arguments: Any, **more: Any) -> Generation:
+        response = await super().generate(prompt_ids, *arguments, **more)
         contents = {held.version: held.contents for held in self.server.held}
-        true = [(span.start, span.end, contents[span.version]) for span in response.version_spans]
-        self._witnessed.setdefault(response.token_ids.tobytes(), []).append(true)
+        keys = list(prefixes(prompt_ids, response.token_ids))
+        for span in response.version_spans:
+            for key in keys[span.start : span.end]:
+                self._witnessed.setdefault(key, set()).add(contents[span.version])
         return response

@@ -1,0 +1,66 @@
+"""Takes responses apart and puts them together, keeping account of who wrote which tokens. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from spot_async.types import BoolArray, Generation, VersionSpan
+
+
+def foreign(response: Generation) -> Generation:
+    """Return a response as tokens that no student sampled: a teacher's, or the student's own behind another prompt."""
+    tokens = len(response.token_ids)
+    return msgspec.structs.replace(response, version_spans=(VersionSpan(0, tokens, None),) if tokens else ())
+
+
+def sampled_tokens(response: Generation) -> BoolArray:
+    """Return (T,) true where a student sampled the token, so that it has a log pi_old."""
+    sampled = np.ones(len(response.token_ids), np.bool_)
+    for span in response.version_spans:
+        sampled[span.start : span.end] = span.version is not None
+    return sampled
+
+
+def first_tokens(response: Generation, n: int) -> Generation:
+    """Return the first `n` tokens of a response, which then has no end. One with no more than that stays as it is."""
+    if n >= len(response.token_ids):
+        return response
+    spans = [msgspec.structs.replace(span, end=min(span.end, n)) for span in response.version_spans]
+    return msgspec.structs.replace(
+        response,
+        token_ids=response.token_ids[:n].copy(),  # a view would keep the rest in memory
+        logprobs=response.logprobs[:n].copy(),
+        finish_reason="length",
+        version_spans=tuple(span for span in spans if span.start < span.end),
+        topk_ids=None if response.topk_ids is None else response.topk_ids[:n].copy(),
+        topk_logprobs=None if response.topk_logprobs is None else response.topk_logprobs[:n].copy(),
+    )
+
+
+def joined(*pieces: Generation) -> Generation:
+    """Return one response of pieces, each of which continues those before it. It finishes as the last one does.
+
+    It has a top-k at each token if every piece has one of the same width, but for those without tokens.
+    """
+    written = [piece for piece in pieces if len(piece.token_ids)] or list(pieces[-1:])
+    spans: list[VersionSpan] = []
+    start = 0
+    for piece in written:
+        for span in piece.version_spans:
+            if spans and spans[-1].version == span.version:
+                spans[-1] = msgspec.structs.replace(spans[-1], end=start + span.end)
+            else:
+                spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+        start += len(piece.token_ids)
+    topk_ids = [piece.topk_ids for piece in written if piece.topk_ids is not None]
+    topk_logprobs = [piece.topk_logprobs for piece in written if piece.topk_logprobs is not None]
+    has_topk = len(topk_ids) == len(written) and len({ids.shape[1] for ids in topk_ids}) == 1
+    return Generation(
+        token_ids=np.concatenate([piece.token_ids for piece in written]),
+        logprobs=np.concatenate([piece.logprobs for piece in written]),
+        finish_reason=pieces[-1].finish_reason,
+        version_spans=tuple(spans),
+        topk_ids=np.concatenate(topk_ids) if has_topk else None,
+        topk_logprobs=np.concatenate(topk_logprobs) if has_topk else None,
+    )

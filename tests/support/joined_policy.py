@@ -1,0 +1,43 @@
+"""A policy whose responses two models write in turns, for tests of whatever reads who wrote which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spot_async.models.responses import first_tokens, foreign, joined, sampled_tokens
+from spot_async.policies.samples import (
+    oldest_version,
+    rollout_metrics,
+    rollout_record,
+    teacher_metrics,
+)
+from spot_async.protocols import PromptStages
+from spot_async.types import PolicyNeeds, Prompt, Sample, Supervision
+
+
+class TakesTurns:
+    """The student writes three tokens of five that it was asked for, the teacher two, and the student the rest."""
+
+    needs = PolicyNeeds(teacher_top_k=1, teacher_responses=1, rounds=2, outcomes=False)
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        begun = first_tokens(await stages.rollout(max_tokens=5), 3)
+        helped = joined(begun, foreign(await stages.teacher_response(prefix_ids=begun.token_ids, max_tokens=2)))
+        response = joined(helped, await stages.rollout(prefix_ids=helped.token_ids))
+        scores = await stages.score(response.token_ids, top_k=0)
+        judgement = await stages.verify(response.token_ids)
+        supervision = Supervision(
+            prompt_ordinal=prompt.ordinal,
+            problem_id=prompt.problem.id,
+            prompt_ids=prompt.token_ids,
+            response_ids=response.token_ids,
+            behavior_logprobs=response.logprobs,
+            version=oldest_version(response),
+            version_spans=response.version_spans,
+            advantages=scores.logprobs - response.logprobs,
+            policy_mask=sampled_tokens(response),
+        )
+        metrics = rollout_metrics(response, judgement) | teacher_metrics(scores)
+        return [
+            Sample(supervision=supervision, metrics=metrics, record=rollout_record(prompt, stages, response, judgement))
+        ]
