@@ -42,7 +42,7 @@ from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import ReplicatedStrategy
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Supervision, WeightVersion
+from spot_async.types import Pull, Supervision, WeightVersion
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 DEFAULTS = TrainingConfig(iterations=1)
@@ -153,7 +153,7 @@ def trajectories(seed: int, count: int) -> tuple[Supervision, ...]:
                 prompt_ids=rng.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32),
                 response_ids=rng.integers(0, VOCABULARY, RESPONSE_TOKENS).astype(np.int32),
                 behavior_logprobs=behavior,
-                teacher_logprobs=behavior + rng.normal(0, 0.3, RESPONSE_TOKENS).astype(np.float32),
+                pulls=(Pull(logprobs=behavior + rng.normal(0, 0.3, RESPONSE_TOKENS).astype(np.float32)),),
                 version=WeightVersion(0, seed),
             )
         )

@@ -44,7 +44,7 @@ def response_tokens(size: str) -> tuple[int, int]:
 
 
 def trajectories(seed: int, size: str, count: int = TRAJECTORIES) -> tuple[Any, ...]:
-    from spot_async.types import SoftTargets, Supervision, WeightVersion
+    from spot_async.types import Pull, SoftTargets, Supervision, WeightVersion
 
     rng = np.random.default_rng(seed)
     samples = []
@@ -58,13 +58,15 @@ def trajectories(seed: int, size: str, count: int = TRAJECTORIES) -> tuple[Any, 
                 prompt_ids=rng.integers(0, vocabulary_of(size), PROMPT_TOKENS).astype(np.int32),
                 response_ids=rng.integers(0, vocabulary_of(size), tokens).astype(np.int32),
                 behavior_logprobs=behavior,
-                teacher_logprobs=behavior + rng.normal(0, 0.3, tokens).astype(np.float32),
+                pulls=(Pull(logprobs=behavior + rng.normal(0, 0.3, tokens).astype(np.float32)),),
                 version=WeightVersion(0, 0),
-                soft_targets=SoftTargets(
-                    positions=np.sort(rng.choice(tokens, BRANCH_POSITIONS, replace=False)).astype(np.int32),
-                    token_ids=rng.integers(0, vocabulary_of(size), (BRANCH_POSITIONS, CANDIDATES)).astype(np.int32),
-                    probabilities=np.full((BRANCH_POSITIONS, CANDIDATES), 1 / CANDIDATES, np.float32),
-                    weights=np.full(BRANCH_POSITIONS, 0.05, np.float32),
+                soft_targets=(
+                    SoftTargets(
+                        positions=np.sort(rng.choice(tokens, BRANCH_POSITIONS, replace=False)).astype(np.int32),
+                        token_ids=rng.integers(0, vocabulary_of(size), (BRANCH_POSITIONS, CANDIDATES)).astype(np.int32),
+                        probabilities=np.full((BRANCH_POSITIONS, CANDIDATES), 1 / CANDIDATES, np.float32),
+                        weights=np.full(BRANCH_POSITIONS, 0.05, np.float32),
+                    ),
                 ),
             )
         )

@@ -39,7 +39,7 @@ def by_autograd(
 def by_selection(
     hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    return selected_logprobs(hidden, weight, None, [Block(0, len(hidden), rows, token_ids)], 1.0)[0]
+    return selected_logprobs(hidden, weight, None, [Block(0, len(hidden), rows, token_ids)], 1.0)[0][0]
 
 
 def peak_gib(work: Callable[[], None]) -> float:

@@ -41,7 +41,7 @@ from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group, strategy_of
 from spot_async.trainer.rank import LINEAR_WORK, StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Supervision, WeightSnapshot, WeightVersion
+from spot_async.types import Pull, Supervision, WeightSnapshot, WeightVersion
 
 HIDDEN = 768  # with 12 layers and a vocabulary of 16,384, 0.1B parameters
 SMALLEST_VOCABULARY = 256
@@ -64,7 +64,7 @@ def trajectories(seed: int, count: int) -> list[Supervision]:
                 prompt_ids=rng.integers(0, SMALLEST_VOCABULARY, PROMPT_TOKENS).astype(np.int32),
                 response_ids=rng.integers(0, SMALLEST_VOCABULARY, tokens).astype(np.int32),
                 behavior_logprobs=behavior,
-                teacher_logprobs=behavior + rng.normal(0, 0.3, tokens).astype(np.float32),
+                pulls=(Pull(logprobs=behavior + rng.normal(0, 0.3, tokens).astype(np.float32)),),
                 version=WeightVersion(0, 0),
             )
         )

@@ -35,7 +35,8 @@ from spot_async import (
 )
 from spot_async.backends.local import LocalBackend
 from spot_async.policies.spot import SpotPolicy
-from spot_async.trainer.loss import clipped_policy_loss, soft_target_loss
+from spot_async.trainer.divergence import soft_target_loss
+from spot_async.trainer.loss import clipped_policy_loss
 from spot_async.verification import BoxedMatch
 
 EXAMPLE = Path(__file__).parent / "running_sum"
@@ -95,14 +96,14 @@ def trajectory_loss(student: torch.nn.Module, supervision: Supervision) -> tuple
     logprobs = response_logprobs(student, supervision)
     sampled = torch.tensor(supervision.response_ids, dtype=torch.int64)
     behavior = torch.tensor(supervision.behavior_logprobs)
-    assert supervision.teacher_logprobs is not None  # SPOT's supervision always has them
-    advantages = torch.tensor(supervision.teacher_logprobs) - behavior  # (T,)
+    (teacher,) = supervision.pulls
+    advantages = torch.tensor(teacher.logprobs) - behavior  # (T,)
     own = logprobs.gather(-1, sampled[:, None])[:, 0]
     policy_loss = clipped_policy_loss(own, behavior, advantages, clip=CLIP).mean()
 
-    targets = supervision.soft_targets
-    if targets is None or len(targets.positions) == 0:  # B+ is empty: exactly OPD
+    if not supervision.soft_targets:  # B+ is empty: exactly OPD
         return policy_loss, torch.zeros(())
+    (targets,) = supervision.soft_targets
     rows = logprobs[torch.tensor(targets.positions, dtype=torch.int64)]  # (N, V)
     candidates = rows.gather(-1, torch.tensor(targets.token_ids, dtype=torch.int64))  # (N, k)
     branch = soft_target_loss(candidates, torch.tensor(targets.probabilities))  # (N,)

@@ -15,10 +15,10 @@ from pydantic import Field
 from spot_async.base.tasks import both
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
-from spot_async.types import BoolArray, Int64Array, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
+from spot_async.terms import compared, forward_kl, pull, row_bytes
+from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, TokenScores
 
 from .samples import distillation_sample
-from .targets import target_entropy, teacher_prior
 from .truncated.noise import of_entropy, split
 
 
@@ -44,7 +44,7 @@ class EopdPolicy:
             teacher_top_k=settings.top_k,
             teacher_top_k_key="top_k",
             outcomes=False,
-            term_bytes_per_token=12 + 8 * settings.top_k,
+            term_bytes_per_token=row_bytes(settings.top_k),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
@@ -53,12 +53,16 @@ class EopdPolicy:
             stages.score(rollout.token_ids, top_k=self.settings.top_k), stages.verify(rollout.token_ids)
         )
         known = np.ones(len(scores.entropy), np.bool_) if scores.valid is None else scores.valid
-        gated = np.flatnonzero(known & (scores.entropy > self.settings.tau_nats))
-        targets = self._forward_kl(scores, gated)
-        sample = distillation_sample(prompt, stages, rollout, scores, judgement, soft_targets=targets)
-        sample.metrics["eopd/gated"] = len(gated) / len(scores.entropy)
+        gate = known & (scores.entropy > self.settings.tau_nats)
+        forward = compared(
+            scores, forward_kl(), top_k=self.settings.top_k, where=gate, weight=self.settings.alpha, has_tail=False
+        )
+        sample = distillation_sample(
+            prompt, stages, rollout, scores, judgement, pulls=(pull(scores),), soft_targets=(forward,)
+        )
+        sample.metrics["eopd/gated"] = len(forward.positions) / len(scores.entropy)
         sample.metrics["eopd/uncertain"] = float((known & self._uncertain(scores, stages)).mean())
-        sample.record["gated_positions"] = gated.astype(np.int32)
+        sample.record["gated_positions"] = forward.positions
         return [sample]
 
     def _uncertain(self, scores: TokenScores, stages: PromptStages) -> BoolArray:
@@ -71,17 +75,3 @@ class EopdPolicy:
         moved = of_entropy(scores.topk_logprobs, scores.entropy_lower, scores.entropy_upper, spread)
         tau, factor = self.settings.tau_nats, math.exp(sure)
         return (scores.entropy_lower / factor - moved <= tau) & (tau < scores.entropy_upper * factor + moved)
-
-    def _forward_kl(self, scores: TokenScores, gated: Int64Array) -> SoftTargets:
-        """Return the forward KL at the gated positions (N,), weighted alpha / T (the paper's Eqs. (3) and (4)).
-
-        The method takes the mean over all T positions, but the trainer sums soft targets over a trajectory.
-        """
-        target = teacher_prior(scores.topk_logprobs[gated])  # (N, k)
-        return SoftTargets(
-            positions=gated.astype(np.int32),
-            token_ids=scores.topk_ids[gated],
-            probabilities=target.astype(np.float32),
-            weights=np.full(len(gated), self.settings.alpha / len(scores.entropy), dtype=np.float32),
-            offsets=-target_entropy(target).astype(np.float32),
-        )

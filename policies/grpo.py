@@ -17,6 +17,7 @@ from pydantic import Field
 from spot_async.base.tasks import both, gather
 from spot_async.config import PluginSettings
 from spot_async.protocols import PromptStages
+from spot_async.terms import on_policy
 from spot_async.types import (
     FloatArray,
     Generation,
@@ -27,7 +28,7 @@ from spot_async.types import (
     Sample,
 )
 
-from .samples import rollout_metrics, rollout_record, rollout_supervision
+from .samples import rollout_metrics, rollout_record
 
 STANDARD_DEVIATION_FLOOR = 1e-6
 
@@ -89,7 +90,7 @@ class GrpoPolicy:
         rollout = attempt.rollout
         supervision = None
         if advantage is not None:
-            supervision = rollout_supervision(
+            supervision = on_policy(
                 prompt,
                 rollout,
                 advantages=np.full(len(rollout.token_ids), advantage, dtype=np.float32),

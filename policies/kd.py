@@ -20,6 +20,7 @@ from spot_async.base.tasks import both
 from spot_async.config import PluginSettings, PositiveInt
 from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.protocols import PromptStages
+from spot_async.terms import compared, forward_kl, row_bytes, written
 from spot_async.types import (
     Generation,
     PolicyContext,
@@ -32,7 +33,6 @@ from spot_async.types import (
 )
 
 from .samples import response_record, teacher_metrics, teacher_record
-from .targets import target_entropy, teacher_prior
 from .teacher_responses import ResponseFile, TeacherResponse
 
 
@@ -81,7 +81,7 @@ class KdPolicy:
             rollouts_per_prompt=0,
             teacher_responses=int(asks_teacher),
             outcomes=False,
-            term_bytes_per_token=12 + 8 * (1 + self._top_k),
+            term_bytes_per_token=row_bytes(1) + row_bytes(self._top_k),
         )
 
     def check(self, prompts: Iterable[Prompt]) -> None:
@@ -145,7 +145,7 @@ class KdPolicy:
             response_ids=response.token_ids,
             behavior_logprobs=response.logprobs,
             version=None,  # no student sampled it
-            soft_targets=self._targets(taught),
+            soft_targets=self._terms(taught),
         )
         metrics = {
             "teacher/tokens": float(len(response.token_ids)),
@@ -162,25 +162,10 @@ class KdPolicy:
             | (teacher_record(scores) if scores is not None else {}),
         )
 
-    def _targets(self, taught: TeacherResponse) -> SoftTargets:
-        """Return `(1 - w) CE + w FKL` as one soft target at each position (T,).
-
-        The target gives 1 - w to the written token and spreads w over the teacher's prior. Its offset makes the
-        reported loss the KL. Positions with unknown candidates keep only the cross-entropy, weighted 1 - w.
-        """
-        k, scores = self._top_k, taught.scores
-        written = taught.response.token_ids[:, None]  # (T, 1); one that is also a candidate gets both probabilities
-        tokens = len(written)
-        if scores is None or not k:
-            topk_ids, prior, known = np.zeros((tokens, 0), np.int32), np.zeros((tokens, 0)), np.zeros(tokens, np.bool_)
-        else:
-            topk_ids, prior = scores.topk_ids[:, :k], teacher_prior(scores.topk_logprobs[:, :k])  # (T, k)
-            known = np.ones(tokens, np.bool_) if scores.valid is None else scores.valid
-        weight = np.where(known, self.settings.forward_kl_weight, 0.0)[:, None]  # (T, 1)
-        return SoftTargets(
-            positions=np.arange(tokens, dtype=np.int32),
-            token_ids=np.concatenate([written, topk_ids], axis=1),
-            probabilities=np.concatenate([1 - weight, weight * prior], axis=1, dtype=np.float32),
-            weights=(np.where(known, 1.0, 1 - self.settings.forward_kl_weight) / tokens).astype(np.float32),
-            offsets=(-weight[:, 0] * target_entropy(prior)).astype(np.float32),
-        )
+    def _terms(self, taught: TeacherResponse) -> tuple[SoftTargets, ...]:
+        """Return `(1 - w)` of the cross-entropy at each position, and w of the forward KL where there are scores."""
+        share, scores, response_ids = self.settings.forward_kl_weight, taught.scores, taught.response.token_ids
+        likelihood = written(response_ids, 1 - share)
+        if scores is None or not self._top_k:
+            return (likelihood,)
+        return likelihood, compared(scores, forward_kl(), top_k=self._top_k, weight=share, has_tail=False)

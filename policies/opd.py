@@ -1,7 +1,7 @@
 """On-policy distillation: the student's own tokens, judged one by one by the teacher.
 
-The advantage of each sampled token is `log pi_T - log pi_old` (SPOT's without the branch term). The
-trainer computes it from the log-probabilities in the sample.
+A plain pull towards the teacher: the advantage of each sampled token is `log pi_T - log pi_old` (SPOT's without the
+branch term).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from spot_async.base.tasks import both
 from spot_async.config import PluginSettings
 from spot_async.protocols import PromptStages
+from spot_async.terms import pull
 from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample
 
 from .samples import distillation_sample
@@ -28,4 +29,4 @@ class OpdPolicy:
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
         scores, judgement = await both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
-        return [distillation_sample(prompt, stages, rollout, scores, judgement)]
+        return [distillation_sample(prompt, stages, rollout, scores, judgement, pulls=(pull(scores),))]

@@ -6,55 +6,31 @@ from typing import Any
 
 import numpy as np
 
-from spot_async.models.responses import sampled_tokens
+from spot_async.models.responses import oldest_version, sampled_tokens
 from spot_async.protocols import PromptStages
+from spot_async.terms import on_policy
 from spot_async.types import (
     FloatArray,
     Generation,
     Judgement,
     Prompt,
     Sample,
-    SoftTargets,
-    Supervision,
     TokenScores,
     Verdict,
-    WeightVersion,
 )
 
 
 def distillation_sample(
-    prompt: Prompt,
-    stages: PromptStages,
-    rollout: Generation,
-    scores: TokenScores,
-    judgement: Judgement,
-    *,
-    soft_targets: SoftTargets | None = None,
+    prompt: Prompt, stages: PromptStages, rollout: Generation, scores: TokenScores, judgement: Judgement, **terms: Any
 ) -> Sample:
-    """Return a sample supervised by the teacher's log-probabilities, and by soft targets if the policy made some.
+    """Return a sample of a rollout that a teacher scored. `terms` say what is learnt from it, as in `on_policy`.
 
     A policy adds to its `metrics` and `record` what is its own.
     """
     return Sample(
-        supervision=rollout_supervision(
-            prompt, rollout, teacher_logprobs=scores.logprobs, policy_mask=scores.valid, soft_targets=soft_targets
-        ),
+        supervision=on_policy(prompt, rollout, policy_mask=scores.valid, **terms),
         metrics=rollout_metrics(rollout, judgement) | teacher_metrics(scores),
         record=rollout_record(prompt, stages, rollout, judgement) | teacher_record(scores),
-    )
-
-
-def rollout_supervision(prompt: Prompt, rollout: Generation, **signal: Any) -> Supervision:
-    """Return supervision of a rollout. `signal` are the fields that say what is learnt from it."""
-    return Supervision(
-        prompt_ordinal=prompt.ordinal,
-        problem_id=prompt.problem.id,
-        prompt_ids=prompt.token_ids,
-        response_ids=rollout.token_ids,
-        behavior_logprobs=rollout.logprobs,
-        version=oldest_version(rollout),
-        version_spans=rollout.version_spans,
-        **signal,
     )
 
 
@@ -110,11 +86,6 @@ def response_record(prompt: Prompt, stages: PromptStages, response: Generation, 
     if judgement.reward != judgement.verdict.reward:
         record["reward"] = judgement.reward
     return record | ({"feedback": judgement.feedback} if judgement.feedback else {})
-
-
-def oldest_version(rollout: Generation) -> WeightVersion | None:
-    """Return the oldest weights of the student that sampled a token of the response; None where none did."""
-    return min((span.version for span in rollout.version_spans if span.version is not None), default=None)
 
 
 def rollout_metrics(rollout: Generation, judgement: Judgement) -> dict[str, float]:

@@ -18,6 +18,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import both, gather
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
 from spot_async.protocols import PromptStages
+from spot_async.terms import pull, row_bytes
 from spot_async.types import (
     Generation,
     Int64Array,
@@ -125,7 +126,7 @@ class SpotPolicy:
             teacher_top_k_key="score_top_k" if probing else None,
             outcomes=settings.verifier_guidance,
             probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
-            term_bytes=settings.positions * (8 + 8 * settings.probe_top_k),
+            term_bytes=settings.positions * row_bytes(settings.probe_top_k),
             record_bytes=settings.positions
             * (BRANCH_BYTES + settings.probe_top_k * (CANDIDATE_BYTES + self._probes * CONTINUATION_BYTES)),
         )
@@ -141,8 +142,10 @@ class SpotPolicy:
         )
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
-        sample = distillation_sample(prompt, stages, rollout, scores, judgement, soft_targets=targets)
-        sample.metrics.update(self._metrics(rollout, selection, branches, targets))
+        sample = distillation_sample(
+            prompt, stages, rollout, scores, judgement, pulls=(pull(scores),), soft_targets=targets
+        )
+        sample.metrics.update(self._metrics(rollout, selection, branches))
         sample.record.update(self._record(rollout, stages, selection, branches))
         return [sample]
 
@@ -251,16 +254,17 @@ class SpotPolicy:
         seed = derive_seed(self._run_seed, prompt.ordinal, "shuffled outcomes", position)
         return np.random.default_rng(seed).permutation(candidates)
 
-    def _exploit(self, retained: Sequence[Branch]) -> SoftTargets | None:
+    def _exploit(self, retained: Sequence[Branch]) -> tuple[SoftTargets, ...]:
         """Return what to distil: outcome-calibrated targets, weighted beta / |B+| (equations 10 and 12)."""
         if not retained:
-            return None
-        return SoftTargets(
+            return ()
+        branches = SoftTargets(
             positions=np.array([branch.position for branch in retained], dtype=np.int32),
             token_ids=np.stack([branch.candidate_ids for branch in retained]).astype(np.int32),
             probabilities=np.stack([branch.target for branch in retained]).astype(np.float32),
             weights=np.full(len(retained), self.settings.beta / len(retained), dtype=np.float32),
         )
+        return (branches,)
 
     def _keeps(self, branch: Branch) -> bool:
         """Return whether the branch is distilled: if it is in B+.
@@ -271,14 +275,13 @@ class SpotPolicy:
             return True
         return branch.viable if self.settings.gate else branch.values is not None
 
-    def _metrics(
-        self, rollout: Generation, selection: Selection, branches: Sequence[Branch], targets: SoftTargets | None
-    ) -> dict[str, float]:
+    def _metrics(self, rollout: Generation, selection: Selection, branches: Sequence[Branch]) -> dict[str, float]:
         probes = [continuation for branch in branches for each in branch.continuations for continuation in each]
         verdicts = [judged.verdict for branch in branches for each in branch.judgements for judged in each]
+        kept = [branch for branch in branches if self._keeps(branch)]
         metrics = {
             "spot/selected": float(len(selection.positions)),
-            "spot/retained": 0.0 if targets is None else float(len(targets.positions)),
+            "spot/retained": float(len(kept)),
             "spot/no_evidence": float(sum(branch.values is None for branch in branches) if self._probes else 0),
             "probe/tokens": float(sum(len(continuation.token_ids) for continuation in probes)),
             "probe/requests": float(len(probes)),
@@ -290,7 +293,6 @@ class SpotPolicy:
         rewards = outcome_rewards(verdicts)
         if rewards:
             metrics["probe/accuracy"] = sum(rewards) / len(rewards)
-        kept = [branch for branch in branches if self._keeps(branch)]
         if kept:
             shifts = [np.abs(branch.target - branch.prior).sum() / 2 for branch in kept]
             metrics["spot/calibration_shift"] = float(np.mean(shifts))

@@ -14,19 +14,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.terms import renormalised
 from spot_async.types import Float64Array, Generation, Int64Array, Judgement, Verdict
-
-
-def teacher_prior(teacher_logprobs: npt.ArrayLike) -> Float64Array:
-    """Return the teacher renormalised on its candidates: (..., k) natural logs to (..., k) probabilities."""
-    logprobs = np.asarray(teacher_logprobs, dtype=np.float64)
-    return calibrated_target(logprobs, np.zeros_like(logprobs), gamma=0.0)
-
-
-def target_entropy(target: npt.ArrayLike) -> Float64Array:
-    """Return the entropy (...), in nats, of targets (..., k). Cross-entropy minus this is the KL divergence."""
-    probabilities = np.asarray(target, dtype=np.float64)
-    return np.asarray(-(probabilities * np.log(np.where(probabilities > 0.0, probabilities, 1.0))).sum(axis=-1))
 
 
 def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, gamma: float) -> Float64Array:
@@ -46,8 +35,7 @@ def calibrated_target(teacher_logprobs: npt.ArrayLike, values: npt.ArrayLike, ga
     # with gamma, and candidates that tie for the best keep the teacher's odds to the last bit.
     bonus = gamma * (rewards - rewards.max(axis=-1, keepdims=True))
     logits = logprobs + bonus
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+    return renormalised(logits)
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class Branch:
     @cached_property
     def prior(self) -> Float64Array:
         """The teacher renormalised on its candidates (k_p,)."""
-        return teacher_prior(self.teacher_logprobs)
+        return renormalised(self.teacher_logprobs)
 
     @cached_property
     def target(self) -> Float64Array:

@@ -42,13 +42,26 @@ if TYPE_CHECKING:
     from spot_async.running.summary import TrainOutcome as TrainOutcome
     from spot_async.stages.services import Services as Services
     from spot_async.stages.services import StagesSettings as StagesSettings
+    from spot_async.terms import compared as compared
+    from spot_async.terms import forward_kl as forward_kl
+    from spot_async.terms import jsd as jsd
+    from spot_async.terms import on_policy as on_policy
+    from spot_async.terms import pull as pull
+    from spot_async.terms import reverse_kl as reverse_kl
+    from spot_async.terms import reverse_skew as reverse_skew
+    from spot_async.terms import row_bytes as row_bytes
+    from spot_async.terms import skew as skew
+    from spot_async.terms import soft_targets as soft_targets
+    from spot_async.terms import written as written
     from spot_async.types import Capabilities as Capabilities
+    from spot_async.types import Divergence as Divergence
     from spot_async.types import Generation as Generation
     from spot_async.types import Judgement as Judgement
     from spot_async.types import PolicyContext as PolicyContext
     from spot_async.types import PolicyNeeds as PolicyNeeds
     from spot_async.types import Problem as Problem
     from spot_async.types import Prompt as Prompt
+    from spot_async.types import Pull as Pull
     from spot_async.types import Sample as Sample
     from spot_async.types import ScoredPositions as ScoredPositions
     from spot_async.types import ScoreRequest as ScoreRequest
@@ -71,6 +84,19 @@ _NAMES_OF_MODULE = {
         "StorageError",
         "TrainerError",
     ),
+    "terms": (
+        "compared",
+        "forward_kl",
+        "jsd",
+        "on_policy",
+        "pull",
+        "reverse_kl",
+        "reverse_skew",
+        "row_bytes",
+        "skew",
+        "soft_targets",
+        "written",
+    ),
     "running.library": ("resume", "resume_async", "run", "run_async", "stages_for"),
     "models.files": ("read_model",),
     "models.responses": ("first_tokens", "foreign", "joined"),
@@ -79,12 +105,14 @@ _NAMES_OF_MODULE = {
     "stages.services": ("Services", "StagesSettings"),
     "types": (
         "Capabilities",
+        "Divergence",
         "Generation",
         "Judgement",
         "PolicyContext",
         "PolicyNeeds",
         "Problem",
         "Prompt",
+        "Pull",
         "Sample",
         "ScoredPositions",
         "ScoreRequest",

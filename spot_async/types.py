@@ -239,20 +239,50 @@ class Traffic(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
 
 
+class Pull(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that pulls the student towards its own log-probabilities of the response's tokens.
+
+    It adds `weights * clip(logprobs - log pi_old)` to the advantages. The trainer computes that, because log pi_old is
+    not known yet where `training.behavior` recomputes it. The model must not change while the sample waits.
+    """
+
+    logprobs: FloatArray  # (T,)
+    weights: FloatArray | None = None  # (T,) None: 1
+    clip: tuple[float, float] | None = None  # the least and the most of the difference, in nats; may be infinite
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the student q is from a target p: a sum over cells, which are tokens, and all other tokens together.
+
+        D = sum of  min(clip, forward p log(p / m) + reverse q log(q / n))
+        m = (1 - forward_skew) q + forward_skew p,  n = (1 - reverse_skew) p + reverse_skew q
+
+    docs/methods.md has the names of the usual ones.
+    """
+
+    forward: float = 0.0
+    reverse: float = 0.0
+    forward_skew: float = 0.0
+    reverse_skew: float = 0.0
+    is_conditional: bool = False  # the student is renormalised on the target's tokens, so there are no others
+    clip: float | None = None  # of each cell, in nats; without a gradient beyond it
+    # Of both distributions. Other than 1 only where a conditional's tokens are the whole vocabulary, where it is exact.
+    temperature: float = 1.0
+
+
 class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
-    """Sparse target distributions at some response positions of one trajectory."""
+    """Target distributions on a few tokens, at some response positions of one trajectory. Positions may repeat."""
 
     positions: IntArray  # (N,) 0-based response positions
     token_ids: IntArray  # (N, k)
-    probabilities: FloatArray  # (N, k) rows sum to 1
-    weights: FloatArray  # (N,) factor of each position's cross-entropy in the trajectory's loss
-    # (N,) added to each cross-entropy before it is weighted. It carries no gradient. With minus the target's entropy
-    # the reported loss is a KL divergence, by which methods are defined.
-    offsets: FloatArray | None = None
+    probabilities: FloatArray  # (N, k) rows sum to 1, with the tails if there are some
+    weights: FloatArray  # (N,) factor of each position's loss in the trajectory's loss
+    tails: FloatArray | None = None  # (N,) probability of all other tokens together; None: there is nothing else
+    divergence: Divergence | None = None  # of the student from them; None: the cross-entropy
 
 
-class Supervision(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the trainer needs of one trajectory. It names no method."""
+class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the trainer needs of one trajectory: a sum of terms. It names no method."""
 
     prompt_ordinal: int
     problem_id: str
@@ -261,11 +291,16 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     behavior_logprobs: FloatArray  # (T,) log pi_old of the sampled tokens
     version: WeightVersion | None  # oldest student weights that sampled a token; None when none did (off-policy)
     version_spans: tuple[VersionSpan, ...] = ()  # cover [0, T) in order; empty: `version` sampled all tokens
-    teacher_logprobs: FloatArray | None = None  # (T,) advantages are these minus behavior_logprobs
-    advantages: FloatArray | None = None  # (T,) given directly, instead of teacher_logprobs
+    pulls: tuple[Pull, ...] = ()  # towards models; their shares of the advantages are added up
+    advantages: FloatArray | None = None  # (T,) the part of the advantages that depends on no model, such as a reward
     reference_logprobs: FloatArray | None = None  # (T,) for the reference KL
     policy_mask: BoolArray | None = None  # (T,) false where the advantage is unknown; None: known everywhere
-    soft_targets: SoftTargets | None = None
+    soft_targets: tuple[SoftTargets, ...] = ()
+
+    @property
+    def has_policy_term(self) -> bool:
+        """Whether sampled tokens have advantages, from models or given."""
+        return bool(self.pulls) or self.advantages is not None
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: 
 
 from spot_async.config import TrainingConfig
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import SoftTargets, Supervision, WeightVersion
+from spot_async.types import Pull, SoftTargets, Supervision, WeightVersion
 
 if TYPE_CHECKING:
     import torch
@@ -174,12 +174,12 @@ def student(random_model: Callable[..., Path]) -> Path:
 def supervision() -> Callable[..., Supervision]:
     """Trajectories whose behaviour lies near a random student's log-probabilities, so that no ratio is extreme."""
 
-    def make(ordinal: int, tokens: int, *, targets: SoftTargets | None = None, **arrays: Any) -> Supervision:
+    def make(ordinal: int, tokens: int, *targets: SoftTargets, **arrays: Any) -> Supervision:
         draw = np.random.default_rng(ordinal)
         behavior = draw.normal(-4.0, 1.0, tokens).astype(np.float32)
         fields: dict[str, Any] = {
             "behavior_logprobs": behavior,
-            "teacher_logprobs": behavior + draw.normal(0.0, 1.0, tokens).astype(np.float32),
+            "pulls": (Pull(logprobs=behavior + draw.normal(0.0, 1.0, tokens).astype(np.float32)),),
             "reference_logprobs": behavior + draw.normal(0.0, 0.3, tokens).astype(np.float32),
         }
         return Supervision(
@@ -188,8 +188,7 @@ def supervision() -> Callable[..., Supervision]:
             prompt_ids=draw.integers(0, VOCAB, 3 + ordinal % 5).astype(np.int32),
             response_ids=draw.integers(0, VOCAB, tokens).astype(np.int32),
             version=WeightVersion(0, 0),
-            soft_targets=targets,
-            **{**fields, **arrays},
+            **{"soft_targets": targets, **fields, **arrays},
         )
 
     return make
@@ -219,13 +218,13 @@ def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Superv
 
     def make() -> list[Supervision]:
         return [
-            supervision(0, 12, targets=soft_targets([7, 2, 11], 4)),
-            supervision(1, 1, targets=soft_targets([0], 4)),
+            supervision(0, 12, soft_targets([7, 2, 11], 4)),
+            supervision(1, 1, soft_targets([0], 4)),
             supervision(2, 30, policy_mask=np.arange(30) % 3 > 0),
-            supervision(3, 5, targets=soft_targets([], 4)),
-            supervision(4, 9, targets=soft_targets([0, 3], 16)),
-            supervision(5, 17, teacher_logprobs=None, advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
-            supervision(6, 6, teacher_logprobs=None, targets=soft_targets([1, 1, 4], 3)),
+            supervision(3, 5, soft_targets([], 4)),
+            supervision(4, 9, soft_targets([0, 3], 16)),
+            supervision(5, 17, pulls=(), advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
+            supervision(6, 6, soft_targets([1, 1, 4], 3), pulls=()),
         ]
 
     return make
@@ -288,6 +287,7 @@ def make_trainer(
 def dense_loss() -> Callable[..., torch.Tensor]:
     """The loss of one mini-batch, straight from a model's full-vocabulary logits; shares no code with the trainer."""
     import torch
+    from dense_rows import dense_row_loss
 
     def loss_of(model: Any, batch: list[Supervision], training: TrainingConfig, temperature: float) -> torch.Tensor:
         total_tokens = sum(len(sample.response_ids) for sample in batch)
@@ -301,10 +301,12 @@ def dense_loss() -> Callable[..., torch.Tensor]:
                 old = float(sample.behavior_logprobs[t])
                 token_loss = torch.zeros((), dtype=torch.float64)
                 advantage = None
-                if sample.teacher_logprobs is not None:
-                    advantage = float(np.float32(sample.teacher_logprobs[t]) - np.float32(old))
-                elif sample.advantages is not None:
-                    advantage = float(sample.advantages[t])
+                if sample.pulls or sample.advantages is not None:
+                    advantage = 0.0 if sample.advantages is None else float(sample.advantages[t])
+                for pull in sample.pulls:
+                    least, most = pull.clip or (-np.inf, np.inf)
+                    difference = min(max(float(pull.logprobs[t]) - old, least), most)
+                    advantage += difference * (1.0 if pull.weights is None else float(pull.weights[t]))
                 if sample.policy_mask is not None and not sample.policy_mask[t]:
                     advantage = None  # still one of the response's tokens
                 if advantage is not None:
@@ -318,12 +320,10 @@ def dense_loss() -> Callable[..., torch.Tensor]:
                     token_loss = token_loss + training.reference_kl * (log_ratio.exp() - 1 - log_ratio).clamp(max=10)
                 token_losses.append(token_loss)
             trajectory_loss = sum(token_losses) / len(response)
-            if sample.soft_targets is not None:
-                target = sample.soft_targets
+            for target in sample.soft_targets:
                 for n, position in enumerate(target.positions.tolist()):
                     row = logits[len(prompt) + position - 1].log_softmax(-1)
-                    for token, probability in zip(target.token_ids[n].tolist(), target.probabilities[n], strict=True):
-                        trajectory_loss = trajectory_loss - float(target.weights[n]) * float(probability) * row[token]
+                    trajectory_loss = trajectory_loss + float(target.weights[n]) * dense_row_loss(row, target, n)
             share = 1 / len(batch) if training.loss_aggregation == "sequence_mean" else len(response) / total_tokens
             loss = loss + share * trajectory_loss
         return loss

@@ -24,13 +24,14 @@ FLOORS = (  # from the top
     "protocols",
     "spending",
     "data",
+    "terms",
     "models",
     "types",
     "config",
     "base",
     "errors",
 )
-GROUND = {"models", "types", "config", "base", "errors"}
+GROUND = {"models", "terms", "types", "config", "base", "errors"}
 BESIDE = {  # rooms next to the floors, and what each may import
     "verification": GROUND,
     "trainer": GROUND,

@@ -25,7 +25,7 @@ NAMES = (  # that do not stand in `spot_async.__all__`
     "spot_async.models.entropy:entropy_bounds",
     "spot_async.policies.targets:calibrated_target",
     "spot_async.trainer.loss:clipped_policy_loss",
-    "spot_async.trainer.loss:soft_target_loss",
+    "spot_async.trainer.divergence:soft_target_loss",
     "spot_async.evaluation.metrics:avg_at_k_per_problem",
     "spot_async.evaluation.metrics:pass_at_k_per_problem",
     "spot_async.verification:extract_boxed",

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from spot_async import PluginSettings, PolicyContext, PolicyNeeds, Prompt, Sample, Supervision, both
+from spot_async import PluginSettings, PolicyContext, PolicyNeeds, Prompt, Sample, both, on_policy, pull
 from spot_async.protocols import PromptStages
 
 
 class ConfidentOpd:
-    """OPD whose advantages are 0 where the teacher's entropy is above a limit."""
+    """OPD in which the teacher pulls only where its entropy is below a limit."""
 
     class Settings(PluginSettings):
         max_entropy_nats: float = Field(0.5, gt=0, description="above it a token teaches nothing")
@@ -22,23 +22,11 @@ class ConfidentOpd:
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
         scores, judgement = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
-        # (T,) Where a teacher that reads text could not be asked, its numbers mean nothing.
-        known = np.ones(len(rollout.token_ids), dtype=np.bool_) if scores.valid is None else scores.valid
-        sure = known & (scores.entropy <= self.settings.max_entropy_nats)
-        advantages = np.where(sure, scores.logprobs - rollout.logprobs, 0.0).astype(np.float32)
-        supervision = Supervision(
-            prompt_ordinal=prompt.ordinal,
-            problem_id=prompt.problem.id,
-            prompt_ids=prompt.token_ids,
-            response_ids=rollout.token_ids,
-            behavior_logprobs=rollout.logprobs,
-            version=min(span.version for span in rollout.version_spans),
-            version_spans=rollout.version_spans,
-            advantages=advantages,
-            policy_mask=scores.valid,
-        )
+        sure = scores.entropy <= self.settings.max_entropy_nats  # (T,)
+        known = np.ones(len(sure), dtype=np.bool_) if scores.valid is None else scores.valid
+        supervision = on_policy(prompt, rollout, pulls=(pull(scores, sure),), policy_mask=scores.valid)
         metrics = {
-            "confident_opd/sure": float(sure.mean()),
+            "confident_opd/sure": float((known & sure).mean()),
             "teacher/masked": 1.0 - float(known.mean()),
             "rollout/tokens": float(len(rollout.token_ids)),
         }

@@ -9,6 +9,7 @@ from confident_opd import ConfidentOpd
 from spot_async import WeightVersion
 from spot_async.testing import (
     ScriptedStages,
+    advantages_of,
     generation,
     make_policy,
     simulated_prompts,
@@ -24,7 +25,7 @@ def test_a_token_teaches_nothing_where_the_teacher_is_not_sure() -> None:
     )
     policy = make_policy(ConfidentOpd, max_entropy_nats=0.5)
     (sample,) = asyncio.run(policy.supervise(next(simulated_prompts()), stages))
-    assert sample.supervision.advantages.tolist() == [0.5, 0.0, -1.0]
+    assert advantages_of(sample.supervision).tolist() == [0.5, 0.0, -1.0]
     assert sample.metrics["confident_opd/sure"] == pytest.approx(2 / 3)
     assert stages.verified == [(5, 6, 7)]
 
@@ -33,7 +34,7 @@ def test_a_token_that_the_teacher_could_not_be_asked_about_teaches_nothing() -> 
     scores = token_scores([-0.5, -0.5, -2.0], entropy=[0.1, 0.0, 0.4], valid=np.array([True, False, True]))
     stages = ScriptedStages(generation([5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), scores)
     (sample,) = asyncio.run(make_policy(ConfidentOpd).supervise(next(simulated_prompts()), stages))
-    assert sample.supervision.advantages.tolist() == [0.5, 0.0, -1.0]
+    assert advantages_of(sample.supervision).tolist() == [0.5, 0.0, -1.0]
     assert sample.supervision.policy_mask.tolist() == [True, False, True]
     assert sample.metrics["teacher/masked"] == pytest.approx(1 / 3)
 

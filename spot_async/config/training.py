@@ -131,6 +131,11 @@ class TrainingConfig(Section):
         description="weighs each token's policy term by min(recomputed / served probability, cap); off by default, but "
         "2.0 in a run with staleness. Needs `behavior: recomputed`",
     )
+    normalize_advantages: bool = Field(
+        False,
+        description="shift and scale the advantages of an iteration's sampled tokens to mean 0 and standard deviation "
+        "1 before its first update",
+    )
     lora: LoraConfig | None = Field(
         None, description="train adapters of low rank beside frozen weights (docs/lora.md); default: train all weights"
     )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from spot_async.types import BoolArray, Generation, VersionSpan
+from spot_async.types import BoolArray, Generation, VersionSpan, WeightVersion
 
 
 def foreign(response: Generation) -> Generation:
     """Return a response as tokens that no student sampled: a teacher's, or the student's own behind another prompt."""
     tokens = len(response.token_ids)
     return msgspec.structs.replace(response, version_spans=(VersionSpan(0, tokens, None),) if tokens else ())
+
+
+def oldest_version(response: Generation) -> WeightVersion | None:
+    """Return the oldest weights of the student that sampled a token of the response; None where none did."""
+    return min((span.version for span in response.version_spans if span.version is not None), default=None)
 
 
 def sampled_tokens(response: Generation) -> BoolArray:

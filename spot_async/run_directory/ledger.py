@@ -39,7 +39,7 @@ from spot_async.spending.run_spending import metered
 from spot_async.types import Sample, Supervision
 
 FILE = "ledger.sqlite"
-FORMAT = 1
+FORMAT = 2  # 2: supervision is a sum of pulls and targets
 MAX_CELL_BYTES, MAX_COPIED_BYTES = 1 << 20, 4 << 30  # of what is read only: of a prompt's row, and of a whole file
 PLAIN_TABLE = re.compile(r"create table prompts \([^()]*\)", re.IGNORECASE)  # no view, no column that is computed
 NAMED = 5  # ordinals that a line about prompts names
@@ -127,9 +127,9 @@ class Ledger:
             if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 raise DataError(f"{path} is in use by another process: wait for its end, or stop it first") from None
             raise DataError(f"{path}: cannot be read: {error}") from None
-        if found > FORMAT:
+        if found != FORMAT:
             connection.close()
-            raise _newer(path, found)
+            raise _newer(path, found) if found > FORMAT else _older(path, found)
         return cls(connection, path, metered(accounts or {}))
 
     @classmethod
@@ -297,6 +297,13 @@ class Ledger:
             yield
         except sqlite3.Error as error:
             raise StorageError(f"cannot write {self._path}: {error}") from None
+
+
+def _older(path: Path, found: int) -> DataError:
+    return DataError(
+        f"{path} has format {found}, and this spot-async continues runs of format {FORMAT} only: finish the run with "
+        "the version that began it, or begin a new one"
+    )
 
 
 def _newer(path: Path, found: int) -> DataError:

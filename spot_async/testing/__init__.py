@@ -10,6 +10,7 @@ from spot_async.testing.services import capabilities, generation, token_scores
 from spot_async.testing.simulation import (
     ScriptedStages,
     SimulatedRun,
+    advantages_of,
     make_policy,
     make_run,
     policy_context,
@@ -21,6 +22,7 @@ from spot_async.testing.virtual_time import run_on_virtual_time
 __all__ = [
     "ScriptedStages",
     "SimulatedRun",
+    "advantages_of",
     "capabilities",
     "generation",
     "make_policy",

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from spot_async.errors import TrainerError
 from spot_async.models.alignment import decision_rows
 from spot_async.trainer.feed_check import check_arrays, sampled_spans
 from spot_async.trainer.messages import UpdateShare
-from spot_async.types import BoolArray, FloatArray, Int64Array, SoftTargets, Supervision
+from spot_async.types import BoolArray, Divergence, FloatArray, Int64Array, SoftTargets, Supervision
 
 Array: TypeAlias = npt.NDArray[Any]  # ids, log-probabilities or a mask
+DIVERGENCE_FIELDS = Divergence.__struct_fields__
 
 
 def mini_batches(batch: Sequence[Supervision], prompts_per_update: int, seed: int) -> list[list[Supervision]]:
@@ -117,6 +119,38 @@ def update_shares(mini_batch: Sequence[Supervision], ranks: int, layout: Layout)
     ]
 
 
+class Pulls(NamedTuple):
+    """The pulls of B trajectories. J is the most that one has; what others lack has weight 0."""
+
+    logprobs: Tensor  # (J, B, T); 0 where there is no policy term
+    weights: Tensor  # (J, B, T)
+    least: Tensor  # (J, B, 1) limits of the differences to log pi_old, in nats
+    most: Tensor  # (J, B, 1)
+
+    def differences(self, behavior_logprobs: Tensor) -> Tensor:
+        """Return `log q - log pi_old` (J, B, T), without limits."""
+        return self.logprobs - behavior_logprobs
+
+    def limited(self, behavior_logprobs: Tensor) -> Tensor:
+        """Return the differences (J, B, T) within their limits."""
+        return self.differences(behavior_logprobs).clamp(self.least, self.most)
+
+
+class SoftRows(NamedTuple):
+    """The N soft targets of B trajectories, in the order of their decision rows. Rows may repeat."""
+
+    rows: Tensor  # (N,) int64: indices into R, ascending
+    trajectories: Tensor  # (N,) int64: indices into B
+    token_ids: Tensor  # (N, k) int64; k is the widest target's, narrower ones are filled with their first token
+    is_token: Tensor  # (N, k) bool: false where it was filled
+    probabilities: Tensor  # (N, k); 0 where it was filled
+    tails: Tensor  # (N,) probability of all other tokens; 0 where the target has no tail
+    has_tail: Tensor  # (N,) bool: the loss has a cell for all other tokens
+    weights: Tensor  # (N,)
+    is_divergence: Tensor  # (N,) bool: false for cross-entropies
+    divergences: Tensor  # (N, 7): `DIVERGENCE_FIELDS`; clip is infinite where there is none
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """B trajectories, with the R decision rows and N soft-target positions of all of them, in order.
@@ -138,43 +172,47 @@ class MicroBatch:
     policy_mask: Tensor  # (B, T) bool: response tokens with a policy term, which have a known advantage
     served_logprobs: Tensor  # (B, T) of the inference server; 0 where there is no policy term
     behavior_logprobs: Tensor  # (B, T) log pi_old in ratios and advantages: as served, or recomputed
-    teacher_logprobs: Tensor  # (B, T); 0 where advantages are not computed from them
-    follows_teacher: Tensor  # (B,) bool: advantages are teacher_logprobs - behavior_logprobs
-    advantages: Tensor  # (B, T); 0 where there is no policy term
+    pulls: Pulls
+    given_advantages: Tensor  # (B, T); 0 where the trajectory has none
+    advantages: Tensor  # (B, T) given ones and pulls; 0 where there is no policy term
     reference_logprobs: Tensor  # (B, T); 0 where the trajectory has none
-    soft_rows: Tensor  # (N,) int64: indices into R, ascending
-    soft_row_numbers: tuple[int, ...]  # the same, on the CPU
-    soft_trajectories: Tensor  # (N,) int64: indices into B
-    soft_ids: Tensor  # (N, k) int64; k is the widest target's, narrower ones are filled with probability 0
-    soft_probabilities: Tensor  # (N, k)
-    soft_weights: Tensor  # (N,)
-    soft_offsets: Tensor  # (N,); 0 where the target gives none
+    soft: SoftRows
+    # What the CPU knows of the soft targets, so that nobody has to wait for the device to learn it.
+    soft_row_numbers: tuple[int, ...] = ()  # their rows
+    soft_positions: int = 0  # how many different ones
+    has_divergences: bool = False
+    sums_tails: bool = False  # some loss needs the student's probability of all other tokens
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it on a device. Pinned memory is copied there without a wait for what the device computes."""
-        tensors = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
-        if device.type == "cuda":
-            tensors = {name: each.pin_memory() for name, each in tensors.items()}
-        moved: dict[str, Any] = {name: each.to(device, non_blocking=True) for name, each in tensors.items()}
-        return replace(self, **moved)
+
+        def moved(each: Tensor) -> Tensor:
+            return (each.pin_memory() if device.type == "cuda" else each).to(device, non_blocking=True)
+
+        return replace(self, **{name: tree_map_only(Tensor, moved, each) for name, each in vars(self).items()})
 
     def in_places(self, values: Tensor) -> Tensor:
         """Return values (R,) of response tokens as (B, T), 0 on padding."""
         return values.new_zeros(self.mask.numel()).scatter(0, self.places, values).view(self.mask.shape)
 
     def with_behavior(self, logprobs: Tensor) -> MicroBatch:
-        """Return the same trajectories with other log pi_old (B, T), and advantages recomputed where they use it."""
+        """Return the same trajectories with other log pi_old (B, T), and advantages recomputed from it."""
         behavior = logprobs.masked_fill(~self.policy_mask, 0.0)
-        follows = self.policy_mask & self.follows_teacher[:, None]
-        advantages = torch.where(follows, self.teacher_logprobs - behavior, self.advantages)
+        advantages = advantages_of(self.given_advantages, self.pulls, behavior)
         return replace(self, behavior_logprobs=behavior, advantages=advantages)
 
+    def with_normalized_advantages(self, mean: Tensor, standard_deviation: Tensor) -> MicroBatch:
+        """Return the same trajectories with advantages of mean 0 and standard deviation 1, over what the two are of."""
+        normalized = ((self.advantages - mean) / standard_deviation).masked_fill(~self.policy_mask, 0.0)
+        return replace(self, advantages=normalized)
 
-def advantages_of(sample: Supervision) -> FloatArray | None:
-    """Return advantages (T,), given or teacher minus behaviour; None without a policy term."""
-    if sample.teacher_logprobs is not None:
-        return sample.teacher_logprobs - sample.behavior_logprobs
-    return sample.advantages
+    def without_soft_targets(self) -> MicroBatch:
+        return replace(self, **_collate_soft_targets([() for _ in self.mask], [0] * len(self.mask)))
+
+
+def advantages_of(given: Tensor, pulls: Pulls, behavior_logprobs: Tensor) -> Tensor:
+    """Return advantages (B, T): those given (B, T), and each pull's difference to log pi_old (B, T), weighted."""
+    return given + (pulls.weights * pulls.limited(behavior_logprobs)).sum(dim=0)
 
 
 def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
@@ -184,13 +222,13 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
     longest = max(input_lengths)
     starts = np.cumsum([0, *input_lengths]) if is_packed else longest * np.arange(len(inputs))
     known = [_policy_mask(s) for s in samples]
-    advantages = [_where(mask, advantages_of(s)) for s, mask in zip(samples, known, strict=True)]
-    served = [_where(mask, s.behavior_logprobs) for s, mask in zip(samples, known, strict=True)]
-    teacher = [_where(mask, s.teacher_logprobs) for s, mask in zip(samples, known, strict=True)]
     lengths = [len(s.response_ids) for s in samples]
     width = max(lengths, default=0)
     rows = [np.arange(longest)[decision_rows(len(s.prompt_ids), len(s.response_ids))] for s in samples]
     mask = _padded([np.ones(n) for n in lengths], width, np.bool_)
+    served = _padded([_where(m, s.behavior_logprobs) for s, m in zip(samples, known, strict=True)], width, np.float32)
+    given = _padded([_where(m, s.advantages) for s, m in zip(samples, known, strict=True)], width, np.float32)
+    pulls = _collate_pulls(samples, known, width)
     return MicroBatch(
         token_ids=_joined(inputs)[None] if is_packed else _padded(inputs, longest, np.int64),
         position_ids=_joined([np.arange(n) for n in input_lengths])[None] if is_packed else None,
@@ -202,11 +240,11 @@ def collate(samples: Sequence[Supervision], *, is_packed: bool) -> MicroBatch:
         places=mask.flatten().nonzero().flatten(),
         sampled_at=_padded([_steps(s) + 1 for s in samples], width, np.int64) - 1,
         policy_mask=_padded(known, width, np.bool_),
-        served_logprobs=_padded(served, width, np.float32),
-        behavior_logprobs=_padded(served, width, np.float32),
-        teacher_logprobs=_padded(teacher, width, np.float32),
-        follows_teacher=torch.tensor([s.teacher_logprobs is not None for s in samples], dtype=torch.bool),
-        advantages=_padded(advantages, width, np.float32),
+        served_logprobs=served,
+        behavior_logprobs=served,
+        pulls=pulls,
+        given_advantages=given,
+        advantages=advantages_of(given, pulls, served),
         reference_logprobs=_padded([s.reference_logprobs for s in samples], width, np.float32),
         **_collate_soft_targets([s.soft_targets for s in samples], lengths),
     )
@@ -222,7 +260,7 @@ def _steps(sample: Supervision) -> Int64Array:
 
 def _policy_mask(sample: Supervision) -> BoolArray | None:
     """Return (T,) true where the sample has an advantage; None without a policy term."""
-    if sample.teacher_logprobs is None and sample.advantages is None:
+    if not sample.has_policy_term:
         return None
     return np.ones(len(sample.response_ids), np.bool_) if sample.policy_mask is None else sample.policy_mask
 
@@ -244,33 +282,72 @@ def _padded(rows: Sequence[Array | None], width: int, dtype: type) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def _collate_soft_targets(targets: Sequence[SoftTargets | None], lengths: Sequence[int]) -> dict[str, Any]:
-    first_rows = np.cumsum([0, *lengths])
-    present = [(i, t) for i, t in enumerate(targets) if t is not None and len(t.positions)]
-    positions = sum(len(t.positions) for _, t in present)
-    width = max((t.token_ids.shape[1] for _, t in present), default=0)
-    rows, trajectories = np.zeros(positions, np.int64), np.zeros(positions, np.int64)
-    ids, probabilities = np.zeros((positions, width), np.int64), np.zeros((positions, width), np.float32)
-    weights, offsets = np.zeros(positions, np.float32), np.zeros(positions, np.float32)
-    start = 0
-    for i, target in present:
-        here, k = slice(start, start + len(target.positions)), target.token_ids.shape[1]
-        order = np.argsort(target.positions, kind="stable")
-        rows[here], trajectories[here] = first_rows[i] + target.positions[order], i
-        ids[here, :k], probabilities[here, :k] = target.token_ids[order], target.probabilities[order]
-        weights[here] = target.weights[order]
-        if target.offsets is not None:
-            offsets[here] = target.offsets[order]
-        start = here.stop
+def _collate_pulls(samples: Sequence[Supervision], known: Sequence[BoolArray | None], width: int) -> Pulls:
+    most = max((len(s.pulls) for s in samples), default=0)
+    logprobs, weights = np.zeros((2, most, len(samples), width), np.float32)
+    limits = np.full((2, most, len(samples), 1), np.inf, np.float32)
+    limits[0] = -np.inf
+    for i, (sample, mask) in enumerate(zip(samples, known, strict=True)):
+        for j, pull in enumerate(sample.pulls):
+            here = j, i, slice(len(sample.response_ids))
+            logprobs[here] = _where(mask, pull.logprobs)
+            weights[here] = _where(mask, np.ones_like(pull.logprobs) if pull.weights is None else pull.weights)
+            if pull.clip is not None:
+                limits[:, j, i, 0] = pull.clip
+    return Pulls(*map(torch.from_numpy, (logprobs, weights, *limits)))
+
+
+def _collate_soft_targets(targets: Sequence[Sequence[SoftTargets]], lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of `MicroBatch` that hold soft targets: of each trajectory, in the order of their positions."""
+    present = [(i, each) for i, own in enumerate(targets) for each in own if len(each.positions)]
+    width = max((each.token_ids.shape[1] for _, each in present), default=0)
+    starts = np.cumsum([0, *lengths])
+    columns = [_columns(each, i, starts[i], width) for i, each in present] or [_columns(NO_TARGETS, 0, 0, width)]
+    joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+    order = np.argsort(joined[0], kind="stable")
+    soft = SoftRows(*(torch.from_numpy(column[order]) for column in joined))
+    numbers = tuple(joined[0][order].tolist())
     return {
-        "soft_rows": torch.from_numpy(rows),
-        "soft_row_numbers": tuple(rows.tolist()),
-        "soft_trajectories": torch.from_numpy(trajectories),
-        "soft_ids": torch.from_numpy(ids),
-        "soft_probabilities": torch.from_numpy(probabilities),
-        "soft_weights": torch.from_numpy(weights),
-        "soft_offsets": torch.from_numpy(offsets),
+        "soft": soft,
+        "soft_row_numbers": numbers,
+        "soft_positions": len(set(numbers)),
+        "has_divergences": any(each.divergence is not None for _, each in present),
+        "sums_tails": bool(soft.has_tail.any()),
     }
+
+
+def _columns(each: SoftTargets, trajectory: int, first_row: int, width: int) -> tuple[Array, ...]:
+    """Return the arrays of `SoftRows` for one group of targets, filled up to `width` tokens."""
+    count, k = each.token_ids.shape
+    kind = each.divergence or Divergence()
+    own_first = np.broadcast_to(each.token_ids[:, :1], (count, width - k)) if k < width else each.token_ids[:, :0]
+    numbers = [float("inf") if (value := getattr(kind, name)) is None else value for name in DIVERGENCE_FIELDS]
+    return (
+        first_row + each.positions.astype(np.int64),
+        np.full(count, trajectory, np.int64),
+        np.concatenate([each.token_ids, own_first], axis=1).astype(np.int64),
+        np.broadcast_to(np.arange(width) < k, (count, width)),
+        np.pad(each.probabilities, ((0, 0), (0, width - k))).astype(np.float32),
+        np.zeros(count, np.float32) if each.tails is None else each.tails,
+        np.full(count, has_tail_cell(each)),
+        each.weights,
+        np.full(count, each.divergence is not None),
+        np.broadcast_to(np.array(numbers, np.float32), (count, len(numbers))),
+    )
+
+
+NO_TARGETS = SoftTargets(
+    positions=np.zeros(0, np.int32),
+    token_ids=np.zeros((0, 0), np.int32),
+    probabilities=np.zeros((0, 0), np.float32),
+    weights=np.zeros(0, np.float32),
+)
+
+
+def has_tail_cell(targets: SoftTargets) -> bool:
+    """Return whether all other tokens together are a cell of the loss, so that the student's tail is needed."""
+    kind = targets.divergence
+    return targets.tails is not None or (kind is not None and kind.reverse > 0 and not kind.is_conditional)
 
 
 def check_sample(sample: Supervision, *, vocab_size: int, needs_reference: bool) -> None:

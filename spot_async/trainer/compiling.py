@@ -81,7 +81,7 @@ def try_compiled(
 
 def _numbers(forward: Forward, model: nn.Module, batch: MicroBatch) -> list[Tensor]:
     """Return log-probabilities and this rank's part of the gradients of their sum. Leaves no gradients behind."""
-    logprobs, _ = forward(batch)
+    logprobs, *_ = forward(batch)
     torch.autograd.backward(logprobs.sum())
     gradients = [local(each.grad) for each in model.parameters() if each.grad is not None]
     numbers = [each.detach().to("cpu", copy=True) for each in (logprobs, *gradients)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from spot_async.types import SoftTargets, Supervision, VersionSpan, WeightVersion
+from spot_async.types import Divergence, Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 LEAST_NATS, MOST_NATS = -1e4, 1e-3  # limits of a log-probability, which rounding may put slightly above 0
 SUM_SLACK = 1e-3  # how far the sum of a target's float32 probabilities may be from 1
@@ -60,38 +60,56 @@ def check_arrays(each: Supervision, vocab_size: int) -> None:
     _require(len(each.prompt_ids) > 0 and tokens[0] > 0, "prompt or response is empty")
     _check_ids("prompt_ids", each.prompt_ids, (len(each.prompt_ids),), vocab_size)
     _check_ids("response_ids", each.response_ids, tokens, vocab_size)
-    for name in ("behavior_logprobs", "teacher_logprobs", "reference_logprobs", "advantages"):
+    for name in ("behavior_logprobs", "reference_logprobs", "advantages"):
         values = getattr(each, name)
         if values is not None:
             _check_array(name, values, tokens, "f")
+    for pull in each.pulls:
+        _check_array("pulls.logprobs", pull.logprobs, tokens, "f")
+        if pull.weights is not None:
+            _check_array("pulls.weights", pull.weights, tokens, "f")
     _check_coverage(each.version_spans, tokens[0])
-    _require(each.teacher_logprobs is None or each.advantages is None, "both teacher_logprobs and advantages are given")
     if each.policy_mask is not None:
         _check_array("policy_mask", each.policy_mask, tokens, "b")
-    if (targets := each.soft_targets) is not None:
+    for targets in each.soft_targets:
         count, candidates = len(targets.positions), targets.token_ids.shape[-1]
         _check_ids("soft_targets.positions", targets.positions, (count,), tokens[0])
         _check_ids("soft_targets.token_ids", targets.token_ids, (count, candidates), vocab_size)
         _check_array("soft_targets.probabilities", targets.probabilities, (count, candidates), "f")
         _check_array("soft_targets.weights", targets.weights, (count,), "f")
-        if targets.offsets is not None:
-            _check_array("soft_targets.offsets", targets.offsets, (count,), "f")
+        if targets.tails is not None:
+            _check_array("soft_targets.tails", targets.tails, (count,), "f")
 
 
 def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
     check_arrays(each, vocab_size)
-    for name in ("behavior_logprobs", "teacher_logprobs", "reference_logprobs"):
+    for name in ("behavior_logprobs", "reference_logprobs"):
         values = getattr(each, name)
         if values is not None:
-            _check_finite(name, values)
-            inside = (values >= LEAST_NATS) & (values <= MOST_NATS)
-            _require(bool(inside.all()), f"{name} hold what is no log-probability")
+            _check_logprobs(name, values)
     if each.advantages is not None:
         _check_finite("advantages", each.advantages)
+    for pull in each.pulls:
+        _check_pull(pull)
     _check_versions(each, live, max_staleness)
     _check_foreign(each)
-    if each.soft_targets is not None:
-        _check_targets(each.soft_targets)
+    for targets in each.soft_targets:
+        _check_targets(targets, vocab_size)
+
+
+def _check_logprobs(name: str, values: npt.NDArray[Any]) -> None:
+    _check_finite(name, values)
+    inside = (values >= LEAST_NATS) & (values <= MOST_NATS)
+    _require(bool(inside.all()), f"{name} hold what is no log-probability")
+
+
+def _check_pull(pull: Pull) -> None:
+    _check_logprobs("pulls.logprobs", pull.logprobs)
+    if pull.weights is not None:
+        _check_finite("pulls.weights", pull.weights)
+    if pull.clip is not None:
+        least, most = pull.clip
+        _require(least <= most, f"pulls.clip is from {least:g} to {most:g}")
 
 
 def _check_coverage(spans: Sequence[VersionSpan], tokens: int) -> None:
@@ -118,7 +136,7 @@ def _check_versions(each: Supervision, live: WeightVersion, max_staleness: int) 
 
 def _check_foreign(each: Supervision) -> None:
     """Refuse a policy term on tokens that `version_spans` say no student sampled: there is no log pi_old of them."""
-    if each.teacher_logprobs is None and each.advantages is None:
+    if not each.has_policy_term:
         return
     for span in each.version_spans:
         has_term = each.policy_mask is None or bool(each.policy_mask[span.start : span.end].any())
@@ -140,15 +158,52 @@ def _fault(version: WeightVersion, live: WeightVersion, max_staleness: int) -> s
     return None
 
 
-def _check_targets(targets: SoftTargets) -> None:
-    _check_finite("soft_targets.probabilities", targets.probabilities)
-    _require(bool((targets.probabilities >= 0).all()), "soft_targets.probabilities hold one below 0")
-    sums = targets.probabilities.sum(axis=1, dtype=np.float64)
-    _require(bool((np.abs(sums - 1.0) <= SUM_SLACK).all()), "soft_targets.probabilities do not sum to 1")
+def _check_targets(targets: SoftTargets, vocab_size: int) -> None:
+    cells = targets.probabilities
+    if targets.tails is not None:
+        cells = np.concatenate([cells, targets.tails[:, None]], axis=1)
+    with_tails = "" if targets.tails is None else " and tails"
+    _check_finite(f"soft_targets.probabilities{with_tails}", cells)
+    _require(bool((cells >= 0).all()), f"soft_targets.probabilities{with_tails} hold one below 0")
+    sums = cells.sum(axis=1, dtype=np.float64)
+    _require(
+        bool((np.abs(sums - 1.0) <= SUM_SLACK).all()),
+        f"soft_targets.probabilities{with_tails} do not sum to 1",
+    )
     _check_finite("soft_targets.weights", targets.weights)
-    _require(bool((targets.weights >= 0).all()), "soft_targets.weights hold one below 0")
-    if targets.offsets is not None:
-        _check_finite("soft_targets.offsets", targets.offsets)
+    _require(bool((targets.weights >= 0).all()), "soft_targets.weights hold one below 0: the loss would have no bound")
+    kind = targets.divergence
+    if targets.tails is not None or (kind is not None and (kind.is_conditional or kind.reverse > 0)):
+        ordered = np.sort(targets.token_ids, axis=1)
+        _require(
+            not bool((ordered[:, 1:] == ordered[:, :-1]).any()),
+            "soft_targets.token_ids name a token twice in a row, and its divergence counts the tokens",
+        )
+    if kind is not None:
+        _check_divergence(kind, targets, cells, vocab_size)
+
+
+def _check_divergence(kind: Divergence, targets: SoftTargets, cells: npt.NDArray[Any], vocab_size: int) -> None:
+    name, has_tail = "soft_targets.divergence", targets.tails is not None
+    _require(min(kind.forward, kind.reverse) >= 0, f"{name} has a negative direction, so the loss would have no bound")
+    _require(kind.forward + kind.reverse > 0, f"{name} has no direction: give forward, reverse or both")
+    for skew in ("forward_skew", "reverse_skew"):
+        _require(0 <= getattr(kind, skew) < 1, f"{name}.{skew} is {getattr(kind, skew):g}, which is not in [0, 1)")
+    _require(kind.clip is None or kind.clip > 0, f"{name}.clip is {kind.clip}, which cuts everything: give more than 0")
+    _require(not (kind.is_conditional and has_tail), f"{name} is conditional, so the targets must have no tails")
+    if kind.reverse > 0 and not kind.reverse_skew:
+        _require(
+            has_tail or kind.is_conditional,
+            f"{name}: a reverse KL to targets without tails is infinite, since the student has other tokens too: "
+            "give tails, or is_conditional=True",
+        )
+        _require(bool((cells > 0).all()), f"{name}: a reverse KL to a probability of 0 is infinite")
+    is_whole = kind.is_conditional and targets.token_ids.shape[1] == vocab_size
+    _require(
+        kind.temperature == 1 or (is_whole and kind.temperature > 0),
+        f"{name}.temperature is {kind.temperature:g}, and only over the whole vocabulary is it exact: "
+        f"give targets of all {vocab_size} tokens with is_conditional=True, or leave it at 1",
+    )
 
 
 def _check_ids(name: str, ids: npt.NDArray[Any], shape: tuple[int, ...], limit: int) -> None:

@@ -1,8 +1,9 @@
 """The trainer's loss: terms per token and per position, and how they are added up.
 
 It does not know the method. OPD, EOPD, SPOT, GRPO and KD differ only in which of three terms they have (a clipped
-policy term, weighted soft targets, a reference KL) and in the numbers in them. Running the model, padding and gathering
-log-probabilities happen elsewhere. The formulas are in docs/methods.md.
+policy term, weighted soft targets, a reference KL) and in the numbers in them. The losses of soft targets are in
+`divergence.py`. Running the model, padding and gathering log-probabilities happen elsewhere. The formulas are in
+docs/methods.md.
 
 Axes: B trajectories of a micro-batch, T tokens of the longest one (right-padded), N soft-target positions of all
 trajectories together, k candidates. Entries under padding are left out of every sum. They must be finite all the same,
@@ -138,15 +139,6 @@ def ratio_statistics(
 def _largest(values: Tensor) -> Tensor:
     """Return the largest of numbers that are not negative, 0 if there is none."""
     return torch.cat([values.flatten(), values.new_zeros(1)]).max()
-
-
-def soft_target_loss(candidate_logprobs: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy `-sum_v target(v) log pi_theta(v)` per position: (..., k), (..., k) -> (...).
-
-    `candidate_logprobs` are over the full vocabulary. A candidate with target 0 adds 0, even if its log-probability is
-    -inf.
-    """
-    return -(targets * candidate_logprobs.masked_fill(targets == 0, 0.0)).sum(dim=-1)
 
 
 def reference_kl(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from spot_async.trainer.parallel import Strategy
 METRICS: dict[str, str] = {
     "loss": "objective minimised, mean over the iteration's updates; the sum of the three parts below",
     "loss_policy": "clipped policy term; near the negative mean advantage when the data are on-policy",
-    "loss_branch": "weighted soft-target loss: SPOT's branches (cross-entropy), EOPD's and KD's forward KL",
+    "loss_branch": "weighted losses of all soft targets: SPOT's branches (cross-entropy), divergences of other methods",
     "loss_reference": "KL to the reference, its coefficient included",
     "ratio_mean": "mean of pi_theta / pi_old per token; 1 on-policy, drifts over the iteration's updates",
     "ratio_max": "largest ratio of any token; a large one means that server and trainer disagree on pi_old",
@@ -41,10 +41,17 @@ METRICS: dict[str, str] = {
     "importance_capped": "share of tokens whose weight reached training.importance_cap",
     "clip_fraction": "share of tokens whose gradient the clip removed",
     "behavior_kl": "k3 estimate of KL(pi_old || pi_theta) per token, nats",
-    "advantage_mean": "mean per-token advantage; for distillation the negative reverse KL to the teacher",
+    "kl_to_teacher": "KL(student || teacher) per token, nats: the mean of log pi_old - log q of the first pull; "
+    "without pulls that of divergences, over the cells that they compare",
+    "advantage_mean": "mean per-token advantage, of rewards and pulls together",
+    "pull_mean": "mean of log q - log pi_old within its limits, over all pulls, before their weights",
+    "pull_clipped": "share of these differences that their limits changed",
+    "student_mass": "the student's probability of a divergence's own tokens, mean over targets",
+    "teacher_mass": "the target's probability of them; 1 where it has no tail",
+    "clipped_cells": "share of a divergence's cells whose gradient its clip removed",
     "grad_norm": "gradient norm before clipping, mean over updates",
     "learning_rate": "of all updates of the iteration",
-    "branch_positions": "positions with a soft target, |B+| summed over trajectories",
+    "branch_positions": "different positions with a soft target, such as |B+|, summed over trajectories",
     "branch_positions_per_trajectory": "the same per trajectory",
     "trajectories": "trained in the iteration",
     "tokens": "response tokens trained in the iteration",
@@ -68,6 +75,17 @@ _SUMS = (
     "ratio",
     "clipped_tokens",
     "behavior_kl",
+    "pull_tokens",
+    "pull",
+    "pull_clipped",
+    "first_pull_tokens",
+    "first_pull",
+    "divergences",
+    "student_mass",
+    "teacher_mass",
+    "cells",
+    "clipped_cells",
+    "reverse_kl",
     "importance_weight",
     "importance_capped",
     "mismatch_tokens",
@@ -136,6 +154,15 @@ class Tally:
                 "behavior_kl": sums["behavior_kl"] / policy_tokens,
                 "advantage_mean": sums["advantage"] / policy_tokens,
             }
+        mean_over = {"pull_tokens": ("pull", "pull_clipped"), "cells": ("clipped_cells",)}
+        mean_over["divergences"] = ("student_mass", "teacher_mass")
+        distance = {name: sums[name] / n for of, names in mean_over.items() if (n := sums[of]) for name in names}
+        if "pull" in distance:
+            distance["pull_mean"] = distance.pop("pull")
+        if sums["first_pull_tokens"]:
+            distance["kl_to_teacher"] = -sums["first_pull"] / sums["first_pull_tokens"]
+        elif sums["divergences"]:
+            distance["kl_to_teacher"] = sums["reverse_kl"] / sums["divergences"]
         mismatch: dict[str, float] = {}
         if mismatch_tokens := sums["mismatch_tokens"]:
             mismatch = {
@@ -162,6 +189,7 @@ class Tally:
         return {
             **means,
             **policy,
+            **distance,
             **mismatch,
             **staleness,
             "learning_rate": learning_rate,

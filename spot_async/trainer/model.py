@@ -13,7 +13,7 @@ much with each block.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.packing import Documents
 from spot_async.trainer.parallel import factor_dtype
 
+LEAST_TAIL_NATS = -1e4
 LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies exist at once
 
 
@@ -75,8 +76,10 @@ class ResponseLogprobs(nn.Module):
         self.student = student
         self._temperature = temperature
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return full-vocabulary log-probabilities, float32, of sampled tokens (R,) and of candidates (N, k)."""
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return full-vocabulary log-probabilities in float32: of sampled tokens (R,), of soft targets' tokens (N, k),
+        and of all other tokens together, (N,) if the batch `sums_tails`, else (0,).
+        """
         hidden = _hidden_states(self.student, batch).flatten(0, 1).index_select(0, batch.rows)  # (R, hidden)
         output_layer = self.student.get_output_embeddings()
 
@@ -85,38 +88,57 @@ class ResponseLogprobs(nn.Module):
         soft_limits = [bisect_left(batch.soft_row_numbers, limit) for limit in limits]
         blocks = []
         for (start, end), (first, last) in zip(pairwise(limits), pairwise(soft_limits), strict=True):
-            soft_rows, soft_ids = batch.soft_rows[first:last] - start, batch.soft_ids[first:last]
+            soft_rows, soft_ids = batch.soft.rows[first:last] - start, batch.soft.token_ids[first:last]
             rows = torch.cat(
                 [torch.arange(end - start, device=hidden.device), soft_rows.repeat_interleave(soft_ids.shape[1])]
             )
             token_ids = torch.cat([batch.sampled_ids[start:end], soft_ids.flatten()])
-            blocks.append(Block(start, end, rows, token_ids))
+            tails = (soft_rows, soft_ids) if batch.sums_tails else (None, None)
+            blocks.append(Block(start, end, rows, token_ids, *tails))
         found = selected_logprobs(hidden, output_layer.weight, output_layer.bias, blocks, self._temperature)
-        sampled, candidates = [], []
-        for logprobs, block, (first, last) in zip(found, blocks, pairwise(soft_limits), strict=True):
+        sampled, candidates, of_tails = [], [], []
+        for (logprobs, tail), block, (first, last) in zip(found, blocks, pairwise(soft_limits), strict=True):
             own, of_soft_targets = logprobs.tensor_split([block.end - block.start])
             sampled.append(own)
-            candidates.append(of_soft_targets.view(last - first, batch.soft_ids.shape[1]))
-        return torch.cat(sampled), torch.cat(candidates)
+            candidates.append(of_soft_targets.view(last - first, batch.soft.token_ids.shape[1]))
+            of_tails.append(tail)
+        return torch.cat(sampled), torch.cat(candidates), torch.cat(of_tails)
 
 
 class Block(NamedTuple):
-    """Rows from `start` to `end` whose logits exist at one time, and M pairs of a row and a token, which may repeat."""
+    """Rows from `start` to `end` whose logits exist at one time, and M pairs of a row and a token, which may repeat.
+
+    There may be Q rows that are asked for the probability of all tokens but some. They may repeat, too.
+    """
 
     start: int
     end: int
     rows: Tensor  # (M,) int64, counted from `start`
     token_ids: Tensor  # (M,) int64
+    tail_rows: Tensor | None = None  # (Q,) int64, counted from `start`
+    head_ids: Tensor | None = None  # (Q, k) int64: the tokens left out of each tail; they may repeat
+
+    def tails(self, values: Tensor, instead: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the tails' rows of `values` (R, V), no more at a time than the block has, with `instead` at heads."""
+        assert self.tail_rows is not None
+        assert self.head_ids is not None
+        step = max(1, self.end - self.start)
+        for first in range(0, len(self.tail_rows), step):
+            here = slice(first, first + step)
+            yield here, values[self.tail_rows[here]].scatter_(1, self.head_ids[here], instead)
 
 
 def selected_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, blocks: Sequence[Block], temperature: float
-) -> list[Tensor]:
-    """Return each block's `log_softmax(logits / temperature)[rows, token_ids]` (M,) in float32.
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each block's `log_softmax(logits / temperature)[rows, token_ids]` (M,) and tails (Q,) in float32.
 
-    Logits are `hidden @ weight.T + bias`, of hidden states (R, H) and an output layer (V, H) and (V,).
+    Logits are `hidden @ weight.T + bias`, of hidden states (R, H) and an output layer (V, H) and (V,). A tail is the
+    log of the probability of all tokens but `head_ids`, summed over them: 1 minus the others' would be mere rounding
+    where the model is sure. It is `LEAST_TAIL_NATS` where nothing is left.
     """
-    return list(_SelectedLogprobs.apply(hidden, weight, bias, blocks, temperature))  # type: ignore[no-untyped-call]
+    found = _SelectedLogprobs.apply(hidden, weight, bias, blocks, temperature)  # type: ignore[no-untyped-call]
+    return list(zip(found[: len(blocks)], found[len(blocks) :], strict=True))
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -126,28 +148,31 @@ class _SelectedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.dtype, ctx.blocks, ctx.temperature = factor_dtype(weight), blocks, temperature
         factors = hidden.to(ctx.dtype), weight.to(ctx.dtype)
-        selected, normalisers, kept = [], [], None
+        selected, normalisers, tails, kept = [], [], [], None
         for block in blocks:
             logits = _logits(*factors, bias, block)
             scaled = _scaled(logits, temperature)
             normalisers.append(scaled.logsumexp(dim=-1))  # (R,)
             selected.append(scaled[block.rows, block.token_ids] - normalisers[-1][block.rows])
+            tails.append(_tail_logprobs(scaled, block, normalisers[-1]))
             # A single block is not computed again: that would not lower the peak of memory.
             kept = logits if len(blocks) == 1 else None
             del logits, scaled  # before the next block's are made
-        ctx.save_for_backward(hidden, weight, bias, kept, *normalisers)
-        return tuple(selected)
+        ctx.save_for_backward(hidden, weight, bias, kept, *normalisers, *tails)
+        return *selected, *tails
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, kept, *normalisers = ctx.saved_tensors
+        hidden, weight, bias, kept, *of_blocks = ctx.saved_tensors
+        count = len(ctx.blocks)
         factors = hidden.to(ctx.dtype), weight.to(ctx.dtype)
         of_hidden = torch.empty_like(hidden)
         of_weight = of_bias = None
-        for block, gradient, normaliser in reversed(list(zip(ctx.blocks, gradients, normalisers, strict=True))):
+        for i, block in reversed(list(enumerate(ctx.blocks))):
             logits = _logits(*factors, bias, block) if kept is None else kept
-            of_logits = _gradient(logits, block, gradient / ctx.temperature, normaliser, ctx.temperature)
+            given = gradients[i] / ctx.temperature, gradients[count + i] / ctx.temperature
+            of_logits = _gradient(logits, block, *given, of_blocks[i], of_blocks[count + i], ctx.temperature)
             if bias is not None and ctx.needs_input_grad[2]:
                 of_bias = _added(of_bias, of_logits.sum(0))
             of_logits = of_logits.to(ctx.dtype)
@@ -160,13 +185,43 @@ class _SelectedLogprobs(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None
 
 
-def _gradient(logits: Tensor, block: Block, gradient: Tensor, normaliser: Tensor, temperature: float) -> Tensor:
-    """Return the gradient (R, V) of a block's logits, from that (M,) of its selected ones, divided by temperature."""
+def _tail_logprobs(scaled: Tensor, block: Block, normaliser: Tensor) -> Tensor:
+    """Return the tails (Q,) of a block of logits (R, V), divided by temperature."""
+    sums = [normaliser[:0]]
+    if block.tail_rows is not None:
+        for here, others in block.tails(scaled, -torch.inf):
+            sums.append(others.logsumexp(dim=-1) - normaliser[block.tail_rows[here]])
+    return torch.cat(sums).clamp(min=LEAST_TAIL_NATS)
+
+
+def _gradient(
+    logits: Tensor,
+    block: Block,
+    gradient: Tensor,
+    tail_gradient: Tensor,
+    normaliser: Tensor,
+    tails: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Return the gradient (R, V) of a block's logits, from those of its selected ones (M,) and its tails (Q,).
+
+    Both are divided by temperature.
+    """
     of_row = torch.zeros_like(normaliser).index_add_(0, block.rows, gradient)
+    if block.tail_rows is not None:
+        of_row.index_add_(0, block.tail_rows, tail_gradient)
     # d log p(v) / d logit(w) = [v = w] - p(w)
     scaled = _scaled(logits, temperature)
-    of_logits = torch.sub(scaled, normaliser[:, None], out=None if scaled is logits else scaled)
-    of_logits.exp_().mul_(-of_row[:, None])
+    of_logits = torch.sub(scaled, normaliser[:, None], out=None if scaled is logits else scaled).exp_()
+    in_tails = None  # d log tail / d logit(w) = [w in the tail] p(w) / tail - p(w)
+    if block.tail_rows is not None:
+        factors = torch.where(tail_gradient == 0, 0.0, tail_gradient * torch.exp(-tails))
+        in_tails = torch.zeros_like(of_logits)
+        for here, others in block.tails(of_logits, 0.0):
+            in_tails.index_add_(0, block.tail_rows[here], others.mul_(factors[here, None]))
+    of_logits.mul_(-of_row[:, None])
+    if in_tails is not None:
+        of_logits.add_(in_tails)
     return of_logits.index_put_((block.rows, block.token_ids), gradient, accumulate=True)
 
 

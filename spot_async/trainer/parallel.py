@@ -44,7 +44,7 @@ from spot_async.trainer.batching import MicroBatch
 from spot_async.trainer.groups import Ranks
 from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STORE_PORT_VARIABLE
 
-Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+Forward = Callable[[MicroBatch], tuple[Tensor, Tensor, Tensor]]
 Precision = Literal["float32", "bfloat16"]
 Sharding = Literal["none", "fsdp2"]
 
@@ -327,9 +327,9 @@ class ReplicatedStrategy(Strategy):
         fill(device)
         module.to(device)
 
-        def forward(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        def forward(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                logprobs: tuple[Tensor, Tensor] = module(batch)
+                logprobs: tuple[Tensor, Tensor, Tensor] = module(batch)
                 return logprobs
 
         return forward

@@ -28,6 +28,7 @@ from spot_async.trainer.batching import (
 )
 from spot_async.trainer.checkpoint import CheckpointSaver, Done, load_checkpoint
 from spot_async.trainer.compiling import compile_layers, try_compiled
+from spot_async.trainer.divergence import divergence_statistics, soft_target_losses
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
@@ -40,7 +41,6 @@ from spot_async.trainer.loss import (
     mismatch_statistics,
     ratio_statistics,
     reference_kl,
-    soft_target_loss,
     truncated_importance_weights,
     weight_statistics,
 )
@@ -55,6 +55,7 @@ from spot_async.trainer.settings import TrainerSettings, attention_words, learni
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3
+DEVIATION_FLOOR = 1e-6  # of `training.normalize_advantages`
 # A decoder layer's matrices have about 12 hidden² numbers. To attend to a token takes two products of hidden numbers.
 LINEAR_WORK = 12  # in units of half of the latter
 
@@ -177,6 +178,8 @@ class StudentTrainer:
         tally = Tally(self._device, step=iteration)
         # All micro-batches come before the first step, because a recomputed log pi_old is of the weights before it.
         passes = [[self._micro_batch(samples) for samples in update.micro_batches] for update in updates]
+        if self._training.normalize_advantages:
+            passes = self._normalized(passes)
         norms = []
         for number, (update, batches) in enumerate(zip(updates, passes, strict=True), start=1):
             where = f"iteration {iteration + 1}, mini-batch {number} of {len(updates)}"
@@ -212,13 +215,21 @@ class StudentTrainer:
         if self._training.behavior != "recomputed":
             return batch
         with torch.no_grad():
-            logprobs, _ = self._logprobs(batch)
-        return batch.with_behavior(logprobs)
+            sampled, *_ = self._response_logprobs(batch.without_soft_targets())
+        return batch.with_behavior(batch.in_places(sampled))
 
-    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the student's log-probabilities of sampled tokens (B, T), 0 on padding, and of candidates (N, k)."""
-        sampled, candidates = self._response_logprobs(batch)
-        return batch.in_places(sampled), candidates
+    def _normalized(self, passes: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
+        """Return all micro-batches with advantages of mean 0 and deviation 1 over the iteration's policy tokens."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        for batch in (each for batches in passes for each in batches):
+            values = batch.advantages.double()
+            sums += torch.stack([batch.policy_mask.sum(), values.sum(), values.square().sum()])
+        count, total, squares = self._strategy.sum(sums)
+        mean = total / count.clamp(min=1)
+        deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt().clamp(min=DEVIATION_FLOOR)
+        return [
+            [each.with_normalized_advantages(mean.float(), deviation.float()) for each in batches] for batches in passes
+        ]
 
     def _update(
         self,
@@ -251,24 +262,28 @@ class StudentTrainer:
 
     def _accumulate(self, batch: MicroBatch, update: UpdateShare, tally: Tally, *, has_moved: bool) -> LossParts:
         """Add the gradient of one micro-batch's share of its mini-batch's loss."""
-        logprobs, candidates = self._logprobs(batch)
+        sampled, *of_soft_targets = self._response_logprobs(batch)
+        logprobs = batch.in_places(sampled)  # (B, T); 0 on padding
         weights = self._importance_weights(batch)  # (B, T)
         parts = minibatch_share(
-            self._loss_terms(batch, logprobs, candidates, weights),
+            self._loss_terms(batch, logprobs, soft_target_losses(batch, *of_soft_targets), weights),
             aggregation=self._training.loss_aggregation,
             minibatch_trajectories=len(update.names),
             minibatch_tokens=update.tokens,
         )
         parts.total.backward()  # type: ignore[no-untyped-call]
         self._tally_loss(batch, logprobs, weights, parts, tally)
+        self._tally_distance(batch, of_soft_targets, tally)
         self._tally_lag(batch, tally)
         # Once the weights have moved, `logprobs` are no longer those of the iteration's first weights.
         if self._training.behavior == "recomputed" or not has_moved:
             self._tally_mismatch(batch, logprobs.detach(), tally)
         return parts
 
-    def _loss_terms(self, batch: MicroBatch, logprobs: Tensor, candidates: Tensor, weights: Tensor) -> LossTerms:
-        """Return the terms of `loss.py`, from log-probabilities (B, T) and (N, k) and importance weights (B, T)."""
+    def _loss_terms(self, batch: MicroBatch, logprobs: Tensor, soft_losses: Tensor, weights: Tensor) -> LossTerms:
+        """Return the terms of `loss.py`, from log-probabilities (B, T), soft targets' losses (N,) and importance
+        weights (B, T).
+        """
         training = self._training
         policy = clipped_policy_loss(
             logprobs, batch.behavior_logprobs, batch.advantages, clip=training.clip, dual_clip=training.dual_clip
@@ -279,9 +294,9 @@ class StudentTrainer:
             reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
             reference_coefficient=training.reference_kl,
             branch=BranchTerm(
-                losses=soft_target_loss(candidates, batch.soft_probabilities) + batch.soft_offsets,
-                weights=batch.soft_weights,
-                rows=batch.soft_trajectories,
+                losses=soft_losses,
+                weights=batch.soft.weights,
+                rows=batch.soft.trajectories,
             ),
         )
 
@@ -303,7 +318,7 @@ class StudentTrainer:
             loss_reference=parts.reference,
             trajectories=len(batch.mask),
             tokens=len(batch.rows),
-            branch_positions=len(batch.soft_rows),
+            branch_positions=batch.soft_positions,
             policy_tokens=ratios.tokens,
             advantage=batch.advantages.sum(),
             ratio=ratios.ratio_sum,
@@ -313,6 +328,31 @@ class StudentTrainer:
             importance_capped=((weights >= (training.importance_cap or math.inf)) & batch.policy_mask).sum(),
         )
         tally.see(ratio=ratios.ratio_max)
+
+    @torch.no_grad()
+    def _tally_distance(self, batch: MicroBatch, of_soft_targets: Sequence[Tensor], tally: Tally) -> None:
+        """Count how far the student is from the models that pull it, and from the targets of divergences."""
+        if len(batch.pulls.weights):
+            pulls, behavior = batch.pulls, batch.behavior_logprobs
+            active = pulls.weights != 0
+            differences, limited = pulls.differences(behavior), pulls.limited(behavior)
+            tally.add(
+                pull_tokens=active.sum(),
+                pull=limited.masked_fill(~active, 0.0).sum(),
+                pull_clipped=((differences != limited) & active).sum(),
+                first_pull_tokens=active[0].sum(),
+                first_pull=differences[0].masked_fill(~active[0], 0.0).sum(),
+            )
+        if batch.has_divergences:
+            found = divergence_statistics(batch, *of_soft_targets)
+            tally.add(
+                divergences=found.targets,
+                student_mass=found.student_mass,
+                teacher_mass=found.teacher_mass,
+                cells=found.cells,
+                clipped_cells=found.clipped_cells,
+                reverse_kl=found.reverse_kl,
+            )
 
     def _importance_weights(self, batch: MicroBatch) -> Tensor:
         """Return truncated importance weights (B, T), which are all 1 if no cap is set."""

@@ -173,11 +173,10 @@ def test_room_is_reserved_for_every_sample_and_every_soft_target():
         sizes = Counter()
         for sample in trained:
             sizes[sample.prompt_ordinal] += len(wire.encode(sample))
-            if (targets := sample.soft_targets) is not None:
-                arrays = [getattr(targets, name) for name in targets.__struct_fields__]
-                needs, tokens = policy.needs, len(sample.response_ids)
-                reserved = needs.term_bytes + tokens * needs.term_bytes_per_token
-                assert sum(array.nbytes for array in arrays if array is not None) <= reserved
+            arrays = [getattr(each, name) for each in sample.soft_targets for name in each.__struct_fields__]
+            needs, tokens = policy.needs, len(sample.response_ids)
+            reserved = needs.term_bytes + tokens * needs.term_bytes_per_token
+            assert sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) <= reserved
             longest = max(len(s.response_ids) for s in trained if s.prompt_ordinal == sample.prompt_ordinal)
             bound = worst_case_bytes(len(sample.prompt_ids), longest, policy.needs)
         assert max(sizes.values()) <= worst_case_bytes(40, 64, policy.needs)
@@ -190,7 +189,7 @@ async def test_eopds_gate_falls_to_the_midpoints_side_where_only_bounds_are_know
     scores = token_scores(np.zeros(61), entropy=middle, topk_ids=np.tile(np.arange(2, 18), (61, 1)), **bounds)
     stages = ScriptedStages(generation(range(2, 63)), scores)
     (sample,) = await make_policy(EopdPolicy).supervise(next(simulated_prompts()), stages)
-    assert sample.supervision.soft_targets.positions.tolist() == np.flatnonzero(middle > 0.8).tolist()
+    assert sample.supervision.soft_targets[0].positions.tolist() == np.flatnonzero(middle > 0.8).tolist()
     assert sample.metrics["eopd/uncertain"] == pytest.approx(np.mean(np.abs(middle - 0.8) < 0.1), abs=1e-9)
 
 
@@ -223,7 +222,7 @@ def test_without_verifier_guidance_every_selected_position_keeps_the_teachers_pr
     run = simulated_run(make_policy(SpotPolicy, verifier_guidance=False))
     assert run.stages.probe.counters.completed == 0
     for sample in run.samples:
-        targets = sample.supervision.soft_targets
+        (targets,) = sample.supervision.soft_targets
         assert targets.positions.tolist() == sample.record["selected_positions"]
         assert targets.weights == pytest.approx([0.1 / len(targets.positions)] * len(targets.positions))
         priors = [[c["prior"] for c in branch["candidates"]] for branch in sample.record["branches"]]

@@ -70,8 +70,8 @@ async def test_spot_neither_asks_about_nor_probes_masked_positions(selection: st
     stages = scripted()
     sample = await sample_of(SpotPolicy, stages, score_top_k=K, positions=TOKENS, selection=selection)
     assert sample.supervision is not None
-    assert sample.supervision.soft_targets is not None
-    assert sample.supervision.soft_targets.positions.tolist() == [0, 2, 3, 5]
+    (targets,) = sample.supervision.soft_targets
+    assert targets.positions.tolist() == [0, 2, 3, 5]
     assert [positions for positions, _ in stages.candidates] == ([[0, 2, 3, 5]] if selection == "score" else [])
 
 
@@ -84,13 +84,14 @@ async def test_eopds_gate_stays_shut_at_masked_positions() -> None:
 async def test_kd_keeps_the_cross_entropy_with_its_own_weight_where_candidates_are_unknown() -> None:
     sample = await sample_of(KdPolicy, scripted(), top_k=K, forward_kl_weight=0.25)
     assert sample.supervision is not None
-    targets = sample.supervision.soft_targets
-    assert targets is not None
-    np.testing.assert_allclose(targets.probabilities.sum(axis=1), 1.0, rtol=1e-6)
-    np.testing.assert_allclose(targets.weights, np.where(VALID, 1.0, 0.75) / TOKENS, rtol=1e-6)
-    np.testing.assert_allclose(targets.probabilities[:, 0], np.where(VALID, 0.75, 1.0), rtol=1e-6)
-    assert targets.offsets is not None
-    np.testing.assert_array_equal(targets.offsets[~VALID], 0.0)
+    likelihood, forward = sample.supervision.soft_targets
+    np.testing.assert_array_equal(likelihood.token_ids[:, 0], sample.supervision.response_ids)
+    np.testing.assert_allclose(likelihood.weights, 0.75 / TOKENS, rtol=1e-6)
+    assert likelihood.divergence is None
+    assert forward.positions.tolist() == np.flatnonzero(VALID).tolist()
+    np.testing.assert_allclose(forward.weights, 0.25 / TOKENS, rtol=1e-6)
+    np.testing.assert_allclose(forward.probabilities.sum(axis=1), 1.0, rtol=1e-6)
+    assert forward.tails is None
 
 
 async def test_kd_without_forward_kl_asks_for_no_log_probabilities_and_keeps_its_file_readable(tmp_path: Any) -> None:
@@ -110,8 +111,7 @@ async def test_kd_without_forward_kl_asks_for_no_log_probabilities_and_keeps_its
     assert msgspec.json.encode(first, enc_hook=lambda a: a.tolist()) == msgspec.json.encode(
         second, enc_hook=lambda a: a.tolist()
     )
-    assert first is not None
-    np.testing.assert_array_equal(first.token_ids, np.arange(5, 5 + TOKENS)[:, None])
+    np.testing.assert_array_equal(first[0].token_ids, np.arange(5, 5 + TOKENS)[:, None])
     with pytest.raises(
         Exception, match=r"policy\.top_k=16: .* holds the teacher's top-0; set policy\.forward_kl_weight=0"
     ):

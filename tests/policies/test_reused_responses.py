@@ -50,7 +50,7 @@ def test_kd_asks_the_teacher_once_per_problem_whatever_the_epochs():
     assert run.stages.rollout.counters.completed == 0
     first, last = run.batches[0], run.batches[4]
     assert [s.response_ids.tolist() for s in first] == [s.response_ids.tolist() for s in last]
-    assert all(s.teacher_logprobs is None and s.advantages is None and s.version is None for s in first)
+    assert all(not s.pulls and s.advantages is None and s.version is None for s in first)
     for sample in run.journal.results[0].samples:  # nothing that reads as if the student had sampled it
         assert {"version", "behavior_logprobs"}.isdisjoint(sample.record)
         assert len(sample.record["teacher_logprobs"]) == len(sample.record["response_ids"])

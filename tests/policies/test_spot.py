@@ -56,7 +56,7 @@ async def test_only_unmasked_positions_are_scored_and_the_best_are_probed_with_t
 
 async def test_positions_without_a_correct_branch_are_left_out_and_the_weight_is_beta_over_the_rest():
     stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT})
-    targets = (await supervise(stages, beta=0.3)).supervision.soft_targets
+    (targets,) = (await supervise(stages, beta=0.3)).supervision.soft_targets
     assert targets.positions.tolist() == [2]
     assert targets.token_ids.tolist() == [CANDIDATES[2].tolist()]
     assert targets.weights == pytest.approx([0.3])
@@ -64,20 +64,20 @@ async def test_positions_without_a_correct_branch_are_left_out_and_the_weight_is
     assert targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
 
     stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT, branch(3, 8): Verdict.CORRECT})
-    targets = (await supervise(stages, beta=0.3)).supervision.soft_targets
+    (targets,) = (await supervise(stages, beta=0.3)).supervision.soft_targets
     assert targets.weights == pytest.approx([0.15, 0.15])
 
 
 async def test_gamma_zero_distils_the_teachers_prior():
     stages = scripted(verdicts={branch(2, 11): Verdict.CORRECT})
-    targets = (await supervise(stages, gamma=0.0)).supervision.soft_targets
+    (targets,) = (await supervise(stages, gamma=0.0)).supervision.soft_targets
     assert targets.probabilities[0] == pytest.approx(np.exp(TEACHER[2]) / np.exp(TEACHER[2]).sum(), abs=1e-6)
 
 
 async def test_without_the_gate_positions_without_a_correct_branch_keep_the_prior_and_those_without_evidence_go():
     stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT})
     sample = await supervise(stages, beta=0.3, gate=False)
-    targets, prior = sample.supervision.soft_targets, np.exp(TEACHER) / np.exp(TEACHER).sum(-1, keepdims=True)
+    (targets,), prior = sample.supervision.soft_targets, np.exp(TEACHER) / np.exp(TEACHER).sum(-1, keepdims=True)
     assert targets.positions.tolist() == [2, 3]
     assert targets.weights == pytest.approx([0.15, 0.15])
     tilted = np.exp(TEACHER[2]) * np.where(CANDIDATES[2] == 9, np.e, 1.0)
@@ -85,13 +85,15 @@ async def test_without_the_gate_positions_without_a_correct_branch_keep_the_prio
     assert targets.probabilities[1] == pytest.approx(prior[3], abs=1e-6)
 
     without_evidence = scripted(verdicts={branch(2, 9): Verdict.ERROR})
-    assert (await supervise(without_evidence, gate=False)).supervision.soft_targets.positions.tolist() == [3]
+    assert (await supervise(without_evidence, gate=False)).supervision.soft_targets[0].positions.tolist() == [3]
 
 
 async def test_shuffled_outcomes_tilt_as_far_but_by_the_seed_and_keep_the_same_positions():
     verdicts = {branch(2, 9): Verdict.CORRECT, branch(3, 8): Verdict.CORRECT}
     own, first, again, other = [
-        (await supervise(scripted(verdicts=verdicts), gamma=4.0, ordinal=ordinal, **settings)).supervision.soft_targets
+        (await supervise(scripted(verdicts=verdicts), gamma=4.0, ordinal=ordinal, **settings)).supervision.soft_targets[
+            0
+        ]
         for ordinal, settings in ((7, {}), *((n, {"shuffle_outcomes": True}) for n in (7, 7, 8)))
     ]
     for shuffled in (first, again, other):
@@ -116,13 +118,13 @@ async def test_metrics_say_what_the_tilt_has_to_work_with_what_the_gate_keeps_an
 
 async def test_nothing_correct_is_plain_opd():
     sample = await supervise(scripted())
-    assert sample.supervision.soft_targets is None
+    assert sample.supervision.soft_targets == ()
     assert sample.metrics["spot/retained"] == 0
     supervision = sample.supervision
     assert supervision.prompt_ids.tolist() == PROMPT.token_ids.tolist()
     assert supervision.response_ids.tolist() == RESPONSE.tolist()
     assert supervision.behavior_logprobs.tolist() == BEHAVIOR.tolist()
-    assert supervision.teacher_logprobs.tolist() == TEACHER_SAMPLED.tolist()
+    assert supervision.pulls[0].logprobs.tolist() == TEACHER_SAMPLED.tolist()
     assert supervision.version == WeightVersion(0, 3)
 
 
@@ -130,11 +132,11 @@ async def test_missing_evidence_is_left_out_of_the_mean_and_a_candidate_without_
     one_left = {branch(2, 9, 0): Verdict.TIMEOUT, branch(2, 9, 1): Verdict.CORRECT}
     sample = await supervise(scripted(verdicts=one_left), probes=2)
     tilted = np.exp(TEACHER[2]) * np.where(CANDIDATES[2] == 9, np.e, 1.0)  # the mean of one reward, not of two
-    assert sample.supervision.soft_targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
+    assert sample.supervision.soft_targets[0].probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
 
     none_left = {branch(2, 9): Verdict.ERROR, branch(2, 8): Verdict.CORRECT}
     sample = await supervise(scripted(verdicts=none_left))
-    assert sample.supervision.soft_targets is None
+    assert sample.supervision.soft_targets == ()
     assert sample.metrics["spot/no_evidence"] == 1
     shown = {each["token_id"]: each["value"] for each in sample.record["branches"][0]["candidates"]}
     assert (shown[9], shown[8]) == (None, 1.0)  # what is known is shown, of a position that is dropped too
@@ -145,7 +147,7 @@ async def test_values_are_a_verifiers_own_numbers_and_accuracy_counts_verdicts()
     sample = await supervise(scripted(verdicts=judged, verdict=Judgement(Verdict.WRONG, 0.25, "nearly")))
     values = np.select([CANDIDATES[2] == 9, CANDIDATES[2] == 8], [0.5, -2.0], 0.25)
     tilted = np.exp(TEACHER[2]) * np.exp(values)
-    assert sample.supervision.soft_targets.probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
+    assert sample.supervision.soft_targets[0].probabilities[0] == pytest.approx(tilted / tilted.sum(), abs=1e-6)
     assert (sample.metrics["rollout/accuracy"], sample.metrics["rollout/reward"]) == (0.0, 0.25)
     assert sample.metrics["probe/accuracy"] == 1 / 8
     assert (sample.record["reward"], sample.record["feedback"]) == (0.25, "nearly")

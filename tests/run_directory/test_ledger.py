@@ -11,7 +11,7 @@ import pytest
 from spot_async.base import wire
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.ledger import FILE, Ledger
-from spot_async.types import Sample, Supervision, VersionSpan, WeightVersion
+from spot_async.types import Pull, Sample, Supervision, VersionSpan, WeightVersion
 
 INITIAL = WeightVersion(0, 0)
 
@@ -26,7 +26,7 @@ def sample(ordinal=0, version=INITIAL, tokens=3):
         behavior_logprobs=np.full(tokens, -0.5, np.float32),
         version=version,
         version_spans=(VersionSpan(0, tokens, version),),
-        teacher_logprobs=np.full(tokens, -0.25, np.float32),
+        pulls=(Pull(logprobs=np.full(tokens, -0.25, np.float32)),),
     )
     record = {"text": "1 2 3", "entropy": np.array([0.5, np.nan, 0.25], np.float32), "count": 2}
     return Sample(supervision=supervision, metrics={"rollout/tokens": 3.0}, record=record)

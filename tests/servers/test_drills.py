@@ -94,7 +94,7 @@ class Publisher:
             sequence = [*each.prompt_ids, *each.response_ids]
             for model, found in (
                 (self.weights(each.version.step), each.behavior_logprobs),
-                (self.models.teacher, each.teacher_logprobs),
+                (self.models.teacher, each.pulls[0].logprobs),
             ):
                 expected = own(decisions(dense(model, sequence), each.prompt_ids, each.response_ids), each.response_ids)
                 np.testing.assert_allclose(found, expected, rtol=0, atol=PARITY_NATS)

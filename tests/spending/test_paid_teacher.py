@@ -150,7 +150,7 @@ def test_a_replay_asks_nobody_and_trains_on_the_same_numbers(paid, tmp_path):
     assert again.cache.cache.counters.misses == 0
     for first, second in zip(paid.run.batches, again.batches, strict=True):
         for one, other in zip(first, second, strict=True):
-            np.testing.assert_array_equal(one.teacher_logprobs, other.teacher_logprobs)
+            np.testing.assert_array_equal(one.pulls[0].logprobs, other.pulls[0].logprobs)
             np.testing.assert_array_equal(one.response_ids, other.response_ids)
 
 

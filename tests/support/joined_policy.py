@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spot_async.models.responses import first_tokens, foreign, joined, sampled_tokens
+from spot_async.models.responses import first_tokens, foreign, joined
 from spot_async.policies.samples import (
-    oldest_version,
     rollout_metrics,
     rollout_record,
     teacher_metrics,
 )
 from spot_async.protocols import PromptStages
-from spot_async.types import PolicyNeeds, Prompt, Sample, Supervision
+from spot_async.terms import on_policy, pull
+from spot_async.types import PolicyNeeds, Prompt, Sample
 
 
 class TakesTurns:
@@ -26,17 +26,7 @@ class TakesTurns:
         response = joined(helped, await stages.rollout(prefix_ids=helped.token_ids))
         scores = await stages.score(response.token_ids, top_k=0)
         judgement = await stages.verify(response.token_ids)
-        supervision = Supervision(
-            prompt_ordinal=prompt.ordinal,
-            problem_id=prompt.problem.id,
-            prompt_ids=prompt.token_ids,
-            response_ids=response.token_ids,
-            behavior_logprobs=response.logprobs,
-            version=oldest_version(response),
-            version_spans=response.version_spans,
-            advantages=scores.logprobs - response.logprobs,
-            policy_mask=sampled_tokens(response),
-        )
+        supervision = on_policy(prompt, response, pulls=(pull(scores),))
         metrics = rollout_metrics(response, judgement) | teacher_metrics(scores)
         return [
             Sample(supervision=supervision, metrics=metrics, record=rollout_record(prompt, stages, response, judgement))

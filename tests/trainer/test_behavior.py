@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from spot_async.trainer.loss import truncated_importance_weights
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Supervision, WeightVersion
+from spot_async.types import Pull, Supervision, WeightVersion
 
 VOCAB = 30
 
@@ -45,7 +45,7 @@ def batch_of(student: Path, *, given_advantages: bool = False) -> list[Supervisi
                 response_ids=response,
                 behavior_logprobs=served,
                 version=WeightVersion(0, 0),
-                teacher_logprobs=None if given_advantages else other,
+                pulls=() if given_advantages else (Pull(logprobs=other),),
                 advantages=other if given_advantages else None,
             )
         )

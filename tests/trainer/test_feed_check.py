@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from spot_async.base import wire
 from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
-from spot_async.types import SoftTargets, Supervision, VersionSpan, WeightVersion
+from spot_async.types import Divergence, Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 VOCAB = 20
 LIVE = WeightVersion(0, 3)
-LOGPROBS = ("behavior_logprobs", "teacher_logprobs", "reference_logprobs")
+LOGPROBS = ("behavior_logprobs", "logprobs", "reference_logprobs")
+KINDS = {
+    "cross-entropy": None,
+    "forward": Divergence(forward=1.0, clip=0.05),
+    "reverse": Divergence(reverse=1.0),
+    "jsd": Divergence(forward=0.3, reverse=0.7, forward_skew=0.3, reverse_skew=0.7),
+    "conditional": Divergence(reverse=1.0, is_conditional=True),
+}
 
 
 def check(each: Supervision, *, max_staleness: int = 0) -> None:
@@ -26,20 +33,31 @@ def check(each: Supervision, *, max_staleness: int = 0) -> None:
 
 @st.composite
 def trajectories(draw: Callable[..., Any]) -> Supervision:
-    tokens, rows, k = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(1, 5))
+    tokens = draw(st.integers(1, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    by_teacher = draw(st.booleans())
 
     def logprobs() -> np.ndarray:
         return -random.exponential(3.0, tokens).astype(np.float32)
 
-    targets = SoftTargets(
-        positions=random.integers(0, tokens, rows).astype(np.int32),
-        token_ids=random.integers(0, VOCAB, (rows, k)).astype(np.int32),  # KD names a token twice where both losses do
-        probabilities=random.dirichlet(np.ones(k), rows).astype(np.float32).reshape(rows, k),
-        weights=random.uniform(0, 1, rows).astype(np.float32),
-        offsets=random.normal(size=rows).astype(np.float32) if draw(st.booleans()) else None,
-    )
+    def pull() -> Pull:
+        weights = random.normal(size=tokens).astype(np.float32) if draw(st.booleans()) else None
+        return Pull(
+            logprobs=logprobs(), weights=weights, clip=draw(st.sampled_from([None, (-np.inf, 1.0), (0.0, 0.0)]))
+        )
+
+    def targets() -> SoftTargets:
+        rows, k, kind = draw(st.integers(0, 4)), draw(st.integers(1, 5)), KINDS[draw(st.sampled_from([*KINDS]))]
+        has_tail = kind is None or not kind.is_conditional
+        cells = random.dirichlet(np.ones(k + has_tail), rows).astype(np.float32).reshape(rows, k + has_tail)
+        return SoftTargets(
+            positions=random.integers(0, tokens, rows).astype(np.int32),
+            token_ids=np.array([random.permutation(VOCAB)[:k] for _ in range(rows)], np.int32).reshape(rows, k),
+            probabilities=cells[:, :k],
+            weights=random.uniform(0, 1, rows).astype(np.float32),
+            tails=cells[:, k] if has_tail else None,
+            divergence=kind,
+        )
+
     return Supervision(
         prompt_ordinal=4,
         problem_id="p4",
@@ -47,18 +65,18 @@ def trajectories(draw: Callable[..., Any]) -> Supervision:
         response_ids=random.integers(0, VOCAB, tokens).astype(np.int32),
         behavior_logprobs=logprobs(),
         version=draw(st.sampled_from([None, LIVE])),
-        teacher_logprobs=logprobs() if by_teacher else None,
-        advantages=None if by_teacher else random.normal(size=tokens).astype(np.float32),
+        pulls=tuple(pull() for _ in range(draw(st.integers(0, 3)))),
+        advantages=random.normal(size=tokens).astype(np.float32) if draw(st.booleans()) else None,
         reference_logprobs=logprobs() if draw(st.booleans()) else None,
         policy_mask=random.random(tokens) < 0.5 if draw(st.booleans()) else None,
-        soft_targets=targets if draw(st.booleans()) else None,
+        soft_targets=tuple(targets() for _ in range(draw(st.integers(0, 2)))),
     )
 
 
 @given(trajectories(), st.data())
 def test_one_wrong_number_in_any_array_is_found(good: Supervision, data: Any) -> None:
     check(good)
-    holder = data.draw(st.sampled_from([good, good.soft_targets] if good.soft_targets is not None else [good]))
+    holder = data.draw(st.sampled_from([good, *good.soft_targets, *good.pulls]))
     names = [name for name in holder.__struct_fields__ if isinstance(getattr(holder, name), np.ndarray)]
     name = data.draw(st.sampled_from(names))
     array = getattr(holder, name)
@@ -71,14 +89,16 @@ def test_one_wrong_number_in_any_array_is_found(good: Supervision, data: Any) ->
     elif kind == "number":
         wrong = array.copy()
         bad = [-1, VOCAB] if array.dtype.kind == "i" else [np.nan, np.inf, -np.inf]
-        bad += [0.1, -1e21] if name in LOGPROBS else [-0.01, 1.2] if name == "probabilities" else []
-        bad += [-0.5] if name == "weights" else []
+        bad += [0.1, -1e21] if name in LOGPROBS else [-0.01, 1.2] if name in ("probabilities", "tails") else []
+        bad += [-0.5] if name == "weights" and isinstance(holder, SoftTargets) else []
         wrong.flat[data.draw(st.integers(0, array.size - 1))] = data.draw(st.sampled_from(bad))
     else:
         wrong = array.astype(np.complex64)
     changed = msgspec.structs.replace(holder, **{name: wrong})
     if holder is not good:
-        changed = msgspec.structs.replace(good, soft_targets=changed)
+        field = "pulls" if isinstance(holder, Pull) else "soft_targets"
+        terms = tuple(changed if each is holder else each for each in getattr(good, field))
+        changed = msgspec.structs.replace(good, **{field: terms})
     with pytest.raises(WrongSupervisionError, match=r"^supervision of p4 \(prompt 4\) is wrong: "):
         check(changed)
 
@@ -163,9 +183,12 @@ def test_tokens_that_no_student_sampled_have_no_policy_term(good: Supervision, d
     oldest = min((span.version for span in spans if span.version is not None), default=None)
     mask = np.ones(len(good.response_ids), np.bool_)
     mask[foreign.start : foreign.end] = False
-    each = msgspec.structs.replace(good, version=oldest, version_spans=tuple(spans), policy_mask=mask)
+    given_part = np.zeros(len(mask), np.float32)
+    each = msgspec.structs.replace(
+        good, version=oldest, version_spans=tuple(spans), policy_mask=mask, advantages=given_part
+    )
     check(each, max_staleness=2)
-    check(msgspec.structs.replace(each, teacher_logprobs=None, advantages=None, policy_mask=None), max_staleness=2)
+    check(msgspec.structs.replace(each, pulls=(), advantages=None, policy_mask=None), max_staleness=2)
     wrong = mask.copy()
     wrong[data.draw(st.integers(foreign.start, foreign.end - 1))] = True
     for policy_mask in (wrong, None):
@@ -201,7 +224,7 @@ def test_spans_survive_the_wire(good: Supervision, data: Any) -> None:
 def test_only_weights_within_the_staleness_may_have_sampled(
     supervision: Any, version: WeightVersion | None, max_staleness: int, is_right: bool
 ) -> None:
-    each = supervision(1, 3, teacher_logprobs=None)
+    each = supervision(1, 3, pulls=())
     sample = msgspec.structs.replace(
         each,
         prompt_ids=each.prompt_ids % VOCAB,
@@ -215,3 +238,81 @@ def test_only_weights_within_the_staleness_may_have_sampled(
         return
     with pytest.raises(WrongSupervisionError, match=r"0\.3 are live"):
         check(sample, max_staleness=max_staleness)
+
+
+def one_row(divergence: Divergence | None, ids: list[int], cells: list[float], *, has_tail: bool) -> SoftTargets:
+    values = np.array([cells], np.float32)
+    return SoftTargets(
+        positions=np.zeros(1, np.int32),
+        token_ids=np.array([ids], np.int32),
+        probabilities=values[:, :-1] if has_tail else values,
+        weights=np.ones(1, np.float32),
+        tails=values[:, -1] if has_tail else None,
+        divergence=divergence,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"pulls": (Pull(logprobs=np.full(3, 0.3, np.float32)),)}, "pulls.logprobs hold what is no log-probability"),
+        (
+            {"pulls": (Pull(logprobs=np.zeros(3, np.float32), weights=np.full(3, np.nan, np.float32)),)},
+            "pulls.weights hold what is no finite number",
+        ),
+        ({"pulls": (Pull(logprobs=np.zeros(3, np.float32), clip=(1.0, -1.0)),)}, "pulls.clip is from 1 to -1"),
+        (
+            {"soft_targets": (one_row(Divergence(reverse=1.0), [1, 2], [0.5, 0.5], has_tail=False),)},
+            "is infinite, since the student has other tokens too: give tails, or is_conditional=True",
+        ),
+        (
+            {"soft_targets": (one_row(Divergence(reverse=1.0), [1, 2], [0.5, 0.0, 0.5], has_tail=True),)},
+            "a reverse KL to a probability of 0 is infinite",
+        ),
+        (
+            {"soft_targets": (one_row(Divergence(forward=1.0, is_conditional=True), [1], [0.5, 0.5], has_tail=True),)},
+            "is conditional, so the targets must have no tails",
+        ),
+        (
+            {"soft_targets": (one_row(Divergence(forward=1.0), [1, 2], [0.5, 0.3, 0.1], has_tail=True),)},
+            "probabilities and tails do not sum to 1",
+        ),
+        (
+            {"soft_targets": (one_row(Divergence(forward=1.0), [2, 2], [0.5, 0.3, 0.2], has_tail=True),)},
+            "name a token twice in a row",
+        ),
+        ({"soft_targets": (one_row(Divergence(), [1], [1.0], has_tail=False),)}, "has no direction"),
+        (
+            {"soft_targets": (one_row(Divergence(forward=1.0, reverse=-1.0), [1], [1.0], has_tail=False),)},
+            "negative direction",
+        ),
+        (
+            {"soft_targets": (one_row(Divergence(forward=1.0, forward_skew=1.0), [1], [1.0], has_tail=False),)},
+            r"forward_skew is 1, which is not in \[0, 1\)",
+        ),
+        ({"soft_targets": (one_row(Divergence(forward=1.0, clip=0.0), [1], [1.0], has_tail=False),)}, "clip is 0"),
+        (
+            {"soft_targets": (one_row(Divergence(forward=1.0, temperature=2.0), [1], [1.0], has_tail=False),)},
+            "temperature is 2, and only over the whole vocabulary is it exact",
+        ),
+    ],
+)
+def test_a_term_that_has_no_meaning_is_refused_in_one_line(
+    supervision: Any, changes: dict[str, Any], complaint: str
+) -> None:
+    each = supervision(1, 3, pulls=(), reference_logprobs=None)
+    each = msgspec.structs.replace(
+        each, prompt_ids=each.prompt_ids % VOCAB, response_ids=each.response_ids % VOCAB, version=None
+    )
+    check(msgspec.structs.replace(each, behavior_logprobs=np.minimum(each.behavior_logprobs, 0)))
+    with pytest.raises(WrongSupervisionError, match=complaint):
+        check(msgspec.structs.replace(each, behavior_logprobs=np.minimum(each.behavior_logprobs, 0), **changes))
+
+
+def test_supervision_of_the_version_before_is_refused_and_not_read_without_its_teacher() -> None:
+    old = dict.fromkeys(("prompt_ids", "response_ids", "behavior_logprobs", "version"))
+    old |= {"prompt_ordinal": 0, "problem_id": "p", "teacher_logprobs": None}
+    array = ["<f4", [1], b"\0\0\0\0"]
+    old |= dict.fromkeys(("prompt_ids", "response_ids", "behavior_logprobs", "teacher_logprobs"), array)
+    with pytest.raises(msgspec.ValidationError, match="unknown field `teacher_logprobs`"):
+        wire.decode(msgspec.msgpack.encode(old), Supervision)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from spot_async.trainer.divergence import soft_target_loss
 from spot_async.trainer.loss import (
     clipped_policy_loss,
     mismatch_statistics,
     ratio_statistics,
     reference_kl,
-    soft_target_loss,
 )
 
 CLIP = 0.2

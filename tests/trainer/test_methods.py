@@ -250,10 +250,10 @@ async def test_supervision_names_the_weights_of_each_token(folders: tuple[Path, 
 def assert_unequal(kind: str, batch: list[Any], rollouts: int) -> None:
     """The comparison means something: lengths, |B+| and gates differ, and some responses are left out."""
     assert len({len(s.response_ids) for s in batch}) > 3
-    targets = {0 if s.soft_targets is None else len(s.soft_targets.positions) for s in batch}
+    targets = {sum(len(each.positions) for each in s.soft_targets) for s in batch}
     if kind in ("eopd", "kd", "spot"):
         assert len(targets) > 1
     if kind == "eopd":
-        assert 0 < sum(len(s.soft_targets.positions) for s in batch) < sum(len(s.response_ids) for s in batch)
+        assert 0 < sum(len(s.soft_targets[0].positions) for s in batch) < sum(len(s.response_ids) for s in batch)
     if kind == "grpo":
         assert len(batch) < rollouts

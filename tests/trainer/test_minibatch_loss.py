@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spot_async.trainer.divergence import soft_target_loss
 from spot_async.trainer.loss import (
     BranchTerm,
     LossTerms,
     clipped_policy_loss,
     minibatch_share,
     reference_kl,
-    soft_target_loss,
 )
 
 CLIP, COEFFICIENT = 0.2, 0.3

@@ -52,7 +52,7 @@ def unequal_batch(supervision: Callable[..., Supervision], soft_targets: Callabl
     def make(iteration: int) -> list[Supervision]:
         lengths = [40, 1, 7, 22, 3, 15, 9]
         return [
-            supervision(10 * iteration + i, tokens, targets=soft_targets([0, 5] if i == 3 else [], 4))
+            supervision(10 * iteration + i, tokens, soft_targets([0, 5] if i == 3 else [], 4))
             for i, tokens in enumerate(lengths)
         ]
 

@@ -34,7 +34,7 @@ def with_gradients(
         every = (logits / temperature).log_softmax(-1)
         found = torch.cat([every[block.start + block.rows, block.token_ids] for block in blocks])
     else:
-        found = torch.cat(selected_logprobs(hidden, weight, bias, blocks, temperature))
+        found = torch.cat([each for each, _ in selected_logprobs(hidden, weight, bias, blocks, temperature)])
         assert found.dtype == torch.float32
     factors = torch.cat([torch.cos(block.start + block.rows + 3.0 * block.token_ids) for block in blocks])
     (factors * found).sum().backward()
@@ -88,7 +88,7 @@ def test_an_impossible_token_has_no_gradient_that_is_not_a_number() -> None:
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[0.0], [1.0], [-torch.inf]])
     block = Block(0, 1, torch.tensor([0]), torch.tensor([1]))
     weight.requires_grad_()
-    (found,) = selected_logprobs(hidden, weight, None, [block], 1.0)
+    ((found, _),) = selected_logprobs(hidden, weight, None, [block], 1.0)
     found.backward()
     assert torch.isfinite(found).all()
     assert weight.grad is not None

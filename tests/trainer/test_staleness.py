@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Supervision, VersionSpan, WeightVersion
+from spot_async.types import Pull, Supervision, VersionSpan, WeightVersion
 
 VOCAB = 30
 LIVE, OLDEST = 5, 3  # steps of the weights in training and of the oldest that sampled
@@ -78,7 +78,7 @@ def sampled_in_flight(models: dict[int, Any], *, given_advantages: bool) -> list
             version_spans=spans,
             policy_mask=np.arange(tokens) != 1,
             advantages=advantages if given_advantages else None,
-            teacher_logprobs=None if given_advantages else advantages - 3,
+            pulls=() if given_advantages else (Pull(logprobs=advantages - 3),),
         )
         with torch.no_grad():
             exact = {step: logprobs_under(model, sample).numpy() for step, model in models.items()}
@@ -111,7 +111,7 @@ def test_loss_and_gradient_weigh_each_token_by_the_version_that_sampled_it(
         prox = own.detach()
         ratio = (own - prox).exp()  # of value 1: the trust region starts at the iteration's first weights
         weight = (prox - torch.tensor(sample.behavior_logprobs).double()).exp().clamp(max=CAP)
-        given = sample.advantages if given_advantages else sample.teacher_logprobs
+        given = sample.advantages if given_advantages else sample.pulls[0].logprobs
         advantage = torch.tensor(given).double() - (0 if given_advantages else prox)
         mask = torch.tensor(sample.policy_mask)
         capped += int((weight[mask] == CAP).sum())

@@ -24,7 +24,7 @@ from spot_async.trainer.loading import new_student
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.metrics import METRICS
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import SoftTargets, Supervision, WeightVersion
+from spot_async.types import Pull, SoftTargets, Supervision, WeightVersion
 
 MakeTrainer = Callable[..., StudentTrainer]
 MixedBatch = Callable[[], list[Supervision]]
@@ -138,13 +138,14 @@ def test_no_soft_targets_and_empty_soft_targets_train_bit_for_bit_alike(
     tmp_path: Path,
 ) -> None:
     results = []
-    for name, targets in (("none", None), ("empty", soft_targets([], 4))):
+    for name, targets in (("none", ()), ("empty", (soft_targets([], 4),))):
         trainer = make_trainer(student, tmp_path / name)
-        report = trainer.train(Batch(0, tuple(supervision(i, 4 + i, targets=targets) for i in range(4))))
+        report = trainer.train(Batch(0, tuple(supervision(i, 4 + i, *targets) for i in range(4))))
         results.append((gradients(trainer), report.metrics))
     (left, left_metrics), (right, right_metrics) = results
     assert all(torch.equal(left[name], right[name]) for name in left)
     untimed = METRICS.keys() - {"train_s", "publish_s", "checkpoint_s", "tokens_per_s"} - STALENESS_METRICS
+    untimed -= DIVERGENCE_METRICS
     assert {name: left_metrics[name] for name in untimed} == {name: right_metrics[name] for name in untimed}
 
 
@@ -153,23 +154,27 @@ def test_report_holds_the_documented_metrics(
 ) -> None:
     batch = mixed_batch()
     metrics = make_trainer(student, tmp_path, mini_batch_size=4).train(Batch(0, tuple(batch))).metrics
-    assert METRICS.keys() - metrics.keys() == STALENESS_METRICS | {"checkpoint_s"}
+    assert METRICS.keys() - metrics.keys() == STALENESS_METRICS | DIVERGENCE_METRICS | {"checkpoint_s"}
     assert metrics["loss"] == pytest.approx(
         metrics["loss_policy"] + metrics["loss_branch"] + metrics["loss_reference"], rel=1e-6
     )
     assert metrics["updates"] == 2
     assert metrics["trajectories"] == 7
     assert metrics["tokens"] == sum(len(sample.response_ids) for sample in batch)
-    assert metrics["branch_positions"] == 3 + 1 + 0 + 2 + 3
+    assert metrics["branch_positions"] == 3 + 1 + 0 + 2 + 2  # a repeated one counts once
     known = [slice(None) if s.policy_mask is None else s.policy_mask for s in batch]
-    follow = [(s, mask) for s, mask in zip(batch, known, strict=True) if s.teacher_logprobs is not None]
-    advantages = [(s.teacher_logprobs - s.behavior_logprobs)[mask] for s, mask in follow]
+    follow = [(s, mask) for s, mask in zip(batch, known, strict=True) if s.pulls]
+    advantages = [(s.pulls[0].logprobs - s.behavior_logprobs)[mask] for s, mask in follow]
     expected = np.concatenate([*advantages, np.linspace(-2, 2, 17)]).mean()  # problem 6 has no policy term
     assert metrics["advantage_mean"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["kl_to_teacher"] == pytest.approx(-np.concatenate(advantages).mean(), rel=1e-5)
+    assert metrics["pull_mean"] == pytest.approx(np.concatenate(advantages).mean(), rel=1e-5)
+    assert metrics["pull_clipped"] == 0
 
 
 POLICY_METRICS = {"ratio_mean", "ratio_max", "importance_weight_mean", "importance_capped", "clip_fraction"} | {
-    "behavior_kl", "advantage_mean"}  # fmt: skip
+    "behavior_kl", "advantage_mean", "kl_to_teacher", "pull_mean", "pull_clipped"}  # fmt: skip
+DIVERGENCE_METRICS = {"student_mass", "teacher_mass", "clipped_cells"}
 MISMATCH_METRICS = {"mismatch_mean", "mismatch_max", "mismatch_kl"}
 STALENESS_METRICS = {"lag_mean", "lag_max", "staleness_mean", "staleness_max", "staleness_kl", "effective_sample_share"}
 
@@ -183,10 +188,11 @@ def test_metrics_of_the_policy_term_are_left_out_where_there_is_none(
     tmp_path: Path,
     behavior: str,
 ) -> None:
-    taught = supervision(1, 6, targets=soft_targets([0, 3], 4), teacher_logprobs=None)
+    taught = supervision(1, 6, soft_targets([0, 3], 4), pulls=())
     trainer = make_trainer(student, tmp_path, behavior=behavior)
     metrics = trainer.train(Batch(0, (taught, taught))).metrics
-    assert METRICS.keys() - metrics.keys() == POLICY_METRICS | MISMATCH_METRICS | STALENESS_METRICS | {"checkpoint_s"}
+    without = POLICY_METRICS | MISMATCH_METRICS | STALENESS_METRICS | DIVERGENCE_METRICS | {"checkpoint_s"}
+    assert METRICS.keys() - metrics.keys() == without
     assert metrics["loss"] == metrics["loss_branch"] > 0
 
 
@@ -206,7 +212,7 @@ def test_a_token_that_the_server_called_next_to_impossible_does_not_spoil_the_gr
     [
         ("behavior_logprobs", np.nan, "non-finite policy loss"),
         ("behavior_logprobs", -np.inf, "non-finite policy loss"),
-        ("teacher_logprobs", np.inf, "non-finite policy loss"),
+        ("pulls", np.inf, "non-finite policy loss"),
         ("probabilities", np.nan, "non-finite branch loss"),
         ("reference_logprobs", np.nan, "non-finite reference loss"),
         ("behavior_logprobs", SPOILS, "non-finite gradient"),
@@ -225,10 +231,9 @@ def test_non_finite_numbers_stop_training_before_the_step_and_name_their_sample(
 ) -> None:
     if what == "non-finite gradient":
         monkeypatch.setattr("spot_async.trainer.rank.clipped_policy_loss", spoiled_loss)
-    poisoned = supervision(3, 8, targets=soft_targets([2], 4))
-    assert poisoned.soft_targets is not None
-    array = poisoned.soft_targets.probabilities[0] if name == "probabilities" else getattr(poisoned, name)
-    array[1] = value
+    poisoned = supervision(3, 8, soft_targets([2], 4))
+    arrays = {"probabilities": poisoned.soft_targets[0].probabilities[0], "pulls": poisoned.pulls[0].logprobs}
+    (arrays[name] if name in arrays else getattr(poisoned, name))[1] = value
     trainer = make_trainer(student, tmp_path, reference_kl=0.1, mini_batch_size=2)
     before = {key: tensor.clone() for key, tensor in trainer.model.state_dict().items()}
     with pytest.raises(TrainerError) as caught:
@@ -248,8 +253,7 @@ def test_culprits_are_looked_for_with_the_log_probabilities_that_were_trained_on
     served_oddly = supervision(3, 8)
     served_oddly.behavior_logprobs[1] = -200.0  # which training on recomputed ones never sees
     culprit = supervision(4, 5)
-    assert culprit.teacher_logprobs is not None
-    culprit.teacher_logprobs[2] = np.nan
+    culprit.pulls[0].logprobs[2] = np.nan
     trainer = make_trainer(student, tmp_path, behavior="recomputed", mini_batch_size=2)
     with pytest.raises(TrainerError) as caught:
         trainer.train(Batch(0, (served_oddly, culprit)))
@@ -269,12 +273,11 @@ def one_target(position: int, token_id: int) -> SoftTargets:
 @pytest.mark.parametrize(
     ("tokens", "changes", "complaint"),
     [
-        (4, {"teacher_logprobs": np.zeros(3, np.float32)}, "teacher_logprobs have shape (3,) instead of (4,)"),
-        (4, {"advantages": np.zeros(4, np.float32)}, "both teacher_logprobs and advantages"),
+        (4, {"pulls": (Pull(logprobs=np.zeros(3, np.float32)),)}, "pulls.logprobs have shape (3,) instead of (4,)"),
         (4, {"reference_logprobs": None}, "reference_kl"),
         (0, {}, "empty"),
-        (4, {"targets": one_target(position=4, token_id=0)}, "positions are not all in 0 to 3"),
-        (4, {"targets": one_target(position=0, token_id=VOCAB)}, f"token_ids are not all in 0 to {VOCAB - 1}"),
+        (4, {"soft_targets": (one_target(position=4, token_id=0),)}, "positions are not all in 0 to 3"),
+        (4, {"soft_targets": (one_target(position=0, token_id=VOCAB),)}, f"token_ids are not all in 0 to {VOCAB - 1}"),
     ],
 )
 def test_malformed_samples_are_named_before_anything_is_trained(

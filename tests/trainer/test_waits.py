@@ -77,7 +77,8 @@ def test_a_micro_batch_reads_nothing_back_and_copies_nothing_to_its_device(
     with Crossings() as crossings:
         if training.get("behavior") == "recomputed":
             with torch.no_grad():
-                batch = batch.with_behavior(trainer._logprobs(batch)[0])
+                sampled, *_ = trainer._response_logprobs(batch.without_soft_targets())
+                batch = batch.with_behavior(batch.in_places(sampled))
         trainer._accumulate(batch, update, tally, has_moved=False)
     assert crossings.operations > 100
     assert not crossings.found

@@ -1,0 +1,199 @@
+"""Builds the terms of a trajectory's supervision: pulls on its sampled tokens, and targets of its distributions.
+
+A policy lists the terms of its loss, in any order, and `on_policy` puts them beside the response. What depends on the
+student in training is computed by the trainer. docs/methods.md has the algebra. Pure numpy, in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_async.models.responses import oldest_version, sampled_tokens
+from spot_async.types import (
+    BoolArray,
+    Divergence,
+    Float64Array,
+    FloatArray,
+    Generation,
+    IntArray,
+    Prompt,
+    Pull,
+    SoftTargets,
+    Supervision,
+    TokenScores,
+)
+
+# A tail is at least this: 1 minus a sum of float32 probabilities is only rounding below it.
+LEAST_TAIL = 2.0**-20
+LEAST_PROBABILITY = 1e-35  # which float32 still has
+
+
+def forward_kl(**how: Any) -> Divergence:
+    """Return KL(teacher || student). `how`: `clip`, `is_conditional` and `temperature` of `Divergence`."""
+    return Divergence(forward=1.0, **how)
+
+
+def reverse_kl(**how: Any) -> Divergence:
+    """Return KL(student || teacher). `how` is as in `forward_kl`."""
+    return Divergence(reverse=1.0, **how)
+
+
+def jsd(beta: float, **how: Any) -> Divergence:
+    """Return GKD's `beta KL(p || m) + (1 - beta) KL(q || m)`, `m = beta p + (1 - beta) q`, for beta inside (0, 1).
+
+    It shrinks towards 0 at both ends of beta, as in TRL. Raises ValueError for the ends, which are KL divergences.
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"beta={beta:g} must be inside (0, 1); the ends are forward_kl() and reverse_kl()")
+    return Divergence(forward=beta, reverse=1 - beta, forward_skew=beta, reverse_skew=1 - beta, **how)
+
+
+def skew(alpha: float, **how: Any) -> Divergence:
+    """Return DistiLLM's `KL(p || alpha p + (1 - alpha) q)`."""
+    return Divergence(forward=1.0, forward_skew=alpha, **how)
+
+
+def reverse_skew(alpha: float, **how: Any) -> Divergence:
+    """Return DistiLLM's `KL(q || alpha q + (1 - alpha) p)`."""
+    return Divergence(reverse=1.0, reverse_skew=alpha, **how)
+
+
+def pull(
+    model: TokenScores | FloatArray,
+    weight: npt.ArrayLike = 1.0,
+    *,
+    clip: tuple[float, float] | None = None,
+) -> Pull:
+    """Return a pull towards a model, of its scores or log-probabilities (T,).
+
+    `weight` is a number or (T,). `clip` limits the difference to log pi_old, before the weight. Tokens that the scores
+    do not know have weight 0.
+    """
+    logprobs, valid = (model.logprobs, model.valid) if isinstance(model, TokenScores) else (model, None)
+    weights = np.broadcast_to(np.asarray(weight, dtype=np.float32), logprobs.shape)
+    is_plain = valid is None and np.ndim(weight) == 0 and weight == 1.0
+    return Pull(
+        logprobs=logprobs,
+        weights=None if is_plain else np.where(True if valid is None else valid, weights, np.float32(0)),
+        clip=clip,
+    )
+
+
+def compared(
+    scores: TokenScores,
+    divergence: Divergence,
+    *,
+    top_k: int | None = None,
+    where: BoolArray | None = None,
+    weight: npt.ArrayLike = 1.0,
+    has_tail: bool = True,
+) -> SoftTargets:
+    """Return a comparison with the teacher's top-k at each position that the scores know, weighted `weight / T`.
+
+    `where` (T,) keeps only some positions, and `weight` is a number or (T,). Without a tail the teacher is
+    renormalised, which teaches that there are no other tokens. A conditional divergence never has a tail, since it
+    renormalises the student too.
+    """
+    tokens = len(scores.logprobs)
+    known = np.ones(tokens, np.bool_) if scores.valid is None else scores.valid
+    positions = np.flatnonzero(known if where is None else known & where)
+    weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
+    k = scores.topk_ids.shape[1] if top_k is None else top_k
+    return soft_targets(
+        positions,
+        scores.topk_ids[positions, :k],
+        scores.topk_logprobs[positions, :k],
+        weights[positions],
+        divergence,
+        has_tail=has_tail and not divergence.is_conditional,
+    )
+
+
+def soft_targets(
+    positions: npt.ArrayLike,
+    token_ids: IntArray,
+    logprobs: FloatArray,
+    weights: npt.ArrayLike,
+    divergence: Divergence | None,
+    *,
+    has_tail: bool = True,
+) -> SoftTargets:
+    """Return targets at positions (N,) of a model's full-vocabulary log-probabilities (N, k).
+
+    With a tail the rest of the model's probability is that of all other tokens. Without one the log-probabilities are
+    renormalised. Either way rows sum to 1, whatever noise is in them.
+    """
+    raw = np.asarray(logprobs, dtype=np.float64)
+    if divergence is not None and divergence.temperature != 1.0:
+        raw = raw / divergence.temperature
+    tails = None
+    if has_tail:
+        probabilities = np.exp(raw)
+        rest = np.maximum(1.0 - probabilities.sum(axis=1), LEAST_TAIL)
+        total = probabilities.sum(axis=1) + rest
+        probabilities, tails = probabilities / total[:, None], (rest / total).astype(np.float32)
+    else:
+        probabilities = renormalised(raw)
+    return SoftTargets(
+        positions=np.asarray(positions, dtype=np.int32),
+        token_ids=token_ids,
+        probabilities=np.maximum(probabilities, LEAST_PROBABILITY).astype(np.float32),
+        weights=np.asarray(weights, dtype=np.float32),
+        tails=tails,
+        divergence=divergence,
+    )
+
+
+def written(response_ids: IntArray, weight: npt.ArrayLike = 1.0, *, where: BoolArray | None = None) -> SoftTargets:
+    """Return the cross-entropy of the response's own tokens, which is their negative log-likelihood, weighted
+    `weight / T`.
+
+    `where` (T,) keeps only some positions, and `weight` is a number or (T,).
+    """
+    tokens = len(response_ids)
+    positions = np.arange(tokens) if where is None else np.flatnonzero(where)
+    weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
+    return SoftTargets(
+        positions=positions.astype(np.int32),
+        token_ids=response_ids[positions, None],
+        probabilities=np.ones((len(positions), 1), np.float32),
+        weights=weights[positions].astype(np.float32),
+    )
+
+
+def renormalised(logprobs: npt.ArrayLike) -> Float64Array:
+    """Return probabilities (..., k) of natural logs (..., k), in which any common offset cancels. Rows sum to 1."""
+    values = np.asarray(logprobs, dtype=np.float64)
+    weights = np.exp(values - values.max(axis=-1, keepdims=True))
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def row_bytes(k: int) -> int:
+    """Return the bytes on the wire of a target on k tokens: position, weight and tail, ids and probabilities."""
+    return 12 + 8 * k
+
+
+def on_policy(
+    prompt: Prompt, response: Generation, *, policy_mask: BoolArray | None = None, **terms: Any
+) -> Supervision:
+    """Return supervision of a student's response. `terms` are the fields of `Supervision` that say what is learnt.
+
+    Tokens of the response that no student sampled have no policy term, whatever `policy_mask` (T,) says.
+    """
+    is_sampled = sampled_tokens(response)
+    if not is_sampled.all():
+        policy_mask = is_sampled if policy_mask is None else policy_mask & is_sampled
+    return Supervision(
+        prompt_ordinal=prompt.ordinal,
+        problem_id=prompt.problem.id,
+        prompt_ids=prompt.token_ids,
+        response_ids=response.token_ids,
+        behavior_logprobs=response.logprobs,
+        version=oldest_version(response),
+        version_spans=response.version_spans,
+        policy_mask=policy_mask,
+        **terms,
+    )

@@ -1,0 +1,328 @@
+"""Pulls and targets against dense float64 softmaxes, and the laws of their sum (docs/methods.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from dense_rows import dense_row_loss
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+import spot_async.trainer.model
+from spot_async.terms import compared, forward_kl, jsd, pull, reverse_kl, reverse_skew, skew, soft_targets
+from spot_async.testing import advantages_of, token_scores
+from spot_async.trainer.batching import MicroBatch, collate
+from spot_async.trainer.divergence import Cells, soft_target_losses
+from spot_async.trainer.messages import Batch
+from spot_async.trainer.model import Block, selected_logprobs
+from spot_async.types import Divergence, Pull, SoftTargets, Supervision
+
+VOCAB = 50
+KINDS = {
+    "cross-entropy": None,
+    "forward": forward_kl(),
+    "reverse": reverse_kl(),
+    "jsd": jsd(0.3),
+    "skew": skew(0.1),
+    "reverse skew": reverse_skew(0.2),
+    "mixture": Divergence(forward=0.4, reverse=1.3),
+    "clipped forward": forward_kl(clip=0.05),
+    "clipped jsd": jsd(0.5, clip=0.02),
+}
+
+
+def model_logprobs(positions: int, seed: int, spread: float = 2.0) -> np.ndarray[Any, Any]:
+    """Return a teacher's log-probabilities (N, V)."""
+    logits = torch.tensor(np.random.default_rng(seed).normal(0, spread, (positions, VOCAB)))
+    found: np.ndarray[Any, Any] = logits.log_softmax(-1).numpy()
+    return found
+
+
+def rows_of(kind: Divergence | None, support: str, positions: list[int], seed: int = 0) -> SoftTargets:
+    """Return targets of a teacher: on its top-k with a tail, on these alone and conditional, or on all tokens."""
+    teacher = model_logprobs(len(positions), seed)
+    k = VOCAB if support == "whole" else 6
+    ids = np.argsort(-teacher, axis=1)[:, :k].astype(np.int32)
+    is_conditional = support != "tail"
+    if kind is not None and is_conditional:
+        kind = msgspec.structs.replace(kind, is_conditional=True)
+    weights = np.random.default_rng(seed).uniform(0.1, 1.0, len(positions))
+    raw = np.take_along_axis(teacher, ids, axis=1)
+    return soft_targets(positions, ids, raw, weights, kind, has_tail=not is_conditional)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("rows_per_block", [3, 1000])
+def test_value_and_gradient_are_those_of_dense_softmaxes_whatever_the_kind_and_support(
+    student: Path,
+    make_trainer: Callable[..., Any],
+    supervision: Callable[..., Supervision],
+    dense_loss: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    packing: bool,
+    rows_per_block: int,
+) -> None:
+    """All kinds on all supports in one batch, of mixed widths, with repeated positions and several pulls."""
+    monkeypatch.setattr(spot_async.trainer.model, "LOGITS_PER_BLOCK", VOCAB * rows_per_block)
+    batch = []
+    for ordinal, (name, kind) in enumerate(KINDS.items()):
+        tokens = 4 + ordinal
+        targets = [
+            rows_of(kind, "tail", [2, 0, 2], ordinal),
+            rows_of(kind, "conditional", [1, 3], 20 + ordinal),
+            rows_of(kind, "whole", [3], 40 + ordinal),
+        ]
+        if name == "forward":
+            targets.append(rows_of(forward_kl(temperature=2.0), "whole", [1], 60))
+        draw = np.random.default_rng(ordinal)
+        sample = supervision(ordinal, tokens, *targets, advantages=draw.normal(size=tokens).astype(np.float32))
+        second = Pull(
+            logprobs=(sample.behavior_logprobs + draw.normal(size=tokens)).astype(np.float32),
+            weights=draw.normal(size=tokens).astype(np.float32),
+            clip=(-0.5, np.inf),
+        )
+        batch.append(msgspec.structs.replace(sample, pulls=(*sample.pulls, second)[: ordinal % 3]))
+    trainer = make_trainer(student, tmp_path, packing=packing, batch_size=16, mini_batch_size=16, max_grad_norm=1e9)
+    metrics = trainer.train(Batch(0, tuple(batch))).metrics
+    reference = AutoModelForCausalLM.from_pretrained(student).double().eval()
+    loss = dense_loss(reference, batch, trainer._training, 1.0)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=2e-5)
+    assert metrics["clipped_cells"] > 0
+    of_dense = {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
+    for name, parameter in trainer.model.named_parameters():
+        expected = of_dense[name]
+        off = (parameter.grad.double() - expected).norm() / expected.norm().clamp(min=1e-8)
+        assert off < 1e-4, name
+
+
+def whole_divergence(kind: Divergence, p: torch.Tensor, log_q: torch.Tensor) -> float:
+    ids = np.arange(VOCAB, dtype=np.int32)[None]
+    conditional = msgspec.structs.replace(kind, is_conditional=True)
+    return loss_of(soft_targets([0], ids, p.log().numpy()[None], [1.0], conditional, has_tail=False), log_q)
+
+
+def batch_of(*targets: SoftTargets) -> MicroBatch:
+    sample = Supervision(
+        prompt_ordinal=0,
+        problem_id="p",
+        prompt_ids=np.zeros(1, np.int32),
+        response_ids=np.zeros(1, np.int32),
+        behavior_logprobs=np.zeros(1, np.float32),
+        version=None,
+        soft_targets=targets,
+    )
+    return collate([sample], is_packed=False)
+
+
+def losses_of(targets: SoftTargets, log_q: torch.Tensor) -> torch.Tensor:
+    """Return the losses (N,) of targets for a student of log-probabilities (V,) everywhere."""
+    batch = batch_of(targets)
+    others = torch.stack([log_q.index_fill(0, ids, -torch.inf).logsumexp(0) for ids in batch.soft.token_ids])
+    candidates = log_q[batch.soft.token_ids]
+    return soft_target_losses(batch, candidates.float(), others.float().clamp(min=-1e4))
+
+
+def loss_of(targets: SoftTargets, log_q: torch.Tensor) -> float:
+    return float(losses_of(targets, log_q).sum())
+
+
+UNSKEWED = [forward_kl(), reverse_kl(), jsd(0.5), jsd(0.1), skew(0.3), reverse_skew(0.3)]
+
+
+@given(st.sampled_from(UNSKEWED), st.integers(0, 1000))
+def test_with_a_tail_a_divergence_grows_with_k_and_never_exceeds_the_whole_one(kind: Divergence, seed: int) -> None:
+    p, q = (torch.tensor(model_logprobs(1, each)[0]) for each in (seed, seed + 5000))
+    ids = np.argsort(-p.numpy()).astype(np.int32)
+    found = [
+        loss_of(soft_targets([0], ids[None, :k], p.numpy()[None, ids[:k]], [1.0], kind), q) for k in (1, 2, 5, 20, 49)
+    ]
+    assert found[0] >= -1e-6
+    assert all(later >= earlier - 1e-5 for earlier, later in pairwise(found))
+    assert found[-1] <= whole_divergence(kind, p.exp(), q) + 2e-4  # the tail's floor
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("kind", UNSKEWED)
+def test_where_student_and_target_agree_there_is_no_loss_and_no_gradient(kind: Divergence, clip: float | None) -> None:
+    logits = torch.tensor(model_logprobs(1, 3)[0]).requires_grad_()
+    log_q = logits.log_softmax(0)
+    ids = np.argsort(-log_q.detach().numpy()).astype(np.int32)[None, :8]
+    kind = msgspec.structs.replace(kind, clip=clip)
+    targets = soft_targets([0], ids, log_q.detach().numpy()[ids], [1.0], kind)
+    loss = losses_of(targets, log_q).sum()
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0.0, abs=1e-6)
+    assert logits.grad is not None
+    assert float(logits.grad.abs().max()) < 1e-6
+
+
+@given(st.integers(0, 100), st.floats(0, 0.3))
+def test_targets_sum_to_1_whatever_noise_is_in_them(seed: int, noise: float) -> None:
+    draw = np.random.default_rng(seed)
+    teacher = model_logprobs(4, seed) + draw.normal(0, noise, (4, VOCAB))
+    ids = np.argsort(-teacher, axis=1).astype(np.int32)
+    for k in (1, 10, VOCAB):
+        raw = np.take_along_axis(teacher, ids[:, :k], axis=1)
+        with_tail = soft_targets(np.arange(4), ids[:, :k], raw, np.ones(4), forward_kl())
+        assert with_tail.tails is not None
+        assert with_tail.probabilities.sum(1) + with_tail.tails == pytest.approx(np.ones(4), abs=1e-6)
+        without = soft_targets(np.arange(4), ids[:, :k], raw, np.ones(4), None, has_tail=False)
+        assert without.probabilities.sum(1) == pytest.approx(np.ones(4), abs=1e-6)
+
+
+def test_a_sum_of_divergences_is_a_longer_list_in_any_order() -> None:
+    q = torch.tensor(model_logprobs(1, 9)[0])
+    rows = [rows_of(kind, "tail", [0], seed) for seed, kind in enumerate(KINDS.values())]
+    alone = [loss_of(each, q) for each in rows]
+    for order in (rows, rows[::-1]):
+        batch = batch_of(*order)
+        others = torch.stack([q.index_fill(0, ids, -torch.inf).logsumexp(0) for ids in batch.soft.token_ids]).float()
+        together = soft_target_losses(batch, q[batch.soft.token_ids].float(), others)
+        assert sorted(together.tolist()) == pytest.approx(sorted(alone), rel=1e-5)
+        assert batch.soft_positions == 1
+
+
+def test_a_reverse_kl_without_its_tail_would_go_to_a_share_of_the_target_and_is_refused_for_that() -> None:
+    """docs/methods.md's table: with a tail the student's mass on the support becomes the teacher's."""
+    teacher = torch.tensor(model_logprobs(1, 0, 1.0)[0])
+    ids = np.argsort(-teacher.numpy()).astype(np.int32)[None, :6]
+    targets = soft_targets([0], ids, teacher.numpy()[ids], [1.0], reverse_kl())
+    logits = torch.zeros(VOCAB, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([logits], lr=2.0)
+    for _ in range(600):
+        optimizer.zero_grad()
+        losses_of(targets, logits.log_softmax(0)).sum().backward()
+        optimizer.step()
+    mass = logits.detach().softmax(0)[torch.tensor(ids[0], dtype=torch.int64)].sum()
+    assert float(mass) == pytest.approx(float(teacher.exp()[torch.tensor(ids[0], dtype=torch.int64)].sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize("sure", [14.0, 20.0])
+def test_the_students_tail_is_summed_and_not_rounded_where_it_is_sure(sure: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.eye(VOCAB)
+    hidden = torch.randn(3, VOCAB, generator=generator)
+    hidden[:, 7] += sure
+    hidden.requires_grad_()
+    rows, ids = torch.tensor([0, 1, 2, 1]), torch.tensor([[7, 3], [7, 3], [3, 7], [7, 9]])
+    block = Block(0, 3, torch.arange(3), torch.zeros(3, dtype=torch.int64), rows, ids)
+    ((_, tails),) = selected_logprobs(hidden, weight, None, [block], 0.8)
+    dense = (hidden.detach().double() / 0.8).requires_grad_()
+    log_p = dense.log_softmax(1)
+    expected = torch.stack(
+        [log_p[r].index_fill(0, own, -torch.inf).logsumexp(0) for r, own in zip(rows, ids, strict=True)]
+    )
+    assert float(expected.detach().max()) < -8
+    factors = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    (tails * factors).sum().backward()
+    (expected * factors.double()).sum().backward()
+    assert tails.detach().numpy() == pytest.approx(expected.detach().numpy(), rel=1e-5)
+    assert hidden.grad is not None
+    assert dense.grad is not None
+    np.testing.assert_allclose(hidden.grad, dense.grad / 0.8, atol=2e-6)
+
+
+def test_cells_of_narrow_rows_do_not_count_tokens_that_fill_them() -> None:
+    """Narrow rows are filled with their own first token. It must neither count twice nor leave the tail."""
+    narrow, wide = rows_of(reverse_kl(), "tail", [0], 1), rows_of(reverse_kl(), "whole", [0], 2)
+    batch = batch_of(narrow, wide)
+    q = torch.tensor(model_logprobs(1, 5)[0])
+    others = torch.stack([q.index_fill(0, ids, -torch.inf).logsumexp(0) for ids in batch.soft.token_ids]).float()
+    cells = Cells.of(batch.soft, q[batch.soft.token_ids].float(), others)
+    assert cells.exist.sum(1).tolist() == [7, VOCAB]
+    own = float(cells.divergences(batch.soft)[0])
+    assert own == pytest.approx(float(dense_row_loss(q, narrow, 0)), rel=1e-5)
+
+
+# Pulls
+
+
+def pulled(supervision: Any, *pulls: Pull, **arrays: Any) -> Supervision:
+    sample: Supervision = supervision(1, 6, pulls=pulls, **arrays)
+    return sample
+
+
+def computed(sample: Supervision, behavior: Any = None) -> list[float]:
+    batch = collate([sample], is_packed=False)
+    if behavior is not None:
+        batch = batch.with_behavior(torch.tensor(behavior)[None])
+    found: list[float] = batch.advantages[0].tolist()
+    return found
+
+
+LOGPROBS = np.array([-1.0, -2.0, -0.5, -3.0, -8.0, -1.5], np.float32)
+
+
+def test_a_plain_pull_is_the_difference_to_the_behaviour_and_one_of_weight_0_is_nothing(supervision: Any) -> None:
+    plain = pulled(supervision, pull(LOGPROBS))
+    assert computed(plain) == (LOGPROBS - plain.behavior_logprobs).tolist()
+    assert computed(pulled(supervision, pull(LOGPROBS), pull(LOGPROBS - 1, 0.0))) == computed(plain)
+
+
+def test_pulls_of_opposite_weights_cancel_the_behaviour_so_that_nothing_can_go_stale(supervision: Any) -> None:
+    both = pulled(supervision, pull(LOGPROBS, 2.0), pull(LOGPROBS - 1, -2.0))
+    other = both.behavior_logprobs - 1.7
+    assert computed(both) == pytest.approx([2.0] * 6, abs=1e-5)
+    assert computed(both, other) == pytest.approx([2.0] * 6, abs=1e-5)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_limits_weights_masks_and_given_advantages_act_on_the_recomputed_difference(
+    supervision: Any, is_recomputed: bool
+) -> None:
+    weights, given_part = np.linspace(-1, 2, 6, dtype=np.float32), np.arange(6, dtype=np.float32)
+    mask = np.arange(6) != 2
+    sample = pulled(
+        supervision,
+        pull(LOGPROBS, weights, clip=(-0.5, np.inf)),
+        pull(LOGPROBS + 0.3, clip=(-np.inf, 0.1)),
+        advantages=given_part,
+        policy_mask=mask,
+    )
+    behavior = (sample.behavior_logprobs + 0.8 * is_recomputed).astype(np.float32)
+    expected = given_part + weights * np.maximum(LOGPROBS - behavior, -0.5) + np.minimum(LOGPROBS + 0.3 - behavior, 0.1)
+    found = computed(sample, behavior if is_recomputed else None)
+    assert found == pytest.approx(np.where(mask, expected, 0.0).tolist(), abs=1e-5)
+    assert advantages_of(sample, behavior) == pytest.approx(np.array(found), abs=1e-5)
+
+
+def test_a_pull_leaves_out_the_tokens_that_the_teacher_was_not_asked_about() -> None:
+    scores = token_scores([-0.5, -0.5], valid=np.array([True, False]))
+    assert pull(scores, 3.0).weights is not None
+    assert pull(scores, 3.0).weights.tolist() == [3.0, 0.0]  # type: ignore[union-attr]
+    assert compared(scores, forward_kl(), top_k=1).positions.tolist() == [0]
+
+
+def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_iteration_after_recomputation(
+    student: Path, make_trainer: Callable[..., Any], supervision: Any, tmp_path: Path
+) -> None:
+    batch = tuple(supervision(i, 5 + i, policy_mask=np.arange(5 + i) % 4 > 0) for i in range(6))
+    trainer = make_trainer(
+        student, tmp_path, behavior="recomputed", normalize_advantages=True, batch_size=6, mini_batch_size=3
+    )
+    kept: list[MicroBatch] = []
+    normalized = trainer._normalized
+
+    def seen(passes: Any) -> Any:
+        kept.extend(each for batches in passes for each in batches)
+        found = normalized(passes)
+        seen.after = [each for batches in found for each in batches]  # type: ignore[attr-defined]
+        return found
+
+    trainer._normalized = seen
+    metrics = trainer.train(Batch(0, batch)).metrics
+    before = np.concatenate([each.advantages[each.policy_mask].numpy() for each in kept]).astype(np.float64)
+    after = np.concatenate([each.advantages[each.policy_mask].numpy() for each in seen.after])  # type: ignore[attr-defined]
+    np.testing.assert_allclose(after, (before - before.mean()) / before.std(), atol=1e-5)
+    assert metrics["advantage_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["kl_to_teacher"] == pytest.approx(-before.mean(), rel=1e-5)
