@@ -102,7 +102,7 @@ class PositionScorer(Protocol):
 
 @runtime_checkable
 class CandidateScorer(Protocol):
-    """Scores chosen tokens at chosen positions: the behaviour student."""
+    """Scores chosen tokens at chosen positions: the behaviour student, or a teacher."""
 
     async def candidate_logprobs(
         self,
@@ -290,6 +290,16 @@ class PromptStages(Protocol):
         """Score single positions under the teacher once more, with a wider top-k; see `PositionScorer`.
 
         Tokens that some model does not have are left out, so there may be fewer than `top_k`.
+        """
+        ...
+
+    async def teacher_candidates(
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+    ) -> FloatArray:
+        """Return the teacher's log-probabilities (N, k) of chosen tokens at response positions (N,).
+
+        Each is the token's own: of the tokens that end a response, only the first of each model stands for the other's.
+        Tokens that some model does not have are refused; `common_vocabulary.common_candidates` leaves them out.
         """
         ...
 

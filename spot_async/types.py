@@ -391,7 +391,7 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     performance: dict[str, float] = {}  # how the trainer used its devices: tokens a second, arithmetic, memory
 
 
-# How a student's server gives log-probabilities of chosen tokens at chosen positions.
+# How a server gives log-probabilities of chosen tokens at chosen positions.
 # batched: all positions of a response in one forward pass. single: at least one request per position. none: not at all.
 CandidateSupport = Literal["batched", "single", "none"]
 # The temperature of served log-probabilities: the request's own, or always 1.

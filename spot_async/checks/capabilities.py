@@ -52,6 +52,9 @@ def check_capabilities(
     if teacher is not None:
         missing += [
             (sums_ends and needs.teacher_top_k > 0 and teacher.candidate_logprobs == "none", CANNOT_SUM),
+            (needs.teacher_candidates and teacher.candidate_logprobs == "none",
+             f"teacher.backend ({teacher.server}) serves no log-probabilities of chosen tokens, policy "
+             f"{config.policy.kind} needs them: choose another backend"),
             (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
             (common_tokens is not None and common_tokens < needs.teacher_top_k,
              f"policy.{needs.teacher_top_k_key}={needs.teacher_top_k}: lower it to {common_tokens}, which is how many "
@@ -100,7 +103,7 @@ def _at_another_temperature(
     """Return the complaints about log-probabilities at temperature 1 beside rollouts at another, likewise."""
     temperature = config.sampling.temperature
     given = [("student", found["student"].generation_temperature, "sampled tokens")]
-    if needs.teacher_top_k > 0 and "teacher" in found:
+    if (needs.teacher_top_k > 0 or needs.teacher_candidates) and "teacher" in found:
         given.append(("teacher", found["teacher"].score_temperature, "given tokens"))
     if needs.reference or "reference" in found:
         role = "reference" if "reference" in found else "student"  # whose base it is then

@@ -34,6 +34,7 @@ def check_roles(config: Config, needs: PolicyNeeds) -> None:
         ("student", config.student, CandidateScorer, "candidate_logprobs", needs.candidate_logprobs),
         ("teacher", config.teacher, Scorer, "score", needs.teacher_top_k > 0),
         ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
+        ("teacher", config.teacher, CandidateScorer, "candidate_logprobs", needs.teacher_candidates),
         ("reference", reference, Scorer, "score", needs.reference),
         ("student", config.student, BaseScorer, "score_base", needs.reference and reference is None),
     ]

@@ -54,6 +54,7 @@ class ServerDiagnosis:
     async def run(self) -> None:
         self._state_what_is_said()
         self._judge_model()
+        self._judge_candidates()
         if isinstance(self.backend, SharedAddress):
             await self._discover_behind(self.backend)
         if self._scores:
@@ -103,6 +104,17 @@ class ServerDiagnosis:
             "chat_template_as_students": _template(files) == _template(student),
             "chat_template_used": self.config.prompt.template == self.role,
         }
+
+    def _judge_candidates(self) -> None:
+        """Warn of a teacher that answers for one position at a time, since a policy may ask for all."""
+        if self.role != "teacher" or self.said.candidate_logprobs != "single":
+            return
+        if self.plan.policy.needs.teacher_candidates:
+            self.warnings.append(
+                f"{self.section}: log-probabilities of chosen tokens take it one request a position, so up to "
+                f"{self.config.sampling.max_response_tokens} requests a response: compare on the teacher's own top-k "
+                "instead"
+            )
 
     def _judge_model(self) -> None:
         """Warn of a server that serves another model than the role's.

@@ -85,11 +85,22 @@ def tails_with(tails: FloatArray | None, cut: FloatArray) -> FloatArray | None:
     return None if tails is None else np.logaddexp.reduce(np.column_stack([tails, cut]), axis=1)
 
 
-def known_positions(rows: ScoredPositions, limit: int) -> ScoredPositions:
-    """Return the rows without ids that are left out, all cut to the shortest row's number of candidates."""
-    ids, logprobs = _common_first(rows.topk_ids, rows.topk_logprobs, limit)
+def common_candidates(ids: IntArray, logprobs: FloatArray, limit: int | None) -> tuple[IntArray, FloatArray]:
+    """Return candidates (N, K), likeliest first, without those that only some models have: ids from `limit` on.
+
+    All rows are cut to the shortest row's number. What is cut belongs to the tail.
+    """
+    if limit is None:
+        return ids, logprobs
+    ids, logprobs = _common_first(ids, logprobs, limit)
     least = int((ids < limit).sum(axis=1).min(initial=ids.shape[1]))
-    return msgspec.structs.replace(rows, topk_ids=ids[:, :least], topk_logprobs=logprobs[:, :least])
+    return ids[:, :least], logprobs[:, :least]
+
+
+def known_positions(rows: ScoredPositions, limit: int) -> ScoredPositions:
+    """Return the rows without ids that are left out."""
+    ids, logprobs = common_candidates(rows.topk_ids, rows.topk_logprobs, limit)
+    return msgspec.structs.replace(rows, topk_ids=ids, topk_logprobs=logprobs)
 
 
 def _is_known(scores: TokenScores, limit: int, top_k: int) -> BoolArray:

@@ -49,7 +49,15 @@ from spot_async.types import (
 
 S = TypeVar("S")
 T = TypeVar("T")
-Kept = TypeVar("Kept", TokenScores, ScoredPositions)
+
+
+class TeacherCandidates(msgspec.Struct, frozen=True):
+    """The teacher's answer about chosen tokens, in the form in which it is kept."""
+
+    logprobs: FloatArray  # (N, k)
+
+
+Kept = TypeVar("Kept", TokenScores, ScoredPositions, TeacherCandidates)
 
 
 class Stages:
@@ -94,6 +102,7 @@ class Stages:
         self.probe: Stage[Generator] = stage("probe", student, limits.probe)
         self.verify = stage("verify", services.verifier, limits.verify)
         self.writer: Any = services.teacher if needs.teacher_responses else None  # of the teacher's responses
+        self.chooser = services.teacher if needs.teacher_candidates else None  # of the tokens that it scores
         self.teacher_response: Stage[Any] = stage("teacher_response", self.writer, limits.teacher_response)
         self.reference = stage("reference", services.reference, limits.reference)
         self.all: tuple[Stage[Any], ...] = (self.rollout, self.score, self.candidates, self.probe, self.verify)
@@ -246,6 +255,39 @@ class BoundStages:
         limit = self._stages.services.common.limit
         return rows if limit is None else known_positions(rows, limit)
 
+    async def teacher_candidates(
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+    ) -> FloatArray:
+        ends, limit = self._stages.ends, self._stages.services.common.limit
+        if limit is not None and candidate_ids.max(initial=0) >= limit:
+            raise ContractError(
+                f"the policy asks teacher_candidates about token {candidate_ids.max()}, and only those below {limit} "
+                "are common to all models: leave others out first (`common_candidates`); they belong to the tail"
+            )
+        scored_ids, asked_ids = ends.as_teachers(response_ids), ends.swapped(candidate_ids)
+        stage = _given(self._stages.score, self._stages.chooser, "teacher_candidates")
+
+        async def choose(scorer: Scorer, deadline: float) -> TeacherCandidates:
+            request = self._request(scored_ids, deadline)
+            return TeacherCandidates(
+                await _scoring_candidates(scorer).candidate_logprobs(
+                    request, positions, asked_ids, expected_version=None
+                )
+            )
+
+        answer = await self._kept(
+            TeacherCandidates,
+            (scored_ids, positions, asked_ids),
+            lambda: stage.ask(
+                (self._prompt.ordinal,),
+                choose,
+                session=self._session,
+                tokens=self._tokens_with(scored_ids),
+                kind="teacher_candidates",
+            ),
+        )
+        return answer.logprobs
+
     async def _kept(
         self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
     ) -> Kept:
@@ -370,7 +412,8 @@ def _scoring_positions(scorer: Scorer) -> PositionScorer:
 def _scoring_candidates(scorer: Scorer) -> CandidateScorer:
     if not isinstance(scorer, CandidateScorer):
         raise LookupError(
-            "stages.score.end_token=sum asks the teacher for chosen tokens, which its backend does not offer"
+            "the policy, or stages.score.end_token=sum, asks the teacher for chosen tokens, which its backend does not "
+            "offer"
         )
     return scorer
 

@@ -154,11 +154,26 @@ class SimulatedTeacher:
         return await SimulatedStudent(self.latency).generate(prompt_ids, sampling, deadline=deadline)
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
-        response_ids = request.response_ids
-        rng = rng_of("teacher", request.prompt_ids.tobytes() + response_ids.tobytes())
-        await self._work(len(response_ids), rng)
-        logits = rng.normal(scale=2.0, size=(len(response_ids), VOCAB_SIZE))
-        return whole_scores(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), response_ids, top_k)
+        return whole_scores(await self._rows(request), request.response_ids, top_k)
+
+    async def candidate_logprobs(
+        self,
+        request: ScoreRequest,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        expected_version: WeightVersion | None,
+    ) -> FloatArray:
+        rows = await self._rows(request)
+        return rows[positions[:, None], candidate_ids].astype(np.float32)
+
+    async def _rows(self, request: ScoreRequest) -> Float64Array:
+        """Return the whole distributions (T, V) of the response's tokens."""
+        rng = rng_of("teacher", request.prompt_ids.tobytes() + request.response_ids.tobytes())
+        await self._work(len(request.response_ids), rng)
+        logits = rng.normal(scale=2.0, size=(len(request.response_ids), VOCAB_SIZE))
+        rows: Float64Array = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        return rows
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         await asyncio.sleep(self.latency.of(tokens, rng))

@@ -315,6 +315,12 @@ class ScriptedStages:
             entropy_upper=self.scores.entropy_upper[positions],
         )
 
+    async def teacher_candidates(
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+    ) -> FloatArray:
+        """Return a probability of one in ten for every candidate."""
+        return np.full(candidate_ids.shape, np.log(0.1), np.float32)
+
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         return self.response.logprobs
 

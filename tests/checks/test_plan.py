@@ -13,7 +13,7 @@ import pytest
 
 from spot_async.checks.capabilities import check_capabilities
 from spot_async.checks.plan import plan_evaluation, plan_training
-from spot_async.checks.served import check_places
+from spot_async.checks.served import check_places, check_roles
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
@@ -126,6 +126,18 @@ def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
         SERVED, exact_entropy=False, max_top_k=20, candidate_logprobs="none", server="any"
     )
     check_capabilities(config, needs, {"student": truncated, "teacher": truncated})
+
+
+def test_a_policy_that_chooses_tokens_needs_a_teacher_that_answers_for_them(config):
+    needs = PolicyNeeds(teacher_candidates=True)
+    assert needs.teacher
+    check_capabilities(config, needs, {"student": SERVED, "teacher": SERVED})
+    none = msgspec.structs.replace(SERVED, candidate_logprobs="none", server="v 1")
+    with pytest.raises(ConfigError, match=r"^teacher\.backend \(v 1\) serves no log-probabilities of chosen tokens, "):
+        check_capabilities(config, needs, {"student": SERVED, "teacher": none})
+    check_roles(config, needs)
+    with pytest.raises(ConfigError, match=r"teacher\.backend\.kind=openai: .* that can `candidate_logprobs`; choose"):
+        check_roles(quickstart(["teacher.backend={kind: openai, url: 'http://localhost:1'}"]), needs)
 
 
 def test_a_context_too_small_for_the_evaluation_is_refused_before_it_runs(config):

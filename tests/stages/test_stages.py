@@ -13,7 +13,17 @@ from spot_async.base.retry import POISONED_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import gather
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
-from spot_async.errors import DeadlineExceededError, PermanentError, PluginError, PoisonedReplyError
+from spot_async.errors import (
+    ContractError,
+    DeadlineExceededError,
+    PermanentError,
+    PluginError,
+    PoisonedReplyError,
+    ReplayMissError,
+)
+from spot_async.models.common_vocabulary import CommonVocabulary, common_candidates
+from spot_async.spending.score_cache import ScoreCache
+from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.services import Services, StagesSettings, requests_per_prompt
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
@@ -77,7 +87,7 @@ class Recorder:
 
 def bound(
     recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), end_token="replace", run_seed=0, prompt=PROMPT,
-    weights_may_change=False, teacher_responses=False, **services,
+    weights_may_change=False, teacher_responses=False, teacher_candidates=True, **services,
 ):  # fmt: skip
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
@@ -96,7 +106,7 @@ def bound(
             max_prompts=1,
             weights_may_change=weights_may_change,
         ),
-        PolicyNeeds(probes_per_prompt=8, teacher_responses=teacher_responses),
+        PolicyNeeds(probes_per_prompt=8, teacher_responses=teacher_responses, teacher_candidates=teacher_candidates),
     )
     return stages.for_prompt(prompt)
 
@@ -445,6 +455,64 @@ async def test_a_teacher_without_single_positions_is_not_asked_for_any():
     stages = bound(Recorder(), scorer=Plain())
     with pytest.raises(PluginError, match="single positions"):
         await stages.score_at(RESPONSE, np.array([0]), top_k=3)
+
+
+class Choosing(Recorder):
+    """A teacher that says a tenth of each token's id."""
+
+    async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
+        self.scored.append(request.response_ids.tolist())
+        self.chosen = (positions.tolist(), candidate_ids.tolist(), expected_version)
+        self.temperatures.append(request.temperature)
+        return -candidate_ids.astype(np.float32) / 10
+
+
+async def test_the_teacher_is_asked_about_chosen_tokens_by_its_own_end_token_once_and_never_in_a_replay(tmp_path):
+    teacher, ends = Choosing(), {"student_ends": (1,), "teacher_ends": (2, 8)}
+    positions, candidates = np.array([3, 0], np.int32), np.array([[1, 6], [6, 2]], np.int32)
+
+    async def ask(cache, *asked):
+        return await bound(Recorder(), scorer=teacher, kept_scores=KeptScores(cache, b"it"), **ends).teacher_candidates(
+            *asked
+        )
+
+    async with ScoreCache(tmp_path / "cache") as cache:
+        asked = await ask(cache, RESPONSE, positions, candidates)
+        np.testing.assert_allclose(asked, [[-0.2, -0.6], [-0.6, -0.1]])  # the student's end token means the teacher's
+        assert teacher.chosen == ([3, 0], [[2, 6], [6, 1]], None)
+        assert (teacher.scored, teacher.temperatures) == ([[5, 6, 7, 2]], [0.7])
+        others = [await ask(cache, RESPONSE, positions, candidates[::-1])]
+        others += [await ask(cache, RESPONSE, positions[::-1], candidates)]
+        assert len(teacher.scored) == 3  # whatever differs is another question
+    async with ScoreCache(tmp_path / "cache", is_replay=True) as cache:
+        np.testing.assert_array_equal(await ask(cache, RESPONSE, positions, candidates), asked)
+        with pytest.raises(ReplayMissError, match="has no scores of prompt 4"):
+            await ask(cache, RESPONSE, positions, candidates + 1)
+    assert len(teacher.scored) == 3
+
+
+async def test_tokens_that_only_some_models_have_are_no_candidates_of_the_teachers():
+    common = CommonVocabulary({"student": 12, "teacher": 9})
+    stages = bound(Recorder(), scorer=Choosing(), common=common)
+    ids = np.array([[8, 10, 3], [4, 5, 6]], np.int32)
+    with pytest.raises(ContractError, match=r"token 10, and only those below 9 are common .*`common_candidates`"):
+        await stages.teacher_candidates(RESPONSE, np.arange(2), ids)
+    known, logprobs = common_candidates(ids, -ids.astype(np.float32), common.limit)
+    assert known.tolist() == [[8, 3], [4, 5]]
+    np.testing.assert_allclose(await stages.teacher_candidates(RESPONSE, np.arange(2), known), logprobs / 10)
+    assert common_candidates(ids, ids, None)[0] is ids
+
+
+async def test_chosen_tokens_are_asked_of_a_teacher_only_if_the_needs_say_so_and_it_can_answer():
+    asked = (RESPONSE, np.zeros(1, np.int32), np.zeros((1, 2), np.int32))
+    with pytest.raises(ContractError, match="its needs do not state: teacher_candidates"):
+        await bound(Choosing(), teacher_candidates=False).teacher_candidates(*asked)
+
+    class Plain:
+        score = Recorder.score
+
+    with pytest.raises(LookupError, match="asks the teacher for chosen tokens, which its backend does not offer"):
+        await bound(Recorder(), scorer=Plain()).teacher_candidates(*asked)
 
 
 async def test_a_rollout_carries_its_top_k_and_probes_none():

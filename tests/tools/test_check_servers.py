@@ -7,7 +7,9 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,7 +28,7 @@ from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, PermanentError
 from spot_async.tools.check.servers import ROWS, show_servers
-from spot_async.types import Capabilities, Generation, SamplingSettings, ScoreRequest, TokenScores
+from spot_async.types import Capabilities, Generation, PolicyNeeds, SamplingSettings, ScoreRequest, TokenScores
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
@@ -432,6 +434,23 @@ async def test_what_makes_a_run_worse_is_a_warning(
     found = await diagnosis_of(services, **{role: kind(services[role], dtype="float32")})
     assert found.refusals == []
     assert [line for line in found.warnings if re.match(expected, line)], found.warnings
+
+
+@with_backends
+async def test_a_teacher_that_takes_a_request_for_each_position_is_a_warning_to_who_chooses_tokens(
+    services: Services,
+) -> None:
+    config = load_config(Path("configs/quickstart.yaml"), FEW)
+    plan = await asyncio.to_thread(plan_training, config)
+    choosing = replace(plan, policy=SimpleNamespace(needs=PolicyNeeds(teacher_candidates=True)))  # type: ignore[arg-type]
+    one_by_one = {**services, "teacher": Other(services["teacher"], candidate_logprobs="single")}
+    (warning,) = (await diagnose(config, choosing, one_by_one)).warnings
+    assert warning == (
+        "teacher.backend: log-probabilities of chosen tokens take it one request a position, so up to 160 requests a "
+        "response: compare on the teacher's own top-k instead"
+    )
+    assert (await diagnose(config, choosing, services)).warnings == []
+    assert (await diagnose(config, plan, one_by_one)).warnings == []  # of the policy's own, which chooses none
 
 
 @with_backends

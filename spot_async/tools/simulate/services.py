@@ -37,6 +37,7 @@ from spot_async.tools.simulate.lengths import Asked, Workload
 from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates, of_one
 from spot_async.types import (
     Capabilities,
+    Float64Array,
     Generation,
     IntArray,
     Problem,
@@ -315,9 +316,10 @@ class RatedTeacher(RatedServer, SimulatedTeacher):
         super().__init__(rates, workload, asked, update_s=0.0, in_flight_updates=False)
         self.latency = AT_ONCE
 
-    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+    async def _rows(self, request: ScoreRequest) -> Float64Array:
+        """Take the time of a score, whether of the top-k or of chosen tokens."""
         await self.work(self._workload.scored(ordinal_of(request.prompt_ids), len(request.response_ids)))
-        return await super().score(request, top_k=top_k)
+        return await super()._rows(request)
 
 
 class RatedTrainer(SimulatedTrainer):

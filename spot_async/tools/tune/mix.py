@@ -101,6 +101,13 @@ class NotedStages:
     async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
         return await self._noted("score", lambda stages: stages.score_at(response_ids, positions, top_k=top_k))
 
+    async def teacher_candidates(
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+    ) -> FloatArray:
+        return await self._noted(
+            "score", lambda stages: stages.teacher_candidates(response_ids, positions, candidate_ids)
+        )
+
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         return await self._noted("reference", lambda stages: stages.reference_logprobs(response_ids))
 
