@@ -35,9 +35,11 @@ reproduction: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not nightly"
 
-# The few tests that take longest: killed processes, many ranks, a hundred thousand tokens.
+# The few tests that take longest: killed processes, many ranks, a hundred thousand tokens. `make test-long LONG=long`:
+# also those of them that are nightly, because another shows nearly the same.
+LONG ?= long and not nightly
 test-long: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(LONG)"
 
 # Runs over several machines, which are network namespaces here, with all that may happen to them. Needs root.
 test-nodes: install

@@ -89,7 +89,9 @@ def check_run(directory: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keys", [(), SHARDED], ids=["one rank", "two sharded"])
+@pytest.mark.parametrize(
+    "keys", [(), pytest.param(SHARDED, marks=pytest.mark.nightly)], ids=["one rank", "two sharded"]
+)
 def test_a_strict_run_whose_trainer_is_killed_ends_by_itself_with_the_same_bits(tmp_path, whole, keys):
     directory, rng = tmp_path / "run", random.Random(f"{keys}")
     run, said, servers = kill_after(directory, keys, [(1, "trainer"), (4, "trainer.launcher")], rng)
@@ -105,6 +107,7 @@ def test_a_strict_run_whose_trainer_is_killed_ends_by_itself_with_the_same_bits(
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_run_whose_trainer_is_lost_too_often_ends_with_a_line_and_can_be_resumed(tmp_path, whole):
     directory = tmp_path / "run"
     kills = [(1, "trainer"), (5, "trainer")]

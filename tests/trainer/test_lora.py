@@ -83,7 +83,7 @@ class Reference(torch.nn.Module):
         ({"targets": "attention", "rank_stabilised": True}, {"reference_kl": 0.1}, 4.0, 8),
         ({"targets": "mlp"}, {"recompute_layers": True, "micro_batch_tokens": 40}, 2.0, 6),
         ({}, {"sharding": "fsdp2", "recompute_layers": True, "micro_batch_tokens": 80}, 2.0, ALL_LAYERS),
-        pytest.param({}, {"compile": True}, 2.0, ALL_LAYERS, marks=pytest.mark.long),
+        pytest.param({}, {"compile": True}, 2.0, ALL_LAYERS, marks=[pytest.mark.long, pytest.mark.nightly]),
     ],
     ids=["all", "attention, rank-stabilised", "mlp, recomputed layers", "sharded, recomputed layers", "compiled"],
 )

@@ -115,7 +115,7 @@ def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_with_offload_publish_what_they_do_without_and_go_on_from_each_others_checkpoints(
     student: Path, trainer_settings: Callable[..., TrainerSettings], batches: list[Batch], tmp_path: Path, ranks: int
 ) -> None:

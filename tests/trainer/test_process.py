@@ -254,6 +254,7 @@ async def test_launched_sharded_ranks_train_as_one_does_and_a_resent_batch_is_no
     AutoTokenizer.from_pretrained(two.snapshot.directory)
 
 
+@pytest.mark.long
 @needs_proc
 async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_killed_rank_ends_them_both_are_named(
     student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch

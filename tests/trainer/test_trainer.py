@@ -59,7 +59,10 @@ def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
             marks=pytest.mark.long,
         ),
         pytest.param(
-            {"compile": True, "packing": False, "micro_batch_tokens": 40}, 1.0, 1 << 20, marks=pytest.mark.long
+            {"compile": True, "packing": False, "micro_batch_tokens": 40},
+            1.0,
+            1 << 20,
+            marks=[pytest.mark.long, pytest.mark.nightly],
         ),
     ],
     ids=[
