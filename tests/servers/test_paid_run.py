@@ -117,6 +117,7 @@ def test_a_replay_makes_no_request_and_gives_the_same_losses(paid, tmp_path):
     assert "spending" not in again.summary
 
 
+@pytest.mark.nightly
 def test_a_budget_ends_the_run_with_everything_saved_and_a_higher_one_goes_on(paid, tmp_path):
     budget = 0.6 * float(paid.bill["money"])
     with paid_endpoint("--vocabulary", "48", *LIMITS) as url:

@@ -118,6 +118,7 @@ def test_student_on_vllm_and_a_teacher_behind_an_openai_compatible_endpoint(
         check(train(tmp_path, models, problems, student, {"kind": "openai", "url": teacher.url}))
 
 
+@pytest.mark.nightly
 def test_student_on_the_local_engine_and_a_teacher_on_sglang(
     sglang_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
 ) -> None:
