@@ -13,6 +13,7 @@ from spot_async.models.common_vocabulary import EndTokens
 from spot_async.types import (
     BehindUrl,
     Capabilities,
+    ChatTurn,
     FloatArray,
     Generation,
     IntArray,
@@ -267,6 +268,14 @@ class PromptStages(Protocol):
         """
         ...
 
+    def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
+        """Return a prompt (P,) for the teacher, made of these turns by its chat template; a text is a user's turn.
+
+        Its length counts against `PolicyNeeds.teacher_prompt_tokens`. It runs on the event loop: make contexts of many
+        thousand tokens in a thread.
+        """
+        ...
+
     async def teacher_response(
         self,
         *,
@@ -276,17 +285,25 @@ class PromptStages(Protocol):
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
     ) -> Generation:
-        """Sample a response from the teacher, as `rollout` does from the student. No student sampled its tokens."""
+        """Sample a response from the teacher, as `rollout` does from the student. No student sampled its tokens.
+
+        `prompt_ids` are as in `score`.
+        """
         ...
 
-    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
         """Score the response under the teacher. Its top-k are tokens that all models have.
+
+        The teacher reads `prompt_ids` (P,) before it; None: what `prompt.teacher` says, or else the student's prompt.
+        Raises `PermanentError` if they are longer than the policy's needs state.
 
         With `top_k` 0 only the response's own tokens and the entropies are wanted, and the top-k may hold anything.
         """
         ...
 
-    async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
+    async def score_at(
+        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
+    ) -> ScoredPositions:
         """Score single positions under the teacher once more, with a wider top-k; see `PositionScorer`.
 
         Tokens that some model does not have are left out, so there may be fewer than `top_k`.

@@ -151,6 +151,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int  # place in admission order; seeds and priorities derive from it
     problem: Problem
     token_ids: IntArray  # (P,) the rendered chat prompt
+    teacher_ids: IntArray | None = None  # (R,) the same problem as the teacher reads it; None: as the student does
+
+    @property
+    def read_by_teacher(self) -> IntArray:
+        """Return the ids that the teacher reads, unless a policy gives it others."""
+        return self.token_ids if self.teacher_ids is None else self.teacher_ids
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):

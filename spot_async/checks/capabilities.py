@@ -45,7 +45,7 @@ def check_capabilities(
         (not student.weight_update, f"student.backend takes no new weights{lacking}"),
         ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),
-        *_context_too_small(config, found),
+        *_context_too_small(config, needs, found),
         *_at_another_temperature(config, needs, found),
     ]  # fmt: skip
     missing += _cannot_be_asked(config, needs, found)
@@ -115,22 +115,33 @@ def _at_another_temperature(
     ]  # fmt: skip
 
 
-def _context_too_small(config: Config, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
-    sampling, evaluation = config.sampling, config.evaluation
-    rollout = (
-        sampling.max_prompt_tokens + sampling.max_response_tokens,
-        f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + "
-        f"sampling.max_response_tokens={sampling.max_response_tokens}",
-    )
-    needs = [(role, served, *rollout) for role, served in found.items()]
+def _context_too_small(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
+    evaluation = config.evaluation
+    asked = [(role, served, *context_needed(config, needs, role)) for role, served in found.items()]
     if evaluation is not None:
         tokens = max(each.max_response_tokens or evaluation.max_response_tokens for each in evaluation.sets().values())
-        needs.append(("student", found["student"], tokens + 1, f"evaluation.max_response_tokens={tokens} and a prompt"))
+        asked.append(("student", found["student"], tokens + 1, f"evaluation.max_response_tokens={tokens} and a prompt"))
     return [
         (served.max_context_tokens < tokens, f"{role}.backend serves a context of {served.max_context_tokens} tokens, "
          f"fewer than {what}: raise {role}.backend.max_context_tokens or lower those")
-        for role, served, tokens, what in needs
+        for role, served, tokens, what in asked
     ]  # fmt: skip
+
+
+def context_needed(config: Config, needs: PolicyNeeds, role: str) -> tuple[int, str]:
+    """Return the tokens of the longest prompt that a role reads in training and of a response, and the keys in words.
+
+    A teacher may read longer prompts than the student: those of `prompt.teacher`, or of the policy's own making.
+    """
+    sampling = config.sampling
+    prompt = (sampling.max_prompt_tokens, f"sampling.max_prompt_tokens={sampling.max_prompt_tokens}")
+    if role == "teacher":
+        own, made = config.prompt.teacher, needs.teacher_prompt_tokens
+        others = [(own.max_tokens, f"prompt.teacher.max_tokens={own.max_tokens}")] if own is not None else []
+        prompt = max(prompt, *others, (made, f"PolicyNeeds.teacher_prompt_tokens={made}"), key=lambda each: each[0])
+    tokens, words = prompt
+    response = f"sampling.max_response_tokens={sampling.max_response_tokens}"
+    return tokens + sampling.max_response_tokens, f"{words} + {response}"
 
 
 def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles | None) -> bool:

@@ -17,14 +17,21 @@ import numpy as np
 
 from spot_async.base import registry
 from spot_async.base.text import counted
-from spot_async.checks.capabilities import CANNOT_SUM, sums_ends
+from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
 from spot_async.checks.served import check_places, check_recovery, check_roles, offers, served_models
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.golds import gold_doubts
 from spot_async.data.problem_set import ProblemSet, count_identical
-from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule, PromptSource, render_all
+from spot_async.data.prompts import (
+    DATE_WARNING,
+    PromptRenderer,
+    PromptSchedule,
+    PromptSource,
+    TeacherPromptRenderer,
+    render_all,
+)
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
@@ -50,10 +57,11 @@ class TrainPlan:
     teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
     served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teacher, reference
     renderer: PromptRenderer
+    teacher_renderer: PromptRenderer  # of what the teacher reads: `prompt.teacher`, or the student's prompt
     schedule: PromptSchedule
     training_set: ProblemSet  # data.train, with what became of its rows
     doubts: Sequence[str]  # a line for each kind of answer in data.train that no response can meet
-    filtered: int  # how many problems have prompts that are too long
+    filtered: int  # how many problems have prompts that are too long, for the student or for the teacher
     policy: Policy
     evaluation: Sequence[Benchmark]  # empty without an evaluation section
     seen: Mapping[str, int]  # how many held-out problems are in data.train too, by the key of their set; no zeros
@@ -86,7 +94,8 @@ class TrainPlan:
     @property
     def reads_clock(self) -> bool:
         """Whether prompts of training or evaluation contain today's date."""
-        in_training = self.renderer.reads_clock(next(iter(self.schedule)).problem)
+        problem = next(iter(self.schedule)).problem
+        in_training = any(each.reads_clock(problem) for each in {self.renderer, self.teacher_renderer})
         return in_training or any(benchmark.reads_clock for benchmark in self.evaluation)
 
 
@@ -103,21 +112,27 @@ def plan_training(config: Config) -> TrainPlan:
         _check_same_vocabulary(student, role, model)
     common = CommonVocabulary({role: model.vocab_size for role, model in {"student": student, **others}.items()})
     _check_ends(common, {"student": student, **others})
-    _check_context(config, {"student": student, **others})
     check_weights("student", config.student, student.directory, is_trained=True)
     if config.training.lora is not None:
         check_lora(student.directory, config.training.lora)
     policy = make_policy(config, teacher or student, common)
     check_roles(config, policy.needs)
+    _check_context(config, policy.needs, {"student": student, **others})
     is_summing = sums_ends(config, policy.needs, student, teacher)
     if config.teacher is not None and is_summing and not offers(config.teacher, CandidateScorer):
         raise ConfigError(CANNOT_SUM)
     check_places(config, policy.needs)
-    training_set = load_problem_set(config.data.train, "data.train", needs_answers=policy.needs.outcomes)
+    own_prompt = config.prompt.teacher
+    training_set = load_problem_set(
+        config.data.train,
+        "data.train",
+        needs_answers=policy.needs.outcomes,
+        keeps_solutions=own_prompt is not None and own_prompt.names_solution,
+    )
     if policy.needs.outcomes:
         require_answers(training_set, "data.train")
     problems = training_set.problems
-    renderer = PromptRenderer(_template_owner(config, student, teacher).vocabulary, config.prompt)
+    renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     if not sources:
         raise ConfigError(
@@ -125,6 +140,9 @@ def plan_training(config: Config) -> TrainPlan:
             "the instruction included; raise it"
         )
     _check_prompt_tokens(common, sources)
+    teacher_renderer = _teacher_renderer(config.prompt, student, teacher)
+    if teacher_renderer is not None:
+        sources = teacher_renderer.beside(sources)
     schedule = PromptSchedule(
         sources,
         batch_size=config.training.batch_size,
@@ -150,6 +168,7 @@ def plan_training(config: Config) -> TrainPlan:
         teacher=teacher,
         served=served,
         renderer=renderer,
+        teacher_renderer=teacher_renderer or renderer,
         schedule=schedule,
         training_set=training_set,
         doubts=gold_doubts(problems, "data.train"),
@@ -224,13 +243,25 @@ def merged_every(config: Config) -> int:
     return config.evaluation.eval_every if config.evaluation is not None else 0
 
 
-def _template_owner(config: Config, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
-    """Return the model whose tokenizer renders training prompts. A Jinja file is rendered with the student's."""
-    if config.prompt.template != "teacher":
+def _template_owner(config: TemplateConfig, key: str, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
+    """Return the model whose tokenizer renders prompts. A Jinja file is rendered with the student's."""
+    if config.template != "teacher":
         return student
     if teacher is None:
-        raise ConfigError("prompt.template=teacher: the run has no teacher section; set prompt.template=student")
+        raise ConfigError(f"{key}.template=teacher: the run has no teacher section; set {key}.template=student")
     return teacher
+
+
+def _teacher_renderer(
+    config: PromptConfig, student: ModelFiles, teacher: ModelFiles | None
+) -> TeacherPromptRenderer | None:
+    """Return what renders the teacher's own prompts; None where it reads the student's."""
+    if config.teacher is None:
+        return None
+    if teacher is None:
+        raise ConfigError("prompt.teacher: the run has no teacher section: give one, or remove prompt.teacher")
+    owner = _template_owner(config.teacher, "prompt.teacher", student, teacher)
+    return TeacherPromptRenderer(owner.vocabulary, config)
 
 
 def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) -> None:
@@ -276,15 +307,12 @@ def _check_prompt_tokens(common: CommonVocabulary, sources: Sequence[PromptSourc
             )
 
 
-def _check_context(config: Config, models: Mapping[str, ModelFiles]) -> None:
-    sampling = config.sampling
-    needed = sampling.max_prompt_tokens + sampling.max_response_tokens
+def _check_context(config: Config, needs: PolicyNeeds, models: Mapping[str, ModelFiles]) -> None:
     for role, model in models.items():
-        if needed > model.max_context_tokens:
+        tokens, what = context_needed(config, needs, role)
+        if tokens > model.max_context_tokens:
             raise ConfigError(
-                f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} + sampling.max_response_tokens="
-                f"{sampling.max_response_tokens} exceed the {role}'s context: together they may be at most "
-                f"{model.max_context_tokens}"
+                f"{what} exceed the {role}'s context: together they may be at most {model.max_context_tokens}"
             )
 
 

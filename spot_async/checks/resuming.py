@@ -12,6 +12,7 @@ import msgspec
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, leaves
 from spot_async.errors import ConfigError, DataError
+from spot_async.types import Prompt
 
 DIGEST_BYTES = 16
 # Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it lasts.
@@ -52,6 +53,7 @@ FREE = (
     ),
     "verifier.workers",
 )
+LATER = (("training.lora", None), ("prompt.teacher", None))
 FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
 
 
@@ -63,7 +65,12 @@ def digest_of_keys(config: Config) -> str:
 def digest_of_prompts(plan: TrainPlan) -> str:
     """Return a digest of the problems and their rendered prompts, in the order of the first epoch."""
     epoch = itertools.islice(plan.schedule, plan.schedule.per_epoch)
-    return _digest([(each.problem.id, each.problem.answer, each.token_ids.tolist()) for each in epoch])
+    return _digest([_parts(each) for each in epoch])
+
+
+def _parts(prompt: Prompt) -> list[Any]:
+    own = [] if prompt.teacher_ids is None else [prompt.teacher_ids.tolist()]
+    return [prompt.problem.id, prompt.problem.answer, prompt.token_ids.tolist(), *own]
 
 
 def check_same_numbers(before: Config, now: Config) -> None:
@@ -93,8 +100,8 @@ def check_same_prompts(digest: str, plan: TrainPlan) -> None:
 
 def _deciding(config: Config) -> Mapping[str, Any]:
     keys = leaves(config.model_dump(mode="json"))
-    # Runs from when there was no LoRA have none of its keys.
-    return {key: value for key, value in keys if not _is_free(key) and (key, value) != ("training.lora", None)}
+    # Runs from before these sections have none of their keys.
+    return {key: value for key, value in keys if not _is_free(key) and (key, value) not in LATER}
 
 
 def _is_free(key: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
 from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K
+from spot_async.checks.capabilities import context_needed
 from spot_async.checks.discovery import Asked, Noise
 from spot_async.checks.plan import TrainPlan
 from spot_async.checks.score_rows import MOST_MASKED, check_score_rows
@@ -64,7 +65,7 @@ class ServerDiagnosis:
         self._judge_temperatures()
 
     def _state_what_is_said(self) -> None:
-        said, needs, sampling = self.said, self.plan.policy.needs, self.config.sampling
+        said, needs = self.said, self.plan.policy.needs
         files = self._files
         student = self.plan.student
         self.facts |= {
@@ -77,7 +78,7 @@ class ServerDiagnosis:
             "vocab_rows_left_out": self.plan.common.left_out(self.role),
             "vocab_as_students": said.vocab_fingerprint == student.vocabulary.fingerprint,
             "context_tokens": said.max_context_tokens,
-            "context_tokens_needed": sampling.max_prompt_tokens + sampling.max_response_tokens,
+            "context_tokens_needed": context_needed(self.config, needs, self.role)[0],
             "score_top_k": said.max_top_k,
             "score_top_k_needed": needs.teacher_top_k if self.role == "teacher" else int(self.role == "reference"),
             "generation_top_k": said.max_generation_top_k,

@@ -16,7 +16,14 @@ from spot_async.config.base import (
 )
 from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
 from spot_async.config.plugins import BackendSettings, Place, PluginSettings, backend_section
-from spot_async.config.problems import DataConfig, Duplicates, ProblemSetConfig, PromptConfig
+from spot_async.config.problems import (
+    DataConfig,
+    Duplicates,
+    ProblemSetConfig,
+    PromptConfig,
+    TeacherPromptConfig,
+    TemplateConfig,
+)
 from spot_async.config.schema import (
     CONFIG_VERSION,
     Config,
@@ -73,7 +80,9 @@ __all__ = [
     "StageConfig",
     "StagesConfig",
     "TeacherConfig",
+    "TeacherPromptConfig",
     "TelemetryConfig",
+    "TemplateConfig",
     "TrainingConfig",
     "WandbConfig",
     "as_list",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import pydantic
 from pydantic import Field
 
-from spot_async.config.base import OneOrMore, Section, as_list, as_yaml, spelled
+from spot_async.config.base import OneOrMore, PositiveInt, Section, as_list, as_yaml, spelled
 
 Thinking = Annotated[
     bool | None,
@@ -97,17 +99,12 @@ def _check_plain(value: Any) -> Any:
 TemplateArgument: TypeAlias = Annotated[bool | int | str, pydantic.BeforeValidator(_check_plain)]
 
 
-class PromptConfig(Section):
-    """How a problem becomes a prompt. Evaluation always uses the student's own template."""
+class TemplateConfig(Section):
+    """Whose chat template renders a kind of prompt, and with which variables."""
 
-    instruction: str = Field(
-        "Please reason step by step, and put your final answer within \\boxed{}.",
-        description="appended to the problem; empty for none",
-    )
-    separator: str = Field(" ", description="text between the problem and the instruction")
     template: Annotated[str, spelled(r"teacher|student|.+\.jinja", TEMPLATE_WORDS)] = Field(
         "teacher",
-        description="whose chat template renders training prompts: `teacher`, `student`, or a Jinja file's path",
+        description="whose chat template renders these prompts: `teacher`, `student`, or a Jinja file's path",
     )
     thinking: Thinking = False
     template_arguments: dict[str, TemplateArgument] = Field({}, description="extra variables for the chat template")
@@ -117,3 +114,51 @@ class PromptConfig(Section):
         if "enable_thinking" in self.template_arguments:
             raise ValueError("template_arguments.enable_thinking is what thinking sets: remove it")
         return self
+
+
+_PARTS = ("problem", "instruction", "solution", "answer", "category")
+_PART = re.compile(r"\{([a-z_]+)\}")
+
+
+class TeacherPromptConfig(TemplateConfig):
+    """What the teacher reads in place of the student's prompt: the same problem, with more or other words."""
+
+    text: str = Field(
+        "{problem} {instruction}",
+        description="the user's message; `{problem}`, `{instruction}` (that of `prompt`), `{solution}`, `{answer}` and "
+        "`{category}` are filled in",
+    )
+    max_tokens: PositiveInt = Field(2048, description="problems with longer ones are filtered and counted")
+
+    @pydantic.field_validator("text")
+    @classmethod
+    def _check_parts(cls, text: str) -> str:
+        if unknown := [part for part in _PART.findall(text) if part not in _PARTS]:
+            known = ", ".join(f"{{{part}}}" for part in _PARTS)
+            raise ValueError(
+                f"{{{unknown[0]}}} is no part of a problem: give {known}, or put a space behind a brace that is meant"
+            )
+        return text
+
+    @property
+    def names_solution(self) -> bool:
+        return "solution" in _PART.findall(self.text)
+
+    def filled(self, part: Callable[[str], str]) -> str:
+        """Return the text, and in it what `part` gives for each name. What it gives may hold braces of its own."""
+        return _PART.sub(lambda found: part(found[1]), self.text).strip()
+
+
+class PromptConfig(TemplateConfig):
+    """How a problem becomes a prompt. Evaluation always uses the student's own template."""
+
+    instruction: str = Field(
+        "Please reason step by step, and put your final answer within \\boxed{}.",
+        description="appended to the problem; empty for none",
+    )
+    separator: str = Field(" ", description="text between the problem and the instruction")
+    teacher: TeacherPromptConfig | None = Field(
+        None,
+        description="what the teacher reads in place of the student's prompt, such as the solution beside the problem; "
+        "null: the student's prompt",
+    )

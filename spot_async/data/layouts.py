@@ -32,6 +32,11 @@ class Layout(NamedTuple):
     duplicates: Duplicates = "conflicting"
     prepare: Callable[[Columns], Columns] = lambda columns: columns
 
+    def with_solutions(self) -> Layout:
+        """Return the layout for a run that shows worked solutions to its teacher."""
+        columns_of: dict[Part, tuple[str, ...]] = {"solution": _SOLUTION, **self.columns_of}
+        return self._replace(columns_of=columns_of, mends=tuple(m for m in self.mends if m is not forget_solution))
+
 
 # The characters that open-r1 uses to find Chinese problems. DAPO's known count of 14,116 problems depends on them.
 _CHINESE = re.compile("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff]")

@@ -56,12 +56,15 @@ class ProblemSet:
         return {"read": self.read, "problems": len(self.problems), **dropped, **mended, **unanswered}
 
 
-def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: bool = True) -> ProblemSet:
+def load_problem_set(
+    settings: ProblemSetConfig, key: str, *, needs_answers: bool = True, keeps_solutions: bool = False
+) -> ProblemSet:
     """Read, mend and filter the problems that `key` of the configuration describes.
 
     A row is dropped, and counted, if its layout says so, if another row with the same text has another answer, or if it
     is a duplicate and the settings or the layout drop those. Without `needs_answers` rows need no answer, except in
-    layouts that drop such rows; see also `require_answers`.
+    layouts that drop such rows; see also `require_answers`. With `keeps_solutions` worked solutions are read in every
+    layout, also those that are only read for their answers otherwise.
 
     Raises DataError, naming file and line, for a row that cannot be used for any other reason, for an id that is used
     twice, and when no problem is left.
@@ -69,7 +72,7 @@ def load_problem_set(settings: ProblemSetConfig, key: str, *, needs_answers: boo
     found = ProblemSet()
     groups: dict[object, _Group] = {}
     kept: list[tuple[Problem, str, _Group]] = []
-    for problem, where, layout in _read(settings, key, found, needs_answers):
+    for problem, where, layout in _read(settings, key, found, needs_answers, keeps_solutions):
         duplicates = settings.duplicates or layout.duplicates
         group = groups.setdefault(_sameness(problem, duplicates, len(groups)), _Group(problem))
         group.rows += 1
@@ -127,7 +130,7 @@ def _sameness(problem: Problem, duplicates: Duplicates, unique: int) -> object:
 
 
 def _read(
-    settings: ProblemSetConfig, key: str, found: ProblemSet, needs_answers: bool
+    settings: ProblemSetConfig, key: str, found: ProblemSet, needs_answers: bool, keeps_solutions: bool
 ) -> Iterator[tuple[Problem, str, Layout]]:
     """Yield every problem of every file with its place and layout. Counts what is read, mended and dropped."""
     for number, path in enumerate(settings.paths, start=1):
@@ -138,9 +141,10 @@ def _read(
             if row.number == 1:
                 name = _layout_of(settings, row)
                 found.layouts.append(name)
-            problem = _problem(row, LAYOUTS[name], prefix, settings, key, found, needs_answers)
+            layout = LAYOUTS[name].with_solutions() if keeps_solutions else LAYOUTS[name]
+            problem = _problem(row, layout, prefix, settings, key, found, needs_answers)
             if problem is not None:
-                yield problem, row.where, LAYOUTS[name]
+                yield problem, row.where, layout
 
 
 def _layout_of(settings: ProblemSetConfig, row: Row) -> str:

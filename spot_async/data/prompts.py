@@ -12,7 +12,7 @@ import random
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import msgspec
@@ -21,16 +21,18 @@ import numpy as np
 from spot_async.base.files import refuse_pointer
 from spot_async.base.seeds import derive_seed
 from spot_async.base.text import first_line
-from spot_async.config import PromptConfig
+from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig
 from spot_async.data.template_trial import overdoes
-from spot_async.errors import DataError
+from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.types import IntArray, Problem, Prompt
+from spot_async.types import ChatTurn, IntArray, Problem, Prompt
 
 DATE_WARNING = (
     "prompt.template_arguments: the chat template writes today's date, so prompts change from day to day: set its "
     'variable for the date, as in prompt.template_arguments.date_string="26 Jul 2024"'
 )
+# What the parts of `prompt.teacher.text` are of a `Problem`.
+_FIELDS = {"problem": "text", "solution": "solution", "answer": "answer", "category": "category"}
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}today\N{OBJECT REPLACEMENT CHARACTER}"
 # In front of a template, this macro replaces the function through which transformers lets templates read the clock.
 _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
@@ -42,36 +44,49 @@ class PromptRenderer:
     The template is the tokenizer's own, or the Jinja file that `config.template` names.
     """
 
+    key: ClassVar[str] = "prompt"  # the section that says how, for messages
+
     def __init__(self, vocabulary: Vocabulary, config: PromptConfig) -> None:
         self._tokenizer = vocabulary.tokenizer
         self._config = config
-        self._arguments: dict[str, Any] = dict(config.template_arguments)
-        if config.thinking is not None:
-            self._arguments["enable_thinking"] = config.thinking
+        used = self._template_config
+        self._arguments: dict[str, Any] = dict(used.template_arguments)
+        if used.thinking is not None:
+            self._arguments["enable_thinking"] = used.thinking
         taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
-        if given := sorted(config.template_arguments.keys() & taken):
-            raise DataError(f"prompt.template_arguments.{given[0]}: is no variable of the template's own: remove it")
+        if given := sorted(used.template_arguments.keys() & taken):
+            raise DataError(
+                f"{self.key}.template_arguments.{given[0]}: is no variable of the template's own: remove it"
+            )
         self._name = str(self._tokenizer.name_or_path)
         self._is_tried = False
-        if config.template.endswith(".jinja"):
-            self._name = f"prompt.template={config.template}"
-            self._arguments["chat_template"] = read_template(Path(config.template))
+        if used.template.endswith(".jinja"):
+            self._name = f"{self.key}.template={used.template}"
+            self._arguments["chat_template"] = read_template(Path(used.template), self.key)
         elif not self._tokenizer.chat_template:
             raise DataError(
                 f"{self._name}: the tokenizer has no chat template; "
-                "add chat_template.jinja or set prompt.template to the other model or to a Jinja file"
+                f"add chat_template.jinja or set {self.key}.template to the other model or to a Jinja file"
             )
+
+    @property
+    def _template_config(self) -> TemplateConfig:
+        return self._config
 
     def text(self, problem: Problem) -> str:
         """Return the prompt as the model reads it, with special tokens."""
-        return str(self._apply(problem, tokenize=False))
+        return str(self._apply(self._turns(problem), tokenize=False))
 
     def token_ids(self, problem: Problem) -> IntArray:
         """Return the ids (P,) of the rendered prompt. Raises DataError if it is empty, which no server accepts."""
-        encoded = self._apply(problem, tokenize=True, return_dict=True)
+        return self.turn_ids(self._turns(problem), f"problem {problem.id!r}")
+
+    def turn_ids(self, turns: Sequence[ChatTurn], what: str = "these turns") -> IntArray:
+        """Return the ids (P,) of a prompt made of turns; `what` names them in messages. Raises as `token_ids`."""
+        encoded = self._apply(turns, tokenize=True, return_dict=True)
         if not encoded["input_ids"]:
             raise DataError(
-                f"{self._name}: the chat template makes an empty prompt of problem {problem.id!r}: correct the "
+                f"{self._name}: the chat template makes an empty prompt of {what}: correct the "
                 "template, which is to write messages[0].content"
             )
         return np.array(encoded["input_ids"], dtype=np.int32)
@@ -96,13 +111,18 @@ class PromptRenderer:
     def reads_clock(self, problem: Problem) -> bool:
         """Return whether the problem's prompt contains today's date."""
         template = self._tokenizer.get_chat_template(self._arguments.get("chat_template"))
-        return _MARK in self._apply(problem, tokenize=False, chat_template=_MARKED_CLOCK + template)
+        return _MARK in self._apply(self._turns(problem), tokenize=False, chat_template=_MARKED_CLOCK + template)
 
-    def _apply(self, problem: Problem, **arguments: Any) -> Any:
+    def _content(self, problem: Problem) -> str:
+        """Return the user's message."""
         parts = (problem.text.strip(), self._config.instruction.strip())
-        content = self._config.separator.join(filter(None, parts))
-        history = [{"role": turn.role, "content": turn.content} for turn in problem.history]
-        messages = [*history, {"role": "user", "content": content}]
+        return self._config.separator.join(filter(None, parts))
+
+    def _turns(self, problem: Problem) -> list[ChatTurn]:
+        return [*problem.history, ChatTurn(role="user", content=self._content(problem))]
+
+    def _apply(self, turns: Sequence[ChatTurn], **arguments: Any) -> Any:
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         if not self._is_tried:
             self._try(messages)
         try:
@@ -127,6 +147,56 @@ class PromptRenderer:
             raise DataError(f"{self._name}: the chat template {fault} for one problem: correct it, or give another")
 
 
+class TeacherPromptRenderer(PromptRenderer):
+    """Renders what the teacher reads in place of the student's prompt: the text of `prompt.teacher`, filled in."""
+
+    key: ClassVar[str] = "prompt.teacher"
+
+    @property
+    def _template_config(self) -> TeacherPromptConfig:
+        assert self._config.teacher is not None
+        return self._config.teacher
+
+    def beside(self, sources: Sequence[PromptSource]) -> list[PromptSource]:
+        """Return the sources with the teacher's prompts, without those whose are longer than `prompt.teacher` allows.
+
+        Raises ConfigError if a problem lacks a part that the text names, if all are too long, or if the teacher would
+        read the same of two problems that the student can tell apart.
+        """
+        rendered = [msgspec.structs.replace(each, teacher_ids=self.token_ids(each.problem)) for each in sources]
+        first_with: dict[bytes, PromptSource] = {}
+        for each in rendered:
+            assert each.teacher_ids is not None
+            first = first_with.setdefault(each.teacher_ids.tobytes(), each)
+            if not np.array_equal(first.token_ids, each.token_ids):
+                raise ConfigError(
+                    f"prompt.teacher.text: the teacher would read the same prompt of problems {first.problem.id!r} and "
+                    f"{each.problem.id!r}, which differ: name {{problem}} in it"
+                )
+        most = self._template_config.max_tokens
+        short = [each for each in rendered if each.teacher_ids is not None and len(each.teacher_ids) <= most]
+        if rendered and not short:
+            raise ConfigError(
+                f"prompt.teacher.max_tokens={most}: all {len(rendered)} prompts of the teacher are longer: raise it, "
+                "or make prompt.teacher.text shorter"
+            )
+        return short
+
+    def _content(self, problem: Problem) -> str:
+        def part(name: str) -> str:
+            if name == "instruction":
+                return self._config.instruction.strip()
+            value: str | None = getattr(problem, _FIELDS[name])
+            if not (value or "").strip():
+                raise ConfigError(
+                    f"prompt.teacher.text names {{{name}}}: problem {problem.id!r} has none; give "
+                    f"data.train.fields.{name}, or leave it out"
+                )
+            return (value or "").strip()
+
+        return self._template_config.filled(part)
+
+
 def template_line(error: Exception) -> int | None:
     """Return the line of a Jinja template that an exception came from. Jinja writes it into the traceback."""
     if isinstance(error, jinja2.TemplateSyntaxError):
@@ -135,14 +205,14 @@ def template_line(error: Exception) -> int | None:
     return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
-def read_template(path: Path) -> str:
+def read_template(path: Path, key: str = "prompt") -> str:
     """Return the text of a Jinja file. Raises DataError if it cannot be read."""
     refuse_pointer(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise DataError(f"prompt.template: cannot read {path}: {why}") from None
+        raise DataError(f"{key}.template: cannot read {path}: {why}") from None
 
 
 def render_all(
@@ -165,6 +235,7 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
 
     problem: Problem
     token_ids: IntArray
+    teacher_ids: IntArray | None = None
 
 
 class PromptSchedule:
@@ -201,7 +272,12 @@ class PromptSchedule:
         while True:
             for index in self._order(epoch)[: len(self._sources) - self.left_over_per_epoch]:
                 source = self._sources[index]
-                yield Prompt(ordinal=ordinal, problem=source.problem, token_ids=source.token_ids)
+                yield Prompt(
+                    ordinal=ordinal,
+                    problem=source.problem,
+                    token_ids=source.token_ids,
+                    teacher_ids=source.teacher_ids,
+                )
                 ordinal += 1
             epoch += 1
 

@@ -60,6 +60,7 @@ def make_stages(
         common=plan.common,
         capabilities=services.capabilities,
         kept_scores=services.kept_scores,
+        render_turns=plan.teacher_renderer.turn_ids,
     )
     settings = StagesSettings(
         limits=config.stages,

@@ -5,7 +5,7 @@ It opens nothing and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, Verifier
 from spot_async.replicas.leasing import ServicePool
 from spot_async.spending.teacher_cache import KeptScores
-from spot_async.types import Capabilities, PolicyNeeds
+from spot_async.types import Capabilities, ChatTurn, IntArray, PolicyNeeds
 
 # The role whose servers answer a stage's requests.
 STAGE_SERVERS = {
@@ -76,6 +76,7 @@ class Services:
     common: CommonVocabulary = field(default_factory=CommonVocabulary)  # where one softmax is padded further
     capabilities: Mapping[str, Capabilities] = field(default_factory=dict)  # by role; one that is missing offers all
     kept_scores: KeptScores | None = None  # answers again what the teacher was asked before
+    render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for the teacher of a chat
 
 
 @dataclass(frozen=True, kw_only=True)

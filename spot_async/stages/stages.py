@@ -33,6 +33,7 @@ from spot_async.stages.services import STAGE_SERVERS, STATED_BY, Services, Stage
 from spot_async.stages.stage import Stage, StageLimits, UpdatePause
 from spot_async.types import (
     Capabilities,
+    ChatTurn,
     FinishReason,
     FloatArray,
     Generation,
@@ -71,6 +72,7 @@ class Stages:
         self.settings = settings
         self.events = events or Channel()
         own, teachers = services.vocabulary, services.teacher_vocabulary or services.vocabulary
+        self.teacher_prompt_tokens = needs.teacher_prompt_tokens
         self.stop_token_ids = stop_token_ids(own, teachers)
         self.ends = EndTokens(own.end_token_ids, teachers.end_token_ids, settings.limits.score.end_token)
         self.student_pause = UpdatePause()
@@ -156,6 +158,11 @@ class BoundStages:
             self._stages.rollout, request, prompt_ids, prefix, max_tokens=max_tokens, stop=stop, top_k=top_k
         )
 
+    def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
+        if (render := self._stages.services.render_turns) is None:
+            raise ContractError("the policy makes a prompt for the teacher, and these services have no render_turns")
+        return render([ChatTurn(role="user", content=turn) if isinstance(turn, str) else turn for turn in turns])
+
     async def teacher_response(
         self,
         *,
@@ -167,10 +174,11 @@ class BoundStages:
     ) -> Generation:
         ends, prefix = self._stages.ends, np.asarray(prefix_ids, np.int32)
         request = ("teacher response", *_identity(n, prompt_ids, prefix))
+        read_ids = self._read_by_teacher(prompt_ids)
         response = await self._continued(
             _given(self._stages.teacher_response, self._stages.writer, "teacher_responses"),
             request,
-            self._prompt.token_ids if prompt_ids is None else prompt_ids,
+            read_ids,
             ends.swapped(prefix),
             max_tokens=max_tokens,
             stop=ends.swapped(np.asarray(stop, np.int32)).tolist(),
@@ -201,20 +209,21 @@ class BoundStages:
         context_ids = np.concatenate([prompt_ids, prefix_ids], dtype=np.int32) if len(prefix_ids) else prompt_ids
         return await self._generate(stage, (self._prompt.ordinal,), context_ids, settings, top_k=top_k)
 
-    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
+        read_ids = self._read_by_teacher(prompt_ids)
         common, widest = self._stages.services.common, self.teacher.max_top_k if self.teacher is not None else None
-        scores = await self._scored(response_ids, top_k=max(1, top_k))
+        scores = await self._scored(read_ids, response_ids, top_k=max(1, top_k))
         if (wider := common.wider(scores, top_k, widest)) is not None:
-            scores = await self._scored(response_ids, top_k=wider)
+            scores = await self._scored(read_ids, response_ids, top_k=wider)
         return common.known_to_all(scores, top_k)
 
-    async def _scored(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+    async def _scored(self, read_ids: IntArray, response_ids: IntArray, *, top_k: int) -> TokenScores:
         scored_ids = self._stages.ends.as_teachers(response_ids)
         added_ids = self._stages.ends.summed_with_last(response_ids)
         stage = _given(self._stages.score, self._stages.services.teacher, "teacher_top_k")
 
         async def score(scorer: Scorer, deadline: float) -> TokenScores:
-            request = self._request(scored_ids, deadline)
+            request = self._request(read_ids, scored_ids, deadline)
             scores = await scorer.score(request, top_k=top_k)
             if not len(added_ids):
                 return scores
@@ -228,26 +237,29 @@ class BoundStages:
 
         scores = await self._kept(
             TokenScores,
-            (scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
+            (read_ids, scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
             lambda: stage.ask(
-                (self._prompt.ordinal,), score, session=self._session, tokens=self._tokens_with(scored_ids)
+                (self._prompt.ordinal,), score, session=self._session, tokens=len(read_ids) + len(scored_ids)
             ),
         )
         return msgspec.structs.replace(scores, topk_ids=self._stages.ends.swapped(scores.topk_ids))
 
-    async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
+    async def score_at(
+        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
+    ) -> ScoredPositions:
+        read_ids = self._read_by_teacher(prompt_ids)
         scored_ids = self._stages.ends.as_teachers(response_ids)
         stage = _given(self._stages.score, self._stages.services.teacher, "teacher_top_k")
         rows = await self._kept(
             ScoredPositions,
-            (scored_ids, top_k, positions),
+            (read_ids, scored_ids, top_k, positions),
             lambda: stage.ask(
                 (self._prompt.ordinal,),
                 lambda scorer, deadline: _scoring_positions(scorer).score_at(
-                    self._request(scored_ids, deadline), positions, top_k=top_k
+                    self._request(read_ids, scored_ids, deadline), positions, top_k=top_k
                 ),
                 session=self._session,
-                tokens=len(positions) * self._tokens_with(scored_ids),
+                tokens=len(positions) * (len(read_ids) + len(scored_ids)),
                 kind="score_at",  # positions share prefixes, so a token takes far less time than in `score`
             ),
         )
@@ -295,7 +307,7 @@ class BoundStages:
         kept, prompt = self._stages.services.kept_scores, self._prompt
         if kept is None:
             return await ask()
-        key = (prompt.token_ids, *asked, self._stages.settings.sampling.temperature)
+        key = (*asked, self._stages.settings.sampling.temperature)
         return await kept.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
@@ -303,7 +315,7 @@ class BoundStages:
 
         def score(reference: Any, deadline: float) -> Awaitable[TokenScores]:
             ask = reference.score_base if services.reference_is_base else reference.score
-            scores: Awaitable[TokenScores] = ask(self._request(response_ids, deadline), top_k=1)
+            scores: Awaitable[TokenScores] = ask(self._request(self._prompt.token_ids, response_ids, deadline), top_k=1)
             return scores
 
         scores = await _given(self._stages.reference, services.reference, "reference").ask(
@@ -331,7 +343,10 @@ class BoundStages:
         return await self._stages.candidates.ask(
             (self._prompt.ordinal,),
             lambda student, deadline: student.candidate_logprobs(
-                self._request(response_ids, deadline), positions, candidate_ids, expected_version=expected
+                self._request(self._prompt.token_ids, response_ids, deadline),
+                positions,
+                candidate_ids,
+                expected_version=expected,
             ),
             session=self._session,
             tokens=self._tokens_with(response_ids),
@@ -378,8 +393,20 @@ class BoundStages:
             work=_tokens_generated,
         )
 
-    def _request(self, response_ids: IntArray, deadline: float) -> ScoreRequest:
-        return ScoreRequest(self._prompt.token_ids, response_ids, self._stages.settings.sampling.temperature, deadline)
+    def _read_by_teacher(self, prompt_ids: IntArray | None) -> IntArray:
+        """Return what the teacher reads before a response: the ids that a policy gives, or the prompt's."""
+        if prompt_ids is None:
+            return self._prompt.read_by_teacher
+        stated = self._stages.teacher_prompt_tokens
+        if len(prompt_ids) > max(stated, len(self._prompt.token_ids), len(self._prompt.read_by_teacher)):
+            raise PermanentError(
+                f"a teacher's prompt has {len(prompt_ids)} tokens, and PolicyNeeds.teacher_prompt_tokens states "
+                f"{stated}: write it shorter, or state more"
+            )
+        return prompt_ids
+
+    def _request(self, prompt_ids: IntArray, response_ids: IntArray, deadline: float) -> ScoreRequest:
+        return ScoreRequest(prompt_ids, response_ids, self._stages.settings.sampling.temperature, deadline)
 
     def _tokens_with(self, response_ids: IntArray) -> int:
         return len(self._prompt.token_ids) + len(response_ids)

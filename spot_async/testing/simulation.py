@@ -49,6 +49,7 @@ from spot_async.testing.services import (
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import (
     Capabilities,
+    ChatTurn,
     FloatArray,
     Generation,
     IntArray,
@@ -90,6 +91,12 @@ class SimulatedTokenizer:
 def simulated_vocabulary(end_token_ids: tuple[int, ...] = (END_TOKEN,), text: Callable[[int], str] = str) -> Vocabulary:
     tokenizer: Any = SimulatedTokenizer(text=text)
     return Vocabulary(tokenizer, end_token_ids)
+
+
+def simulated_turn_ids(turns: Sequence[ChatTurn | str]) -> IntArray:
+    """Return ids that stand for a prompt of these turns: one for each character."""
+    text = "".join(turn if isinstance(turn, str) else turn.content for turn in turns)
+    return np.array([2 + ord(character) % (VOCAB_SIZE - 2) for character in text], np.int32)
 
 
 def policy_context(**changes: Any) -> PolicyContext:
@@ -190,6 +197,7 @@ def simulated_services(needs: PolicyNeeds, **changes: Any) -> Services:
         "vocabulary": simulated_vocabulary(),
         "teacher": SimulatedTeacher() if needs.teacher else None,
         "reference": SimulatedTeacher() if needs.reference else None,
+        "render_turns": simulated_turn_ids,
     }
     return Services(**{**simulated, **changes})
 
@@ -272,6 +280,7 @@ class ScriptedStages:
         self.candidates: list[tuple[list[int], list[list[int]]]] = []  # positions and ids the student was asked about
         self.probed: list[tuple[int, int, int]] = []  # position, candidate and number of each probe
         self.verified: list[tuple[int, ...]] = []
+        self.read_by_teacher: list[IntArray | None] = []  # the `prompt_ids` of each request to the teacher
         self._verdict = verdict
         self._verdicts = verdicts or {}
 
@@ -287,6 +296,9 @@ class ScriptedStages:
     ) -> Generation:
         return self.response
 
+    def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
+        return simulated_turn_ids(turns)
+
     async def teacher_response(
         self,
         *,
@@ -296,9 +308,11 @@ class ScriptedStages:
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
     ) -> Generation:
+        self.read_by_teacher.append(prompt_ids)
         return foreign(self.response)
 
-    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
+    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
+        self.read_by_teacher.append(prompt_ids)
         logprobs = self.scores.topk_logprobs
         return msgspec.structs.replace(
             self.scores,
@@ -307,7 +321,10 @@ class ScriptedStages:
             tail_logprobs=tails_with(self.scores.tail_logprobs, logprobs[:, top_k:]),
         )
 
-    async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
+    async def score_at(
+        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
+    ) -> ScoredPositions:
+        self.read_by_teacher.append(prompt_ids)
         return ScoredPositions(
             topk_ids=self.scores.topk_ids[positions, :top_k],
             topk_logprobs=self.scores.topk_logprobs[positions, :top_k],

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import sys
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -365,3 +366,43 @@ def test_a_server_that_ended_must_have_the_time_to_start_again(command):
     plan("student.serving.recovery_timeout_s=1800")
     plan("student.serving.restarts=0")
     plan("student.backend.url=http://127.0.0.1:9", "student.serving.recovery_timeout_s=5")  # not ours to start
+
+
+def test_a_prompt_of_the_teachers_own_counts_where_the_teacher_reads_and_nowhere_else(tmp_path):
+    rows = [
+        {"problem": f"a1+{i}b", "answer": i + 1, "solution": f"one {i}" * (1 + i), "type": "t", "level": "Level 1"}
+        for i in range(9)
+    ]
+    problems = tmp_path / "few.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [f"data.train={problems}", "evaluation=null", "training.batch_size=4", "training.mini_batch_size=4"]
+    plain = plan_training(quickstart(changes))
+    own = [*changes, "prompt.teacher.text={problem}so {solution}"]
+    with pytest.raises(
+        ConfigError, match=r"^prompt\.teacher\.max_tokens=2048 \+ sampling\.max_response_tokens=160 exc"
+    ):
+        plan_training(quickstart(own))
+    plan = plan_training(quickstart([*own, "prompt.teacher.max_tokens=22"]))
+    assert (plan.problems, plain.filtered, plan.filtered) == (9, 0, 3)
+    for prompt in islice(plan.schedule, 12):
+        text = plan.teacher.vocabulary.tokenizer.decode(prompt.teacher_ids.tolist()).replace(" ", "")
+        solution = prompt.problem.solution.replace(" ", "")
+        assert text == f"<|user|>{prompt.problem.text}so{solution}<|assistant|>"
+        assert len(prompt.teacher_ids) <= 22
+    assert {p.token_ids.tobytes() for p in islice(plan.schedule, 12)} < {
+        p.token_ids.tobytes() for p in islice(plain.schedule, 18)
+    }
+    with pytest.raises(ConfigError, match=r"^prompt\.teacher: the run has no teacher section"):
+        plan_training(quickstart([*own, "teacher=null", "policy={kind: grpo}", "prompt.template=student"]))
+
+
+def test_a_policys_contexts_must_fit_the_teachers_context(config):
+    needs = msgspec.structs.replace(NEEDS, teacher_prompt_tokens=400)
+    served = {"student": SERVED, "teacher": SERVED}
+    with pytest.raises(
+        ConfigError,
+        match=r"^teacher\.backend serves a context of 512 tokens, fewer than PolicyNeeds\.teacher_prompt_tokens=400 \+",
+    ):
+        check_capabilities(config, needs, served)
+    wide = msgspec.structs.replace(SERVED, max_context_tokens=560)
+    check_capabilities(config, needs, {"student": SERVED, "teacher": wide})  # the student never reads them

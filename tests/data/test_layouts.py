@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problem_files import CANONICAL, INSTRUCTION, load, needs_data, read
+from problem_files import CANONICAL, INSTRUCTION, load, needs_data, read, write
 
+from spot_async.config import ProblemSetConfig
+from spot_async.data import load_problem_set
 from spot_async.data.layouts import remove_instruction
 from spot_async.data.parts import Draft
 from spot_async.types import Problem
@@ -276,3 +278,14 @@ def test_real_sets_have_the_counts_of_the_paper(layout, name, count):
     found = read(CANONICAL / f"{name}.jsonl.gz", layout=layout)
     assert len(found.problems) == found.read == count
     assert all(problem.answer for problem in found.problems)
+
+
+def test_a_run_that_shows_solutions_to_its_teacher_keeps_them_in_every_layout(tmp_path):
+    math = {"problem": "1+1?", "solution": "It is \\boxed{2}.", "type": "Algebra", "level": "Level 1"}
+    usual = {"question": "1+1?", "answer": "2", "extra_info": {"solution": "one"}}
+    for row, solution in ((math, math["solution"]), (usual, "one")):
+        config = ProblemSetConfig(path=write(tmp_path, [row]))
+        (plain,) = load_problem_set(config, "data.train").problems
+        (kept,) = load_problem_set(config, "data.train", keeps_solutions=True).problems
+        assert (plain.solution, kept.solution) == (None, solution)
+        assert (plain.answer, kept.answer) == ("2", "2")

@@ -11,10 +11,10 @@ import pytest
 from spot_async.config import ProblemSetConfig, PromptConfig
 from spot_async.config.loading import validate_as
 from spot_async.data import load_problem_set
-from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
+from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, TeacherPromptRenderer, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.types import Problem
+from spot_async.types import ChatTurn, Problem
 
 
 def write(tmp_path, text):
@@ -152,3 +152,72 @@ def test_the_order_follows_from_the_seed_alone():
 def test_fewer_problems_than_a_batch_are_refused():
     with pytest.raises(DataError, match=r"4 usable problems make no batch of training\.batch_size=5"):
         schedule(count=4, epochs=1)
+
+
+@pytest.fixture
+def shown_to_teacher(tmp_path):
+    """The texts that a teacher reads under a `prompt.teacher.text`, one for each problem."""
+    path = tmp_path / "mine.jinja"
+    path.write_text(TEMPLATE)
+    vocabulary = Vocabulary.load(Path("examples/running_sum/student"))
+
+    def show(*problems, instruction="Go.", **keys):
+        own = {"template": str(path), "thinking": None, **keys}
+        config = validate_as(PromptConfig, {"template": str(path), "instruction": instruction, "teacher": own})
+        renderer = TeacherPromptRenderer(vocabulary, config)
+        kept = renderer.beside(render_all(problems, PromptRenderer(vocabulary, config)))
+        return [renderer.text(each.problem) for each in kept]
+
+    return show
+
+
+SOLVED = Problem(id="a", text=" 1+1 ", answer="2", solution="one {answer}", category="sums")
+
+
+def test_the_teachers_text_is_filled_in_once(shown_to_teacher):
+    assert shown_to_teacher(SOLVED) == ["<user>1+1 Go.<assistant>"]
+    assert shown_to_teacher(SOLVED, instruction="") == ["<user>1+1<assistant>"]
+    text = "{problem} {category}: {solution} {answer} \\boxed{} { x }"
+    assert shown_to_teacher(SOLVED, text=text) == ["<user>1+1 sums: one {answer} 2 \\boxed{} { x }<assistant>"]
+    talked = Problem(id="b", text="2+2", answer="4", history=(ChatTurn(role="system", content="Be brief."),))
+    assert shown_to_teacher(talked, text="{problem}") == ["<system>Be brief.<user>2+2<assistant>"]
+    assert shown_to_teacher(SOLVED, text="{problem}", thinking=False) == ["<user>1+1<assistant><think></think>"]
+
+
+def test_longer_prompts_of_the_teacher_are_left_out_and_all_too_long_is_refused(shown_to_teacher):
+    problems = [SOLVED, Problem(id="b", text="1+1+1+1+1+1+1+1+1+1", answer="10")]
+    assert len(shown_to_teacher(*problems, text="{problem}", max_tokens=40)) == 2
+    (short,) = shown_to_teacher(*problems, text="{problem}", max_tokens=24)
+    assert short == "<user>1+1<assistant>"
+    with pytest.raises(ConfigError, match=r"^prompt\.teacher\.max_tokens=3: all 2 prompts of the teacher are longer"):
+        shown_to_teacher(*problems, text="{problem}", max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        (
+            {"text": "{problem} {solution}"},
+            r"^prompt\.teacher\.text names \{solution\}: problem 'b' has none; give data\.train\.fields\.solution, or "
+            "leave it out$",
+        ),
+        (
+            {"text": "{problem} {category}"},
+            r"names \{category\}: problem 'b' has none; give data\.train\.fields\.categ",
+        ),
+        (
+            {"text": "{answer}"},
+            r"^prompt\.teacher\.text: the teacher would read the same prompt of problems 'a' and 'b', which differ: "
+            r"name \{problem\} in it$",
+        ),
+        ({"text": "{problem} {soluton}"}, r"text: \{soluton\} is no part of a problem: give \{problem\}, "),
+        ({"template": "none.jinja"}, r"^prompt\.teacher\.template: cannot read none\.jinja: No such file"),
+        (
+            {"template_arguments": {"messages": 3}},
+            r"^prompt\.teacher\.template_arguments\.messages: is no variable of the template's own",
+        ),
+    ],
+)
+def test_a_prompt_of_the_teacher_that_cannot_be_made_is_one_line(shown_to_teacher, keys, complaint):
+    with pytest.raises((ConfigError, DataError), match=complaint):
+        shown_to_teacher(SOLVED, Problem(id="b", text="1+1-0", answer="2"), **keys)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from spot_async.telemetry.totals import GENERATING
 from spot_async.tools.simulate.lengths import RecordedPrompt
 from spot_async.types import (
     Capabilities,
+    ChatTurn,
     FloatArray,
     Generation,
     IntArray,
@@ -52,6 +54,7 @@ class Template:
     ask: Ask
     tokens: int  # in its answer
     begins: bool = False  # whether it asks for a response from its beginning, of which a prompt is all that it needs
+    prompt_tokens: int = 0  # before the response
 
     @property
     def server(self) -> str:
@@ -95,11 +98,21 @@ class NotedStages:
     async def teacher_response(self, **asked: Any) -> Generation:
         return await self._noted("teacher_response", lambda stages: stages.teacher_response(**asked), asked)
 
-    async def score(self, response_ids: IntArray, *, top_k: int) -> TokenScores:
-        return await self._noted("score", lambda stages: stages.score(response_ids, top_k=top_k))
+    def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
+        return self._stages.teacher_prompt(*turns)
 
-    async def score_at(self, response_ids: IntArray, positions: IntArray, *, top_k: int) -> ScoredPositions:
-        return await self._noted("score", lambda stages: stages.score_at(response_ids, positions, top_k=top_k))
+    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
+        read_ids = self._prompt.read_by_teacher if prompt_ids is None else prompt_ids
+        return await self._noted(
+            "score", lambda stages: stages.score(response_ids, top_k=top_k, prompt_ids=prompt_ids), read_ids=read_ids
+        )
+
+    async def score_at(
+        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
+    ) -> ScoredPositions:
+        return await self._noted(
+            "score", lambda stages: stages.score_at(response_ids, positions, top_k=top_k, prompt_ids=prompt_ids)
+        )
 
     async def teacher_candidates(
         self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
@@ -131,25 +144,31 @@ class NotedStages:
         return await self._noted("verify", lambda stages: stages.verify(response_ids))
 
     async def _noted(
-        self, stage: str, ask: Callable[[PromptStages], Awaitable[T]], asked: Mapping[str, Any] | None = None
+        self,
+        stage: str,
+        ask: Callable[[PromptStages], Awaitable[T]],
+        asked: Mapping[str, Any] | None = None,
+        read_ids: IntArray | None = None,
     ) -> T:
+        """Pass a request on. `asked` is of one that generates, `read_ids` the prompt before what the teacher scores."""
         answer = await ask(self._stages)
         # A probe with nothing left to sample is answered without a request.
         if not (isinstance(answer, Generation) and not answer.version_spans):
             begins = asked is not None and not asked.keys() & {"prompt_ids", "prefix_ids"}
-            self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer, self._prompt), begins))
+            read = len(self._prompt.token_ids if read_ids is None else read_ids)
+            self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer, read), begins, read))
         return answer
 
 
-def tokens_of(answer: Any, prompt: Prompt) -> int:
+def tokens_of(answer: Any, prompt_tokens: int) -> int:
     """Return the tokens that an answer generated, or scored with its prompt; candidates and verdicts count none."""
     match answer:
         case Generation():
             return len(answer.token_ids)
         case TokenScores():
-            return len(prompt.token_ids) + len(answer.logprobs)
+            return prompt_tokens + len(answer.logprobs)
         case np.ndarray(ndim=1):  # the reference's log-probabilities
-            return len(prompt.token_ids) + len(answer)
+            return prompt_tokens + len(answer)
         case _:
             return 0
 
@@ -189,7 +208,7 @@ def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
     prompt = drawn if template.begins else msgspec.structs.replace(template.prompt, ordinal=drawn.ordinal)
 
     async def send() -> int:
-        return tokens_of(await template.ask(stages.for_prompt(prompt)), prompt)
+        return tokens_of(await template.ask(stages.for_prompt(prompt)), template.prompt_tokens)
 
     return Request(template.stage, send)
 
@@ -203,7 +222,7 @@ def recorded_prompts(templates: Sequence[Template]) -> list[RecordedPrompt]:
         RecordedPrompt(
             [template.tokens for template in own if template.begins],
             [template.tokens for template in own if template.stage in GENERATING and not template.begins],
-            len(own[0].prompt.token_ids),
+            mean([template.prompt_tokens for template in own if template.stage == "score"] or [own[0].prompt_tokens]),
         )
         for own in by_prompt.values()
         if any(template.begins for template in own)

@@ -1,0 +1,149 @@
+"""What the teacher reads, where that is not the student's prompt, and what stays as it was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from spot_async.base.seeds import derive_seed
+from spot_async.config import SamplingConfig
+from spot_async.errors import PermanentError
+from spot_async.stages.services import Services, StagesSettings
+from spot_async.stages.stages import Stages
+from spot_async.testing.services import generation, token_scores
+from spot_async.types import ChatTurn, PolicyNeeds, Problem, Prompt, ScoredPositions
+
+PLAIN = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
+OWN = Prompt(
+    ordinal=4, problem=PLAIN.problem, token_ids=PLAIN.token_ids, teacher_ids=np.array([3, 4, 9, 9, 4], np.int32)
+)
+CONTEXT = np.array([7, 7, 7, 7, 7, 7], np.int32)
+RESPONSE = np.array([5, 6, 1], np.int32)
+POSITIONS = np.array([1], np.int32)
+
+
+class Recorder:
+    """Student, teacher, reference and cache at once; keeps the prompt of each request."""
+
+    def __init__(self):
+        self.read = []
+        self.seeds = []
+        self.keys = []
+
+    async def generate(self, prompt_ids, sampling, **_):
+        self.read.append(prompt_ids.tolist())
+        self.seeds.append(sampling.seed)
+        return generation([9])
+
+    async def score(self, request, *, top_k):
+        self.read.append(request.prompt_ids.tolist())
+        return token_scores(np.zeros(len(request.response_ids)))
+
+    async def score_at(self, request, positions, *, top_k):
+        self.read.append(request.prompt_ids.tolist())
+        none = np.zeros((1, 1), np.float32)
+        return ScoredPositions(
+            topk_ids=none.astype(np.int32), topk_logprobs=none, entropy_lower=none[0], entropy_upper=none[0]
+        )
+
+    async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
+        self.read.append(request.prompt_ids.tolist())
+
+    async def fetch(self, kind, asked, ask, *, what):
+        self.keys.append([part.tolist() if isinstance(part, np.ndarray) else part for part in asked])
+        return await ask()
+
+
+def bound(recorder, prompt, **services):
+    stages = Stages(
+        Services(
+            student=recorder,
+            teacher=recorder,
+            reference=recorder,
+            verifier=recorder,
+            kept_scores=recorder,
+            vocabulary=SimpleNamespace(end_token_ids=(1,), decode=str),
+            **services,
+        ),
+        StagesSettings(sampling=SamplingConfig(max_response_tokens=6), seed=3, max_prompts=1),
+        PolicyNeeds(teacher_top_k=1, teacher_responses=True, reference=True, teacher_prompt_tokens=6),
+    )
+    return stages.for_prompt(prompt)
+
+
+@pytest.mark.parametrize(("prompt", "read"), [(PLAIN, [3, 4]), (OWN, [3, 4, 9, 9, 4])])
+async def test_only_the_teacher_reads_its_own_prompt(prompt, read):
+    recorder = Recorder()
+    stages = bound(recorder, prompt)
+    await stages.score(RESPONSE, top_k=1)
+    await stages.score_at(RESPONSE, POSITIONS, top_k=1)
+    await stages.teacher_response()
+    assert recorder.read == [read] * 3
+    recorder.read.clear()
+    await stages.rollout()
+    await stages.reference_logprobs(RESPONSE)
+    await stages.candidate_logprobs(RESPONSE, POSITIONS, np.zeros((1, 1), np.int32))
+    await stages.probe(RESPONSE, 0, 8, n=0)
+    assert recorder.read == [[3, 4], [3, 4], [3, 4], [3, 4, 8]]
+
+
+@pytest.mark.parametrize("prompt", [PLAIN, OWN])
+async def test_a_policy_may_give_the_teacher_a_context_of_its_own_or_the_students_prompt(prompt):
+    recorder = Recorder()
+    stages = bound(recorder, prompt)
+    for given in (CONTEXT, PLAIN.token_ids):
+        await stages.score(RESPONSE, top_k=1, prompt_ids=given)
+        await stages.score_at(RESPONSE, POSITIONS, top_k=1, prompt_ids=given)
+        await stages.teacher_response(prompt_ids=given)
+    assert recorder.read == [CONTEXT.tolist()] * 3 + [[3, 4]] * 3
+
+
+async def test_kept_scores_are_those_of_the_prompt_that_was_read():
+    recorder = Recorder()
+    await bound(recorder, PLAIN).score(RESPONSE, top_k=2)
+    await bound(recorder, OWN).score(RESPONSE, top_k=2)
+    await bound(recorder, PLAIN).score(RESPONSE, top_k=2, prompt_ids=CONTEXT)
+    await bound(recorder, OWN).score(RESPONSE, top_k=2, prompt_ids=PLAIN.token_ids)
+    plain, own, context, plain_again = recorder.keys
+    assert plain == [[3, 4], [5, 6, 1], 2, 1.0]  # as it was before there were contexts: files of then still answer
+    assert plain == plain_again
+    assert (own[0], context[0]) == (OWN.teacher_ids.tolist(), CONTEXT.tolist())
+
+
+async def test_a_context_gives_the_teachers_response_a_seed_of_its_own_and_nothing_else_does():
+    recorder = Recorder()
+    await bound(recorder, PLAIN).teacher_response()
+    await bound(recorder, OWN).teacher_response()
+    await bound(recorder, PLAIN).teacher_response(prompt_ids=CONTEXT)
+    await bound(recorder, PLAIN).teacher_response(prompt_ids=CONTEXT[1:])
+    first, own, *others = recorder.seeds
+    assert first == own == derive_seed(3, PLAIN.ordinal, "teacher response")
+    assert len({first, *others}) == 3
+
+
+async def test_a_context_that_is_longer_than_the_needs_state_is_refused_before_it_is_sent():
+    recorder = Recorder()
+    stages = bound(recorder, PLAIN)
+    for ask in (
+        stages.score(RESPONSE, top_k=1, prompt_ids=np.zeros(7, np.int32)),
+        stages.score_at(RESPONSE, POSITIONS, top_k=1, prompt_ids=np.zeros(7, np.int32)),
+        stages.teacher_response(prompt_ids=np.zeros(7, np.int32)),
+    ):
+        with pytest.raises(
+            PermanentError,
+            match=r"^a teacher's prompt has 7 tokens, and PolicyNeeds\.teacher_prompt_tokens states 6: write it "
+            "shorter, or state more$",
+        ):
+            await ask
+    assert recorder.read == []
+
+
+async def test_turns_become_a_prompt_by_the_teachers_template_and_a_text_is_a_users():
+    turns = []
+    stages = bound(Recorder(), PLAIN, render_turns=lambda given: turns.extend(given) or CONTEXT)
+    written = ChatTurn(role="assistant", content="2")
+    assert stages.teacher_prompt("1+1", written, "1+2") is CONTEXT
+    user = [ChatTurn(role="user", content=text) for text in ("1+1", "1+2")]
+    assert turns == [user[0], written, user[1]]
