@@ -106,7 +106,7 @@ class KdPolicy:
         return [self._sample(prompt, stages, taught)]
 
     def _check_rendering(self, prompt: Prompt, taught: TeacherResponse) -> None:
-        if not np.array_equal(taught.prompt_ids, prompt.token_ids):
+        if not np.array_equal(taught.prompt_ids, prompt.read_by_teacher):
             key, path = ("load", self.settings.load) if self.settings.load is not None else ("save", self.settings.save)
             raise DataError(
                 f"policy.{key}: problem {prompt.problem.id!r} was rendered differently when {path} was written; use "
@@ -120,7 +120,7 @@ class KdPolicy:
         scores, judgement = await both(self._score(response, stages), stages.verify(response.token_ids))
         given = TeacherResponse(
             problem_id=prompt.problem.id,
-            prompt_ids=prompt.token_ids,
+            prompt_ids=prompt.read_by_teacher,
             end_token_id=stages.ends.theirs,
             response=response,
             scores=scores,

@@ -48,7 +48,7 @@ class TeacherResponse(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     problem_id: str
-    prompt_ids: IntArray  # (P,) the rendered prompt
+    prompt_ids: IntArray  # (P,) the prompt that the teacher read
     end_token_id: int  # the teacher's
     response: Generation
     scores: TokenScores | None  # None when no log-probabilities were asked for

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from spot_async.terms import soft_targets as soft_targets
     from spot_async.terms import written as written
     from spot_async.types import Capabilities as Capabilities
+    from spot_async.types import ChatTurn as ChatTurn
     from spot_async.types import Divergence as Divergence
     from spot_async.types import Generation as Generation
     from spot_async.types import Judgement as Judgement
@@ -105,6 +106,7 @@ _NAMES_OF_MODULE = {
     "stages.services": ("Services", "StagesSettings"),
     "types": (
         "Capabilities",
+        "ChatTurn",
         "Divergence",
         "Generation",
         "Judgement",

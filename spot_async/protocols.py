@@ -311,10 +311,16 @@ class PromptStages(Protocol):
         ...
 
     async def teacher_candidates(
-        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        prompt_ids: IntArray | None = None,
     ) -> FloatArray:
         """Return the teacher's log-probabilities (N, k) of chosen tokens at response positions (N,).
 
+        `prompt_ids` are as in `score`.
         Each is the token's own: of the tokens that end a response, only the first of each model stands for the other's.
         Tokens that some model does not have are refused; `common_vocabulary.common_candidates` leaves them out.
         """

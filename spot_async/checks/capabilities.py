@@ -129,19 +129,24 @@ def _context_too_small(config: Config, needs: PolicyNeeds, found: Mapping[str, C
 
 
 def context_needed(config: Config, needs: PolicyNeeds, role: str) -> tuple[int, str]:
-    """Return the tokens of the longest prompt that a role reads in training and of a response, and the keys in words.
+    """Return the tokens of a role's longest prompt in training and of a response together, and the keys in words."""
+    tokens, words = longest_prompt(config, needs, role)
+    response = config.sampling.max_response_tokens
+    return tokens + response, f"{words} + sampling.max_response_tokens={response}"
 
-    A teacher may read longer prompts than the student: those of `prompt.teacher`, or of the policy's own making.
+
+def longest_prompt(config: Config, needs: PolicyNeeds, role: str) -> tuple[int, str]:
+    """Return the tokens of the longest prompt that a role reads in training, and the key that says so.
+
+    A teacher may read longer ones than the student: those of `prompt.teacher`, or of the policy's own making.
     """
-    sampling = config.sampling
-    prompt = (sampling.max_prompt_tokens, f"sampling.max_prompt_tokens={sampling.max_prompt_tokens}")
+    given = {"sampling.max_prompt_tokens": config.sampling.max_prompt_tokens}
     if role == "teacher":
-        own, made = config.prompt.teacher, needs.teacher_prompt_tokens
-        others = [(own.max_tokens, f"prompt.teacher.max_tokens={own.max_tokens}")] if own is not None else []
-        prompt = max(prompt, *others, (made, f"PolicyNeeds.teacher_prompt_tokens={made}"), key=lambda each: each[0])
-    tokens, words = prompt
-    response = f"sampling.max_response_tokens={sampling.max_response_tokens}"
-    return tokens + sampling.max_response_tokens, f"{words} + {response}"
+        given["PolicyNeeds.teacher_prompt_tokens"] = needs.teacher_prompt_tokens
+        if config.prompt.teacher is not None:
+            given["prompt.teacher.max_tokens"] = config.prompt.teacher.max_tokens
+    key = max(given, key=lambda each: given[each])
+    return given[key], f"{key}={given[key]}"
 
 
 def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles | None) -> bool:

@@ -147,9 +147,11 @@ async def capabilities(backend: Backend) -> Capabilities:
 
 async def _asked(config: Config | None, plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
     """Return prompts of the run, each with a response of the student."""
-    prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS)]
+    first = list(islice(plan.schedule, PROMPTS))
+    prompts = [prompt.token_ids for prompt in first]
     responses = [prompt[-RESPONSE_TOKENS:] for prompt in prompts]
-    asked = Asked(prompts, responses, plan.stop_token_ids, plan.common.limit)
+    own = [prompt.teacher_ids for prompt in first if prompt.teacher_ids is not None]
+    asked = Asked(prompts, responses, plan.stop_token_ids, plan.common.limit, own)
     if config is not None:
         limits = {stage: getattr(config.stages, stage).attempt_timeout_s for stage in ("rollout", "score")}
         limited = {stage: timeout_s for stage, timeout_s in limits.items() if timeout_s is not None}

@@ -46,6 +46,7 @@ class Asked:
     stop_token_ids: tuple[int, ...]
     # Sampling is limited to ids below this, since the responses are scored by models that may know no more.
     vocab_limit: int | None = None
+    teacher_prompts: Sequence[IntArray] = ()  # what the teacher reads in place of each prompt; empty: the prompt
     timeout_s: float = 120.0
     attempt_timeouts_s: Mapping[str, float] = field(default_factory=dict)  # of stages whose attempts are limited
 
@@ -149,6 +150,24 @@ def in_common(first: Sequence[FloatArray], other: Sequence[FloatArray]) -> tuple
     one, two = (np.concatenate([rows.ravel() for rows in each]) for each in (first, other))
     known = ~(np.isnan(one) | np.isnan(two))
     return one[known], two[known]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The mean log-probability of responses' first tokens, and of all others; None where none is known."""
+
+    first: float | None
+    rest: float | None
+
+
+async def explained(scorer: Scorer, asked: Asked, prompts: Sequence[IntArray]) -> Explained:
+    """Return how likely the responses are behind these prompts."""
+    scores = await gather(
+        asked.scores(scorer, prompt, response) for prompt, response in zip(prompts, asked.responses, strict=True)
+    )
+    rows = [np.where(True if each.valid is None else each.valid, each.logprobs, np.nan) for each in scores]
+    parts = (np.concatenate([row[part] for row in rows]) for part in (slice(1), slice(1, None)))
+    return Explained(*(float(np.nanmean(part)) if np.isfinite(part).any() else None for part in parts))
 
 
 async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature | None:

@@ -328,7 +328,8 @@ def _check_schedule(config: Config, iterations: int) -> None:
 
 def _check_queue_bytes(config: Config, needs: PolicyNeeds) -> None:
     sampling, batch = config.sampling, config.training.batch_size
-    each = worst_case_bytes(sampling.max_prompt_tokens, sampling.max_response_tokens, needs)
+    own = 0 if config.prompt.teacher is None else config.prompt.teacher.max_tokens
+    each = worst_case_bytes(sampling.max_prompt_tokens, sampling.max_response_tokens, needs, teacher_prompt_tokens=own)
     if config.queue.capacity_bytes < batch * each:
         raise ConfigError(
             f"queue.capacity_bytes={config.queue.capacity_bytes} holds less than one batch in the worst case: "
@@ -345,10 +346,24 @@ def plan_warnings(plan: TrainPlan) -> list[str]:
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
+        *_generation_prompts(plan),
         *plan.doubts,
         *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),
+    ]
+
+
+def _generation_prompts(plan: TrainPlan) -> list[str]:
+    """Return a line if teacher and student are led into a response by different words."""
+    problem = next(iter(plan.schedule)).problem
+    teachers, students = (each.generation_prompt(problem) for each in (plan.teacher_renderer, plan.renderer))
+    if teachers == students:
+        return []
+    return [
+        f"prompt.teacher: behind the user's message the teacher reads {teachers!r}, and the student {students!r}, so "
+        "they expect different first tokens: unless that is meant, set template, thinking and template_arguments as "
+        "they are in prompt"
     ]
 
 

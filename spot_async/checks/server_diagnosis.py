@@ -30,6 +30,10 @@ from spot_async.types import Capabilities, FloatArray, LogprobTemperature
 
 RESPONSE_TOKENS = 24
 SLOW_ROUND_TRIP_S = 0.25
+# How much less likely the student's tokens may be behind a teacher's own prompt. On the running sum a wrong template
+# costs the first token 5 to 14 nats; another problem costs the other tokens 2.5 to 5 nats, and the first one nothing.
+TEMPLATE_NATS = 3.0
+CONTEXT_NATS = 1.5
 UNLIKELY = 1e-6  # a p-value by which an honest server is never refused
 
 Fact: TypeAlias = str | int | float | bool | None
@@ -156,6 +160,8 @@ class ServerDiagnosis:
         noise = await self._ask("scores again", discovery.score_noise(self.backend, self.asked, top_k))
         self._note_noise(noise)
         await self._check_rows(noise)
+        if self.role == "teacher" and self.asked.teacher_prompts:
+            await self._compare_prompts()
         self.facts["score_temperature_probed"] = await self._ask(
             "scores at two temperatures", discovery.score_temperature(self.backend, self.asked)
         )
@@ -200,6 +206,37 @@ class ServerDiagnosis:
             self.warnings.append(
                 f"{self.section}: it could not be checked that scores are of the rows that predict their tokens"
                 f"{self._why_masked}: compare some with the model's own"
+            )
+
+    async def _compare_prompts(self) -> None:
+        """Compare how well the teacher's own prompts explain what the student wrote with how well the student's do.
+
+        The first token shows another template or thinking mode. Behind a context that is another problem's the first
+        token may be as likely as ever, and only the other tokens do not follow.
+        """
+        asking = discovery.explained(self.backend, self.asked, self.asked.teacher_prompts)
+        own = await self._ask("responses behind its own prompts", asking)
+        asking = discovery.explained(self.backend, self.asked, self.asked.prompts)
+        students = await self._ask("responses behind the student's prompts", asking)
+        if own is None or students is None:
+            return
+        self.facts |= {
+            "first_token_logprob": own.first,
+            "first_token_logprob_students_prompt": students.first,
+            "other_tokens_logprob": own.rest,
+            "other_tokens_logprob_students_prompt": students.rest,
+        }
+        if own.first is not None and students.first is not None and students.first - own.first > TEMPLATE_NATS:
+            self.warnings.append(
+                f"prompt.teacher: the first token of responses has log-probability {own.first:.3g} behind the "
+                f"teacher's prompt, and {students.first:.3g} behind the student's: only the template explains that; "
+                "compare template, thinking and template_arguments with those of prompt"
+            )
+        elif own.rest is not None and students.rest is not None and students.rest - own.rest > CONTEXT_NATS:
+            self.warnings.append(
+                f"prompt.teacher: tokens after the first have log-probability {own.rest:.3g} behind the teacher's "
+                f"prompt, and {students.rest:.3g} behind the student's: responses do not follow from what it reads: "
+                "it is another problem's, or of a form that the teacher does not know"
             )
 
     @property

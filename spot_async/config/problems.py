@@ -125,8 +125,8 @@ class TeacherPromptConfig(TemplateConfig):
 
     text: str = Field(
         "{problem} {instruction}",
-        description="the user's message; `{problem}`, `{instruction}` (that of `prompt`), `{solution}`, `{answer}` and "
-        "`{category}` are filled in",
+        description="the user's message, in quotes; `{problem}`, `{instruction}` (that of `prompt`), `{solution}`, "
+        "`{answer}` and `{category}` are filled in",
     )
     max_tokens: PositiveInt = Field(2048, description="problems with longer ones are filtered and counted")
 

@@ -33,7 +33,7 @@ DATE_WARNING = (
 )
 # What the parts of `prompt.teacher.text` are of a `Problem`.
 _FIELDS = {"problem": "text", "solution": "solution", "answer": "answer", "category": "category"}
-_MARK = "\N{OBJECT REPLACEMENT CHARACTER}today\N{OBJECT REPLACEMENT CHARACTER}"
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}here\N{OBJECT REPLACEMENT CHARACTER}"
 # In front of a template, this macro replaces the function through which transformers lets templates read the clock.
 _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
 
@@ -107,6 +107,11 @@ class PromptRenderer:
     def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
         """Return a prompt outside of any schedule. Its seeds and priority derive from `ordinal`."""
         return Prompt(ordinal=ordinal, problem=problem, token_ids=self.token_ids(problem))
+
+    def generation_prompt(self, problem: Problem) -> str:
+        """Return what the template writes behind the user's message."""
+        turns = [*problem.history, ChatTurn(role="user", content=_MARK)]
+        return str(self._apply(turns, tokenize=False)).rpartition(_MARK)[2]
 
     def reads_clock(self, problem: Problem) -> bool:
         """Return whether the problem's prompt contains today's date."""

@@ -216,7 +216,8 @@ class Orchestrator:
         self.state.running[prompt.ordinal] = prompt
         error: RequestError | BudgetSpentError | None = None
         try:
-            samples = await supervise(self._policy, prompt, self.stages.for_prompt(prompt))
+            stages = self.stages.for_prompt(prompt)
+            samples = stages.with_teacher_prompts(await supervise(self._policy, prompt, stages))
         except (RequestError, BudgetSpentError) as failure:
             error = failure
         finally:
@@ -363,7 +364,10 @@ class Orchestrator:
         await self._sleepers.sleep()
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
-        return worst_case_bytes(len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs)
+        own = 0 if prompt.teacher_ids is None else len(prompt.teacher_ids)
+        return worst_case_bytes(
+            len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs, teacher_prompt_tokens=own
+        )
 
 
 def _updates_in_flight(stages: Stages) -> bool:

@@ -20,14 +20,17 @@ BYTES_PER_TEXT_TOKEN = 8  # of plain text; a text with characters outside of Lat
 BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, metrics, the record's plain values
 
 
-def worst_case_bytes(prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds) -> int:
+def worst_case_bytes(
+    prompt_tokens: int, max_response_tokens: int, needs: PolicyNeeds, *, teacher_prompt_tokens: int = 0
+) -> int:
     """Return the bytes to reserve for one prompt: its trajectories' supervision and records, at their longest.
 
-    Only texts can be larger, since nothing bounds the characters of a token or of a verifier's feedback. `held_bytes`
-    counts what they really take.
+    A prompt of the teacher's own is in the record, as text. Only texts can be larger, since nothing bounds the
+    characters of a token or of a verifier's feedback. `held_bytes` counts what they really take.
     """
     per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.term_bytes_per_token
-    texts = (1 + needs.probes_per_prompt) * BYTES_PER_TEXT_TOKEN * max_response_tokens
+    read = max(teacher_prompt_tokens, needs.teacher_prompt_tokens)
+    texts = BYTES_PER_TEXT_TOKEN * ((1 + needs.probes_per_prompt) * max_response_tokens + read)
     trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.term_bytes + needs.record_bytes
     return needs.samples_per_prompt * (trajectory + texts + BYTES_PER_SAMPLE)
 

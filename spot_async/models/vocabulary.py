@@ -38,6 +38,11 @@ class Vocabulary:
         """Return the text without special tokens. Single tokens are cached: samples' records name many of them."""
         return self._token_text(int(token_ids[0])) if len(token_ids) == 1 else self._text(token_ids)
 
+    def whole_text(self, token_ids: IntArray) -> str:
+        """Return the text with special tokens, as a prompt is read."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
     def _text(self, token_ids: IntArray | list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text

@@ -73,6 +73,7 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     problem: str = ""
     answer: str = ""
     tier: str | None = None
+    teacher_prompt: str = ""  # what the teacher read; empty where it read the student's prompt
     response: str = ""
     verdict: str = ""
     finish_reason: str = ""

@@ -41,6 +41,7 @@ from spot_async.types import (
     Judgement,
     PolicyNeeds,
     Prompt,
+    Sample,
     SamplingSettings,
     ScoredPositions,
     ScoreRequest,
@@ -128,6 +129,8 @@ class BoundStages:
         self._prompt = prompt
         # All requests of a prompt begin with its tokens. Those of probes and candidates continue with its response's.
         self._session = f"prompt-{prompt.ordinal}"
+        # What the teacher read before each response, where that was not the student's prompt, by the response's ids.
+        self._read_before: dict[bytes, list[IntArray]] = {}
 
     @property
     def student(self) -> Capabilities | None:
@@ -183,7 +186,9 @@ class BoundStages:
             max_tokens=max_tokens,
             stop=ends.swapped(np.asarray(stop, np.int32)).tolist(),
         )
-        return foreign(msgspec.structs.replace(response, token_ids=ends.swapped(response.token_ids)))
+        response = foreign(msgspec.structs.replace(response, token_ids=ends.swapped(response.token_ids)))
+        self._note_read(read_ids, response.token_ids)
+        return response
 
     async def _continued(
         self,
@@ -215,6 +220,7 @@ class BoundStages:
         scores = await self._scored(read_ids, response_ids, top_k=max(1, top_k))
         if (wider := common.wider(scores, top_k, widest)) is not None:
             scores = await self._scored(read_ids, response_ids, top_k=wider)
+        self._note_read(read_ids, response_ids)
         return common.known_to_all(scores, top_k)
 
     async def _scored(self, read_ids: IntArray, response_ids: IntArray, *, top_k: int) -> TokenScores:
@@ -263,12 +269,18 @@ class BoundStages:
                 kind="score_at",  # positions share prefixes, so a token takes far less time than in `score`
             ),
         )
+        self._note_read(read_ids, response_ids)
         rows = msgspec.structs.replace(rows, topk_ids=self._stages.ends.swapped(rows.topk_ids))
         limit = self._stages.services.common.limit
         return rows if limit is None else known_positions(rows, limit)
 
     async def teacher_candidates(
-        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        prompt_ids: IntArray | None = None,
     ) -> FloatArray:
         ends, limit = self._stages.ends, self._stages.services.common.limit
         if limit is not None and candidate_ids.max(initial=0) >= limit:
@@ -277,10 +289,11 @@ class BoundStages:
                 "are common to all models: leave others out first (`common_candidates`); they belong to the tail"
             )
         scored_ids, asked_ids = ends.as_teachers(response_ids), ends.swapped(candidate_ids)
+        read_ids = self._read_by_teacher(prompt_ids)
         stage = _given(self._stages.score, self._stages.chooser, "teacher_candidates")
 
         async def choose(scorer: Scorer, deadline: float) -> TeacherCandidates:
-            request = self._request(scored_ids, deadline)
+            request = self._request(read_ids, scored_ids, deadline)
             return TeacherCandidates(
                 await _scoring_candidates(scorer).candidate_logprobs(
                     request, positions, asked_ids, expected_version=None
@@ -289,15 +302,16 @@ class BoundStages:
 
         answer = await self._kept(
             TeacherCandidates,
-            (scored_ids, positions, asked_ids),
+            (read_ids, scored_ids, positions, asked_ids),
             lambda: stage.ask(
                 (self._prompt.ordinal,),
                 choose,
                 session=self._session,
-                tokens=self._tokens_with(scored_ids),
+                tokens=len(read_ids) + len(scored_ids),
                 kind="teacher_candidates",
             ),
         )
+        self._note_read(read_ids, response_ids)
         return answer.logprobs
 
     async def _kept(
@@ -370,6 +384,22 @@ class BoundStages:
             self._prompt.problem,
             self.decode(response_ids),
         )
+
+    def with_teacher_prompts(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return the samples, in their records what the teacher read where that was not the student's prompt."""
+        return [self._with_teacher_prompt(sample) for sample in samples] if self._read_before else samples
+
+    def _with_teacher_prompt(self, sample: Sample) -> Sample:
+        ids = sample.record.get("response_ids") if sample.supervision is None else sample.supervision.response_ids
+        read = self._read_before.get(np.asarray(ids, np.int32).tobytes()) if ids is not None else None
+        if not read:
+            return sample
+        texts = dict.fromkeys(map(self._stages.services.vocabulary.whole_text, read))
+        return msgspec.structs.replace(sample, record={**sample.record, "teacher_prompt": "\n\n".join(texts)})
+
+    def _note_read(self, read_ids: IntArray, response_ids: IntArray) -> None:
+        if not np.array_equal(read_ids, self._prompt.token_ids):
+            self._read_before.setdefault(np.asarray(response_ids, np.int32).tobytes(), []).append(read_ids)
 
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.services.vocabulary.decode(token_ids)

@@ -333,9 +333,15 @@ class ScriptedStages:
         )
 
     async def teacher_candidates(
-        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        prompt_ids: IntArray | None = None,
     ) -> FloatArray:
         """Return a probability of one in ten for every candidate."""
+        self.read_by_teacher.append(prompt_ids)
         return np.full(candidate_ids.shape, np.log(0.1), np.float32)
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:

@@ -377,13 +377,13 @@ def test_a_prompt_of_the_teachers_own_counts_where_the_teacher_reads_and_nowhere
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = [f"data.train={problems}", "evaluation=null", "training.batch_size=4", "training.mini_batch_size=4"]
     plain = plan_training(quickstart(changes))
-    own = [*changes, "prompt.teacher.text={problem}so {solution}"]
+    own = [*changes, "prompt.teacher.text='{problem}so {solution}'"]
     with pytest.raises(
         ConfigError, match=r"^prompt\.teacher\.max_tokens=2048 \+ sampling\.max_response_tokens=160 exc"
     ):
         plan_training(quickstart(own))
     plan = plan_training(quickstart([*own, "prompt.teacher.max_tokens=22"]))
-    assert (plan.problems, plain.filtered, plan.filtered) == (9, 0, 3)
+    assert (plan.problems, plain.filtered, plan.filtered) == (9, 0, 2)
     for prompt in islice(plan.schedule, 12):
         text = plan.teacher.vocabulary.tokenizer.decode(prompt.teacher_ids.tolist()).replace(" ", "")
         solution = prompt.problem.solution.replace(" ", "")

@@ -106,7 +106,12 @@ def bound(
             max_prompts=1,
             weights_may_change=weights_may_change,
         ),
-        PolicyNeeds(probes_per_prompt=8, teacher_responses=teacher_responses, teacher_candidates=teacher_candidates),
+        PolicyNeeds(
+            probes_per_prompt=8,
+            teacher_prompt_tokens=3,
+            teacher_responses=teacher_responses,
+            teacher_candidates=teacher_candidates,
+        ),
     )
     return stages.for_prompt(prompt)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
 from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import root_cause
 from spot_async.config import SamplingConfig
 from spot_async.errors import PermanentError
+from spot_async.policies.opd import OpdPolicy
+from spot_async.policies.samples import distillation_sample
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
+from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_run, simulated_turn_ids
 from spot_async.types import ChatTurn, PolicyNeeds, Problem, Prompt, ScoredPositions
 
 PLAIN = Prompt(ordinal=4, problem=Problem(id="p", text="?", answer="1"), token_ids=np.array([3, 4], np.int32))
@@ -22,6 +27,7 @@ OWN = Prompt(
 CONTEXT = np.array([7, 7, 7, 7, 7, 7], np.int32)
 RESPONSE = np.array([5, 6, 1], np.int32)
 POSITIONS = np.array([1], np.int32)
+CHOSEN = np.array([[8]], np.int32)
 
 
 class Recorder:
@@ -50,6 +56,7 @@ class Recorder:
 
     async def candidate_logprobs(self, request, positions, candidate_ids, *, expected_version):
         self.read.append(request.prompt_ids.tolist())
+        return np.zeros(candidate_ids.shape, np.float32)
 
     async def fetch(self, kind, asked, ask, *, what):
         self.keys.append([part.tolist() if isinstance(part, np.ndarray) else part for part in asked])
@@ -68,7 +75,14 @@ def bound(recorder, prompt, **services):
             **services,
         ),
         StagesSettings(sampling=SamplingConfig(max_response_tokens=6), seed=3, max_prompts=1),
-        PolicyNeeds(teacher_top_k=1, teacher_responses=True, reference=True, teacher_prompt_tokens=6),
+        PolicyNeeds(
+            teacher_top_k=1,
+            teacher_candidates=True,
+            probes_per_prompt=1,
+            teacher_responses=1,
+            reference=True,
+            teacher_prompt_tokens=6,
+        ),
     )
     return stages.for_prompt(prompt)
 
@@ -79,12 +93,13 @@ async def test_only_the_teacher_reads_its_own_prompt(prompt, read):
     stages = bound(recorder, prompt)
     await stages.score(RESPONSE, top_k=1)
     await stages.score_at(RESPONSE, POSITIONS, top_k=1)
+    await stages.teacher_candidates(RESPONSE, POSITIONS, CHOSEN)
     await stages.teacher_response()
-    assert recorder.read == [read] * 3
+    assert recorder.read == [read] * 4
     recorder.read.clear()
     await stages.rollout()
     await stages.reference_logprobs(RESPONSE)
-    await stages.candidate_logprobs(RESPONSE, POSITIONS, np.zeros((1, 1), np.int32))
+    await stages.candidate_logprobs(RESPONSE, POSITIONS, CHOSEN)
     await stages.probe(RESPONSE, 0, 8, n=0)
     assert recorder.read == [[3, 4], [3, 4], [3, 4], [3, 4, 8]]
 
@@ -96,8 +111,9 @@ async def test_a_policy_may_give_the_teacher_a_context_of_its_own_or_the_student
     for given in (CONTEXT, PLAIN.token_ids):
         await stages.score(RESPONSE, top_k=1, prompt_ids=given)
         await stages.score_at(RESPONSE, POSITIONS, top_k=1, prompt_ids=given)
+        await stages.teacher_candidates(RESPONSE, POSITIONS, CHOSEN, prompt_ids=given)
         await stages.teacher_response(prompt_ids=given)
-    assert recorder.read == [CONTEXT.tolist()] * 3 + [[3, 4]] * 3
+    assert recorder.read == [CONTEXT.tolist()] * 4 + [[3, 4]] * 4
 
 
 async def test_kept_scores_are_those_of_the_prompt_that_was_read():
@@ -129,6 +145,7 @@ async def test_a_context_that_is_longer_than_the_needs_state_is_refused_before_i
     for ask in (
         stages.score(RESPONSE, top_k=1, prompt_ids=np.zeros(7, np.int32)),
         stages.score_at(RESPONSE, POSITIONS, top_k=1, prompt_ids=np.zeros(7, np.int32)),
+        stages.teacher_candidates(RESPONSE, POSITIONS, CHOSEN, prompt_ids=np.zeros(7, np.int32)),
         stages.teacher_response(prompt_ids=np.zeros(7, np.int32)),
     ):
         with pytest.raises(
@@ -147,3 +164,45 @@ async def test_turns_become_a_prompt_by_the_teachers_template_and_a_text_is_a_us
     assert stages.teacher_prompt("1+1", written, "1+2") is CONTEXT
     user = [ChatTurn(role="user", content=text) for text in ("1+1", "1+2")]
     assert turns == [user[0], written, user[1]]
+
+
+class TwoContexts:
+    """Scores each of two rollouts behind a context of its own, the second also behind the student's prompt."""
+
+    needs = PolicyNeeds(teacher_top_k=1, samples_per_prompt=2, teacher_prompt_tokens=16, outcomes=False)
+
+    async def supervise(self, prompt, stages):
+        samples = []
+        for n in range(2):
+            rollout = await stages.rollout(n=n)
+            if n:
+                await stages.score(rollout.token_ids, top_k=0, prompt_ids=prompt.token_ids)
+            context = stages.teacher_prompt(f"context {n}")
+            scores = await stages.score(rollout.token_ids, top_k=0, prompt_ids=context)
+            samples.append(distillation_sample(prompt, stages, rollout, scores, await stages.verify(rollout.token_ids)))
+        return samples
+
+
+def test_a_samples_record_says_what_the_teacher_read_where_that_was_not_the_students_prompt():
+    def text(token_ids):
+        return " ".join(map(str, token_ids.tolist()))
+
+    run = simulated_run(TwoContexts(), iterations=1, batch_size=2)
+    contexts = [text(simulated_turn_ids([f"context {n}"])) for n in range(2)]
+    assert [sample.record["teacher_prompt"] for sample in run.samples] == contexts * 2
+    own = [msgspec.structs.replace(each, teacher_ids=each.token_ids[::-1]) for each in simulated_prompts(4)]
+    run = simulated_run(make_policy(OpdPolicy), prompts=own, iterations=1, batch_size=2)
+    for sample, prompt in zip(run.samples, own, strict=False):
+        assert sample.record["teacher_prompt"] == text(prompt.teacher_ids)
+        assert sample.supervision.prompt_ids.tolist() == prompt.token_ids.tolist()
+    run = simulated_run(make_policy(OpdPolicy), iterations=1, batch_size=2)
+    assert not any("teacher_prompt" in sample.record for sample in run.samples)
+
+
+def test_a_context_that_is_too_long_costs_its_prompt_and_says_why():
+    class TooLong(TwoContexts):
+        needs = msgspec.structs.replace(TwoContexts.needs, teacher_prompt_tokens=4)
+
+    with pytest.raises(ExceptionGroup) as ended:
+        simulated_run(TooLong(), iterations=1, batch_size=2)
+    assert "a teacher's prompt has 9 tokens, and PolicyNeeds" in str(root_cause(ended.value))

@@ -154,3 +154,16 @@ def test_tokens_of_a_run_are_counted_by_what_each_method_does(policy, rollouts, 
     assert found.teacher_written == problems * 100
     scored = needs.teacher_top_k > 0 or needs.reference
     assert found.scored == scored * trained
+
+
+def test_a_prompt_of_the_teachers_own_is_paid_for_and_trained_on_by_nobody():
+    own = "prompt.teacher={text: '{problem} so {problem}', max_tokens: 100}"
+    config, plan = configured("policy=opd", own)
+    prompts = list(islice(plan.schedule, 24))
+    read = sum(len(prompt.teacher_ids) for prompt in prompts)
+    students = sum(len(prompt.token_ids) for prompt in prompts)
+    assert read > 1.5 * students
+    (teacher,) = endpoints(config, plan)
+    assert teacher.at_most.used.prompt_tokens == read + 24 * 160
+    found = tokens(config, plan, 100.0, 1.0)
+    assert (found.scored, found.trained) == (read + 24 * 100, students + 24 * 100)

@@ -543,3 +543,56 @@ def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(
 def test_the_table_says_which_end_tokens_stand_for_the_students(score, words):
     facts = {"end_tokens": "a (2), b (1)", "end_tokens_as_students": False, "end_token_scores": score}
     assert dict(ROWS)["end token"](facts) == f"a (2), b (1); {words} in place of the student's"
+
+
+def with_own_prompts(tmp_path: Path, template: str | None, text: str = "{problem}") -> list[str]:
+    """Return settings that give the teacher prompts of its own. A problem's `solution` is another problem."""
+    texts = [f"a{start}b+{start % 9 + 1}c-2d+{start % 7 + 1}" for start in range(10, 34)]
+    rows = [{"problem": one, "answer": "1", "solution": other} for one, other in zip(texts, texts[::-1], strict=True)]
+    own: dict[str, Any] = {"text": text, "max_tokens": 100}
+    if template is not None:
+        (tmp_path / "own.jinja").write_text(template)
+        own["template"] = str(tmp_path / "own.jinja")
+    settings = ["policy=opd", "training.batch_size=8", "training.mini_batch_size=8"]
+    return [f"data.train={write(tmp_path, rows)}", f"prompt.teacher={json.dumps(own)}", *settings]
+
+
+NO_ROLE = "{{ '<|user|>' + messages[0].content }}"
+FIRST_WORD = "{{ '<|user|>' + messages[0].content + '<|assistant|>' + 'one' }}"
+ENDS, FIRST, OTHERS = (
+    "prompt.teacher: behind the user's message the teacher reads",
+    "prompt.teacher: the first token of responses has log-probability",
+    "prompt.teacher: tokens after the first have log-probability",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (None, "{problem}", []),
+        (NO_ROLE, "{problem}", [ENDS, FIRST]),
+        (FIRST_WORD, "{problem}", [ENDS, FIRST]),
+        (None, "{solution}", [OTHERS]),  # another problem
+    ],
+)
+@with_backends
+async def test_a_prompt_of_the_teachers_own_is_compared_with_the_students(
+    template: str | None, text: str, expected: list[str], services: Services, tmp_path: Path
+) -> None:
+    found = await diagnosis_of(services, *with_own_prompts(tmp_path, template, text))
+    assert found.refusals == []
+    assert [[begin for begin in (ENDS, FIRST, OTHERS) if line.startswith(begin)] for line in found.warnings] == [
+        [begin] for begin in expected
+    ]
+    facts = found.roles["teacher"]
+    assert {name for name, value in facts.items() if value is None} == set()
+    words = {line.strip().split("  ")[0] for line in screen_text(found).splitlines()}
+    assert {"first token, own prompt", "other tokens, own prompt"} < words
+
+
+@with_backends
+async def test_a_uniform_teacher_is_refused_behind_a_prompt_of_its_own_too(services: Services, tmp_path: Path) -> None:
+    teacher = Uniform(services["teacher"], generation=False)
+    found = await diagnosis_of(services, *with_own_prompts(tmp_path, None), teacher=teacher)
+    (refusal,) = found.refusals
+    assert refusal.startswith("teacher.backend: its distributions are uniform")

@@ -58,6 +58,7 @@ def test_text_that_a_model_wrote_stays_text_on_the_page(tmp_path):
     sample = spot_sample(
         problem=HOSTILE, answer=HOSTILE, problem_id=HOSTILE, tier=HOSTILE, verdict=HOSTILE, feedback=HOSTILE
     )
+    sample |= {"teacher_prompt": HOSTILE}
     sample["branches"][0] |= {"sampled": HOSTILE, "score_parts": {HOSTILE: 0.5}}
     sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE], "verdicts": [HOSTILE]}
     sample["branches"][0]["candidates"][1]["continuations"] = [HOSTILE * 20]  # folded
@@ -79,7 +80,7 @@ def test_hostile_names_stay_text_in_the_report(tmp_path):
 
 
 def test_a_terminal_gets_no_escape_sequence_from_a_model(tmp_path):
-    sample = spot_sample(problem=HOSTILE, feedback=HOSTILE)
+    sample = spot_sample(problem=HOSTILE, feedback=HOSTILE, teacher_prompt=HOSTILE)
     sample["branches"][0]["score_parts"] = {HOSTILE: 0.5}
     sample["branches"][0]["candidates"][0] |= {"token": HOSTILE, "continuations": [HOSTILE]}
     number, record = make_run(tmp_path / "run", [sample]).sample("0")
@@ -92,7 +93,7 @@ def test_a_terminal_gets_no_escape_sequence_from_a_model(tmp_path):
 
 
 def test_a_sample_shows_scores_candidates_probes_and_targets(tmp_path):
-    files = make_run(tmp_path / "run", [spot_sample()])
+    files = make_run(tmp_path / "run", [spot_sample(teacher_prompt="<|user|>what? because")])
     number, record = files.sample("0")
     found = colourings(record, ["one ", "two ", "three"])
     assert [colouring.palette for colouring in found] == ["score", "advantage"]
@@ -103,6 +104,7 @@ def test_a_sample_shows_scores_candidates_probes_and_targets(tmp_path):
 
     for shown in (plain(terminal(sample_view(number, record, found[0]))), Tags(page_of(files)).text):
         for expected in (
+            "<|user|>what? because",
             "position 0",
             "five",
             "50 %",

@@ -72,7 +72,7 @@ def _estimate(
     is_teacher = role == "teacher"
     if is_teacher:
         prompts = _taught(needs, prompts)
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    prompt_tokens = sum(_read_by_teacher(needs, each) if is_teacher else len(each.token_ids) for each in prompts)
     requests = prompt_total = completion_total = 0.0
     if scores := _scores(needs) if is_teacher else needs.samples_per_prompt:
         scored = len(prompts) * scores
@@ -102,6 +102,11 @@ def _taught(needs: PolicyNeeds, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     if needs.rollouts_per_prompt == 0:
         return list({prompt.problem.id: prompt for prompt in prompts}.values())
     return prompts
+
+
+def _read_by_teacher(needs: PolicyNeeds, prompt: Prompt) -> int:
+    """Return the tokens that the teacher reads before a response; contexts of a policy's making at their longest."""
+    return max(len(prompt.read_by_teacher), needs.teacher_prompt_tokens)
 
 
 def _minutes(requests: float, used: Usage, account: Account) -> float | None:
@@ -254,7 +259,7 @@ def tokens(config: Config, plan: TrainPlan, response_tokens: float, evaluation_s
     responses = len(prompts) * needs.samples_per_prompt
     sequences = needs.samples_per_prompt * prompt_tokens + responses * response_tokens
     taught = len(_taught(needs, prompts))
-    mean_prompt = prompt_tokens / max(1, len(prompts))
+    mean_read = sum(_read_by_teacher(needs, prompt) for prompt in prompts) / max(1, len(prompts))
     evaluations = 0
     if evaluation is not None:
         evaluations = 2 + (iterations // evaluation.eval_every if evaluation.eval_every else 0)
@@ -262,7 +267,7 @@ def tokens(config: Config, plan: TrainPlan, response_tokens: float, evaluation_s
         rollouts=len(prompts) * requests_per_prompt(needs)["rollout"] * response_tokens,
         probes=responses * needs.probes_per_prompt * response_tokens / 2,
         teacher_written=taught * needs.teacher_responses * response_tokens,
-        scored=taught * _scores(needs) * (mean_prompt + response_tokens) + needs.reference * sequences,
+        scored=taught * _scores(needs) * (mean_read + response_tokens) + needs.reference * sequences,
         trained=sequences,
         evaluations=evaluations
         * evaluation_share

@@ -114,6 +114,14 @@ def _score_rows(facts: Facts) -> str:
     return "unknown" if order is None else "yes (probed)" if order == RIGHT else "NO"
 
 
+def _behind_own_prompt(name: str) -> Callable[[Facts], str]:
+    def words(facts: Facts) -> str:
+        own, students = facts.get(name), facts.get(f"{name}_students_prompt")
+        return "" if own is None or students is None else f"{own:.3g}, {students:.3g} behind the student's"
+
+    return words
+
+
 def _repeatability(facts: Facts) -> str:
     if facts.get("noise_alone_nats") is None:
         return "unknown"
@@ -198,6 +206,8 @@ ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("temperature of samples", _temperature("generation_temperature", "samples nothing")),
     ("masked positions", _masked),
     ("scores of the right rows", _score_rows),
+    ("first token, own prompt", _behind_own_prompt("first_token_logprob")),
+    ("other tokens, own prompt", _behind_own_prompt("other_tokens_logprob")),
     ("repeatability", _repeatability),
     ("servers apart", lambda facts: _nats(facts["servers_differ_nats"]) if "servers_differ_nats" in facts else ""),
     ("samples of the whole", _samples),

@@ -78,8 +78,9 @@ def sample_view(
     about = Text(" · ".join(remarks(sample)), style="dim")
     problem = Text.assemble(("problem  ", "dim"), visible(sample.problem))
     answer = Text.assemble(("answer   ", "dim"), visible(sample.answer))
+    read = [Text.assemble(("teacher read ", "dim"), visible(sample.teacher_prompt))] if sample.teacher_prompt else []
     feedback = [Text.assemble(("feedback ", "dim"), visible(sample.feedback))] if sample.feedback else []
-    parts: list[RenderableType] = [head, about, problem, answer, *feedback, Text()]
+    parts: list[RenderableType] = [head, about, problem, answer, *read, *feedback, Text()]
     if sample.response_ids:
         parts += [legend(colouring), response_text(colouring)]
         if framed := framed_words(sample, "Underlined", policy):

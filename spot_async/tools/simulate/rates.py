@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from spot_async.base.processes.gpus import GPUS
+from spot_async.checks.capabilities import longest_prompt
 from spot_async.checks.device_shares import ServerOnDevice, servers_on_devices
 from spot_async.checks.served import served_models
 from spot_async.config import Config
@@ -214,7 +215,7 @@ def data_sheet_rates(config: Config, needs: PolicyNeeds, known: Collection[str])
     except DataError:
         return {}
     rates: Tree = {"lengths": {"median": LENGTH_SHARE * config.sampling.max_response_tokens,
-                               "prompts": LENGTH_SHARE * config.sampling.max_prompt_tokens}}  # fmt: skip
+                               "prompts": LENGTH_SHARE * longest_prompt(config, needs, "teacher")[0]}}  # fmt: skip
     for role, count in served_roles(config, needs).items():
         model = role if role in served else "student"  # the reference is its base
         here = [server for server in servers if server.role == model]

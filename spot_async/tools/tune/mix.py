@@ -115,10 +115,16 @@ class NotedStages:
         )
 
     async def teacher_candidates(
-        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        prompt_ids: IntArray | None = None,
     ) -> FloatArray:
         return await self._noted(
-            "score", lambda stages: stages.teacher_candidates(response_ids, positions, candidate_ids)
+            "score",
+            lambda stages: stages.teacher_candidates(response_ids, positions, candidate_ids, prompt_ids=prompt_ids),
         )
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:

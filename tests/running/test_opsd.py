@@ -1,0 +1,71 @@
+"""OPSD in its sampled form, by configuration alone: the frozen student teaches itself behind the solution."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_requests import dense_logprobs
+
+import spot_async
+from spot_async.models.vocabulary import Vocabulary
+
+ROOT = Path(__file__).parents[2]
+STUDENT = ROOT / "examples" / "running_sum" / "student"
+PROBLEMS = 16
+
+
+def solved(problem: str) -> str:
+    """A worked solution of a running sum, one term a line."""
+    total, lines = 0, []
+    for label, term in re.findall(r"([a-p])([+-]?\d+)", problem):
+        before, total = total, total + int(term)
+        if label != "a":
+            lines.append(f"one {chr(ord(label) - 1)}{before}{term}={total}")
+    return " so ".join([*lines, f"\\boxed{{{total}}}"])
+
+
+@pytest.fixture
+def outcome(tmp_path, monkeypatch, servers_on_threads, trainer_on_thread):
+    monkeypatch.chdir(ROOT)
+    lines = (ROOT / "examples/running_sum/data/train.jsonl").read_text().splitlines()[:PROBLEMS]
+    rows = [json.loads(line) for line in lines]
+    data = tmp_path / "solved.jsonl"
+    data.write_text("".join(json.dumps(row | {"solution": solved(row["problem"])}) + "\n" for row in rows))
+    return spot_async.run(
+        {
+            "run": {"directory": str(tmp_path / "run")},
+            "student": {"model": str(STUDENT)},
+            "teacher": {"model": str(STUDENT)},
+            "data": {"train": str(data)},
+            "prompt": {"instruction": "", "teacher": {"text": "{problem} {solution}", "max_tokens": 256}},
+            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
+            "policy": "opd",
+            "training": {"iterations": 2, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3},
+        }
+    )
+
+
+def test_a_student_learns_from_itself_behind_the_solution(outcome):
+    lines = (outcome.directory / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    tokenizer = Vocabulary.load(STUDENT).tokenizer
+    assert len(samples) == 16
+    for sample in samples[:4]:  # of the first iteration: teacher and student have the same weights
+        problem, response = sample["problem"], np.array(sample["response_ids"])
+        assert sample["teacher_prompt"].replace(" ", "") == (
+            f"<|user|>{problem}{solved(problem).replace(' ', '')}<|assistant|>"
+        )
+        read = tokenizer(sample["teacher_prompt"], add_special_tokens=False, return_tensors="np").input_ids[0]
+        own = tokenizer(f"<|user|>{problem}<|assistant|>", add_special_tokens=False, return_tensors="np").input_ids[0]
+        at = np.arange(len(response)), response
+        np.testing.assert_allclose(sample["teacher_logprobs"], dense_logprobs(STUDENT, read, response)[at], atol=1e-4)
+        np.testing.assert_allclose(sample["behavior_logprobs"], dense_logprobs(STUDENT, own, response)[at], atol=1e-4)
+        assert np.abs(np.subtract(sample["teacher_logprobs"], sample["behavior_logprobs"])).max() > 0.1
+    metrics = [json.loads(line) for line in (outcome.directory / "metrics.jsonl").read_text().splitlines()]
+    for row in metrics:  # the trainer computes what the student's server did: it trains on the student's prompt
+        assert row["train/mismatch_max"] < 1e-3
+        assert row["train/grad_norm"] > 0
