@@ -353,6 +353,14 @@ class PromptStages(Protocol):
         """Judge a whole response to this prompt. Missing evidence has already been asked for once more."""
         ...
 
+    def written_response(self) -> Generation:
+        """Return the problem's response in the data, with the student's end token. No student sampled its tokens.
+
+        It is cut after `sampling.max_response_tokens`. Nobody knows its log-probabilities: they are 0. Raises
+        `DataError` where there is none, or one that goes on after an end token.
+        """
+        ...
+
     def decode(self, token_ids: IntArray) -> str:
         """Return the text of response tokens without special tokens."""
         ...

@@ -137,6 +137,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     category: str | None = None  # subject or source, by which examples are matched
     choices: tuple[str, ...] = ()  # in the file's order, A first; not part of the text
     solution: str | None = None  # a worked solution, where examples are made from it
+    response: str | None = None  # a written one that a policy may learn from
     history: tuple[ChatTurn, ...] = ()  # the messages before the text: a system message, earlier turns
 
     @property
@@ -338,6 +339,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     exact_entropy: bool = False
     candidate_logprobs: bool = False
     outcomes: bool = True  # it learns from whether responses are right, so problems must have answers
+    written_responses: bool = False  # it learns from responses in the data, so problems must have one
     # The most requests of one prompt at the same time. Its stages refuse the first one above.
     rollouts_per_prompt: int | None = None  # None: one for each trajectory; 0: the student writes nothing
     scores_per_prompt: int | None = None  # None: one for each trajectory

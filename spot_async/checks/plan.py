@@ -21,7 +21,7 @@ from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
 from spot_async.checks.served import check_places, check_recovery, check_roles, offers, served_models
 from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig
-from spot_async.data import load_problem_set, require_answers
+from spot_async.data import load_problem_set, require_answers, require_responses
 from spot_async.data.golds import gold_doubts
 from spot_async.data.problem_set import ProblemSet, count_identical
 from spot_async.data.prompts import (
@@ -131,6 +131,8 @@ def plan_training(config: Config) -> TrainPlan:
     )
     if policy.needs.outcomes:
         require_answers(training_set, "data.train")
+    if policy.needs.written_responses:
+        require_responses(training_set, "data.train")
     problems = training_set.problems
     renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teacher).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)

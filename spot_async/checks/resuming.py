@@ -63,14 +63,15 @@ def digest_of_keys(config: Config) -> str:
 
 
 def digest_of_prompts(plan: TrainPlan) -> str:
-    """Return a digest of the problems and their rendered prompts, in the order of the first epoch."""
+    """Return a digest of the problems, their rendered prompts and written responses, in the first epoch's order."""
     epoch = itertools.islice(plan.schedule, plan.schedule.per_epoch)
     return _digest([_parts(each) for each in epoch])
 
 
 def _parts(prompt: Prompt) -> list[Any]:
-    own = [] if prompt.teacher_ids is None else [prompt.teacher_ids.tolist()]
-    return [prompt.problem.id, prompt.problem.answer, prompt.token_ids.tolist(), *own]
+    problem, own = prompt.problem, [] if prompt.teacher_ids is None else [prompt.teacher_ids.tolist()]
+    written = [] if problem.response is None else [problem.response]
+    return [problem.id, problem.answer, prompt.token_ids.tolist(), *own, *written]
 
 
 def check_same_numbers(before: Config, now: Config) -> None:

@@ -30,6 +30,7 @@ Layout: TypeAlias = Literal[
     "mmlu_pro",
     "alpaca_eval",
 ]
+Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution", "response"]
 _MAY_BE_NULL = ("id", "tier", "category")
 Duplicates: TypeAlias = Literal["conflicting", "exact", "spacing", "keep"]
 
@@ -45,11 +46,12 @@ class ProblemSetConfig(Section):
     subset: str | None = Field(None, description="which subset, for a data set on the hub that has several")
     split: str | None = Field(None, description="which split, for a data set on the hub that has several")
     revision: str | None = Field(None, description="commit or tag of a data set on the hub; default: its newest")
-    fields: dict[Literal["problem", "answer", "id", "tier", "category", "choices", "solution"], str | None] = Field(
+    fields: dict[Part, str | None] = Field(
         {},
         description="columns that hold a problem's parts, if they are not those of the layout; `a.b` is b inside a. In "
-        "chat messages, `answer` is the box in the assistant's last message. `id: null` numbers the rows, whatever "
-        "columns they have; `tier` and `category` may be null too",
+        "chat messages, `answer` is the box in the assistant's last message, and `response` that message: what a "
+        "policy may learn from as written. `id: null` numbers the rows, whatever columns they have; `tier` and "
+        "`category` may be null too",
     )
     duplicates: Duplicates | None = Field(
         None,

@@ -4,6 +4,6 @@ A run calls `load_problem_set`; `prompts.py` renders and orders the prompts. Whe
 `verification/`. The command `check` is in `tools/check/`.
 """
 
-from spot_async.data.problem_set import ProblemSet, load_problem_set, require_answers
+from spot_async.data.problem_set import ProblemSet, load_problem_set, require_answers, require_responses
 
-__all__ = ["ProblemSet", "load_problem_set", "require_answers"]
+__all__ = ["ProblemSet", "load_problem_set", "require_answers", "require_responses"]

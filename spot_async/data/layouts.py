@@ -12,7 +12,8 @@ from string import ascii_uppercase
 from typing import NamedTuple
 
 from spot_async.config import Duplicates
-from spot_async.data.parts import EXACT_FLOATS, Draft, Part
+from spot_async.config.problems import Part
+from spot_async.data.parts import EXACT_FLOATS, Draft
 from spot_async.data.rows import Columns, literal, only_value
 from spot_async.verification.multiple_choice import chosen_option
 from spot_async.verification.normalization import extract_boxed, strip_answer

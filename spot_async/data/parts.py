@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from spot_async.base.text import shortened
+from spot_async.config.problems import Part
 from spot_async.data.keys import setting
 from spot_async.data.rows import Columns, Row, literal, only_value
 from spot_async.errors import DataError
 from spot_async.types import ChatTurn, Problem
 from spot_async.verification.normalization import extract_boxed
 
-Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution"]
 EXACT_FLOATS = 1e15  # a float with a whole value below this has lost no digits
 SHOWN_CHARS = 80
 _ABSENT = object()
@@ -35,8 +35,10 @@ _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
     "category": _LABEL,
     "choices": (list[str | int | float], "a list of texts or numbers"),
     "solution": (str, "text"),
+    "response": (str, "text"),
 }
 Messages: TypeAlias = list[dict[str, Any]]
+_SPOKEN: tuple[Part, ...] = ("problem", "answer", "solution", "response")  # parts that chat messages may hold
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
 
 
@@ -50,6 +52,7 @@ class Draft(msgspec.Struct, kw_only=True):
     category: str | None = None
     choices: tuple[str, ...] = ()
     solution: str | None = None
+    response: str | None = None
     history: tuple[ChatTurn, ...] = ()
     chat_in_string: bool = False  # a column holds its chat messages as text
     lacks_box: bool = False  # the answer should be in the assistant's last message, but that has no box
@@ -69,6 +72,7 @@ class Draft(msgspec.Struct, kw_only=True):
             category=self.category,
             choices=self.choices,
             solution=self.solution,
+            response=self.response,
             history=self.history,
         )
 
@@ -103,11 +107,11 @@ def read_draft(
                 f"{row.where}: no column {column!r}, which {setting(key, f'fields.{part}')} names; {_has(row)}"
             )
         name = next((name for name, value in found.items() if not _is_empty(value)), None)
-        if name is not None and part in ("problem", "answer", "solution"):
+        if name is not None and part in _SPOKEN:
             chat = literal(found[name]) if isinstance(found[name], str) and "role" in found[name] else None
             if is_chat(chat):
                 found[name], parts["chat_in_string"] = chat, True
-        if name is not None and is_chat(found[name]) and part in ("problem", "answer", "solution"):
+        if name is not None and is_chat(found[name]) and part in _SPOKEN:
             parts |= _of_chat(part, found[name], name, row)
         elif name is not None:
             parts[part] = _typed(part, found[name], name, row, key)
@@ -147,8 +151,8 @@ def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, A
             raise DataError(f"{row.where}: column {name!r} {error}; correct or remove the row") from None
         return {"problem": text, "history": history}
     said = last_of_assistant(messages)
-    if part == "solution":
-        return {"solution": said}
+    if part != "answer":
+        return {part: said or None}
     box = extract_boxed(said)
     return {"answer": box or "", "lacks_box": not box}
 

@@ -111,6 +111,15 @@ def require_answers(found: ProblemSet, key: str) -> None:
         )
 
 
+def require_responses(found: ProblemSet, key: str) -> None:
+    """Raise DataError if a problem has no written response, which the policy learns from."""
+    if problem := next((each for each in found.problems if not each.response), None):
+        raise DataError(
+            f"{about(key)}problem {problem.id!r} has no response, and the policy learns from written ones: name their "
+            f"column in {setting(key, 'fields.response')}, or correct the row"
+        )
+
+
 @dataclass
 class _Group:
     """Rows that count as the same problem."""

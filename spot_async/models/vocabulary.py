@@ -7,6 +7,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from spot_async.base.processes.resources import without_gc
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
@@ -42,6 +44,10 @@ class Vocabulary:
         """Return the text with special tokens, as a prompt is read."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
+
+    def encode(self, text: str) -> IntArray:
+        """Return the tokens (T,) of a text. Special tokens that it spells are those tokens, and no others are added."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def _text(self, token_ids: IntArray | list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -21,10 +21,10 @@ from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
 from spot_async.base.waiting_room import Priority
 from spot_async.config import StageConfig
-from spot_async.errors import ContractError, PermanentError
+from spot_async.errors import ContractError, DataError, PermanentError
 from spot_async.models.alignment import branch_root
 from spot_async.models.common_vocabulary import EndTokens, known_positions, with_summed_last
-from spot_async.models.responses import foreign
+from spot_async.models.responses import first_tokens, foreign
 from spot_async.models.vocabulary import stop_token_ids
 from spot_async.protocols import CandidateScorer, Generator, PositionScorer, Scorer
 from spot_async.replicas.leasing import ServicePool, pool_of
@@ -400,6 +400,27 @@ class BoundStages:
     def _note_read(self, read_ids: IntArray, response_ids: IntArray) -> None:
         if not np.array_equal(read_ids, self._prompt.token_ids):
             self._read_before.setdefault(np.asarray(response_ids, np.int32).tobytes(), []).append(read_ids)
+
+    def written_response(self) -> Generation:
+        problem, ends = self._prompt.problem, self._stages.stop_token_ids
+        if not problem.response:
+            raise DataError(f"problem {problem.id!r} has no response: name its column in data.train.fields.response")
+        token_ids = self._stages.services.vocabulary.encode(problem.response)
+        passed = np.flatnonzero(np.isin(token_ids[:-1], ends))
+        if len(passed):
+            raise DataError(
+                f"problem {problem.id!r}: its response goes on after an end token, its token {passed[0] + 1} of "
+                f"{len(token_ids)}: correct the row"
+            )
+        if not np.isin(token_ids[-1:], ends).any():
+            token_ids = np.append(token_ids, np.int32(self._stages.ends.ours))
+        written = Generation(
+            token_ids=token_ids,
+            logprobs=np.zeros(len(token_ids), np.float32),
+            finish_reason="stop",
+            version_spans=(),
+        )
+        return first_tokens(foreign(written), self._stages.settings.sampling.max_response_tokens)
 
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.services.vocabulary.decode(token_ids)

@@ -68,6 +68,7 @@ from spot_async.types import (
 
 PROBLEMS = 32
 MAX_RESPONSE_TOKENS = 64
+WRITTEN_TOKENS = 12  # of the response that each problem has
 
 
 class SimulatedTokenizer:
@@ -82,6 +83,10 @@ class SimulatedTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         return {f"token-{token_id}": token_id for token_id in range(self._vocab_size)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text that consists of their numbers."""
+        return [int(number) for number in text.split()]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ids. Special tokens have one too, so that two responses never have the same text."""
@@ -127,7 +132,8 @@ def simulated_prompts(limit: int | None = None, *, problems: int = PROBLEMS, ans
     """Return prompts, without end by default. Each epoch has every problem, and the n-th has 5 + n tokens."""
     for ordinal in count() if limit is None else range(limit):
         index = ordinal % problems
-        problem = Problem(id=f"p{index}", text=f"problem {index}", answer=answer)
+        written = " ".join(str(2 + (index + place) % (VOCAB_SIZE - 2)) for place in range(WRITTEN_TOKENS))
+        problem = Problem(id=f"p{index}", text=f"problem {index}", answer=answer, response=written)
         token_ids = (2 + np.arange(5 + index) % (VOCAB_SIZE - 2)).astype(np.int32)
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=token_ids)
 
@@ -370,6 +376,9 @@ class ScriptedStages:
         self.verified.append(token_ids)
         judged = self._verdicts.get(token_ids, self._verdict)
         return judged if isinstance(judged, Judgement) else Judgement(judged)
+
+    def written_response(self) -> Generation:
+        return foreign(self.response)
 
     def decode(self, token_ids: IntArray) -> str:
         return " ".join(map(str, token_ids.tolist()))

@@ -17,8 +17,9 @@ class Schedule(list):
     per_epoch = 1
 
 
-def plan(*token_ids, reads_clock=False):
-    prompt = Prompt(ordinal=0, problem=Problem(id="p", text="1+1", answer="2"), token_ids=np.array(token_ids))
+def plan(*token_ids, reads_clock=False, response=None):
+    problem = Problem(id="p", text="1+1", answer="2", response=response)
+    prompt = Prompt(ordinal=0, problem=problem, token_ids=np.array(token_ids))
     return SimpleNamespace(schedule=Schedule([prompt]), reads_clock=reads_clock)
 
 
@@ -35,5 +36,7 @@ def test_changed_prompts_are_refused_and_a_date_in_them_is_named():
     check_same_prompts(begun_with, plan(1, 2, reads_clock=True))
     with pytest.raises(DataError, match=r"data\.train has other problems, answers or prompts"):
         check_same_prompts(begun_with, plan(1, 3))
+    with pytest.raises(DataError, match=r"data\.train has other problems"):
+        check_same_prompts(begun_with, plan(1, 2, response="2"))
     with pytest.raises(DataError, match="the chat template writes today's date into them"):
         check_same_prompts(begun_with, plan(1, 3, reads_clock=True))

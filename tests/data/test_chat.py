@@ -14,7 +14,7 @@ from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
-from spot_async.data.problem_set import count_identical
+from spot_async.data.problem_set import count_identical, require_responses
 from spot_async.data.prompts import PromptRenderer
 from spot_async.errors import DataError
 from spot_async.models.vocabulary import Vocabulary
@@ -51,6 +51,20 @@ def test_system_and_user_messages_become_the_prompt_and_the_last_answer_does_not
     assert (
         load(tmp_path, renamed, layout="messages", fields={"problem": "chat"}, needs_answers=False).problems == expected
     )
+
+
+def test_a_written_response_is_a_column_or_what_the_assistant_said_last_and_is_read_only_where_asked_for(tmp_path):
+    rows = [{"problem": "1+2?", "answer": "3", "response": "It is 3."}]
+    assert load(tmp_path, rows).problems[0].response is None
+    (problem,) = load(tmp_path, rows, fields={"response": "response"}).problems
+    assert (problem.response, problem.answer) == ("It is 3.", "3")
+    asked = [ASKED, said("user: Hi")]
+    found = load(tmp_path, asked, fields={"response": "messages"}, needs_answers=False)
+    assert [each.response for each in found.problems] == [r"Three: \boxed{3}, or $\boxed{{03}.}$.", None]
+    with pytest.raises(
+        DataError, match=r"problem '.*row-2' has no response, .* column in data\.train\.fields\.response"
+    ):
+        require_responses(found, "data.train")
 
 
 def test_a_template_renders_the_conversation_with_the_instruction_behind_it(tmp_path):

@@ -15,6 +15,7 @@ from spot_async.base.tasks import gather
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import (
     ContractError,
+    DataError,
     DeadlineExceededError,
     PermanentError,
     PluginError,
@@ -27,6 +28,7 @@ from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.services import Services, StagesSettings, requests_per_prompt
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
+from spot_async.testing.simulation import simulated_services, simulated_vocabulary
 from spot_async.types import (
     Judgement,
     PolicyNeeds,
@@ -223,6 +225,41 @@ async def test_what_a_response_continues_decides_its_seed_and_nothing_else_of_it
     assert seeds[: len(seeds) // 2] == seeds[len(seeds) // 2 :]
     assert len({*seeds}) == 2 * len(kinds)
     assert seeds[:2] == [derive_seed(3, PROMPT.ordinal, what) for what in ("rollout", "teacher response")]
+
+
+def written(response, most=6):
+    """Return what stages make of a problem's response in the data, whose text is its tokens' numbers."""
+    prompt = msgspec.structs.replace(PROMPT, problem=msgspec.structs.replace(PROMPT.problem, response=response))
+    services = simulated_services(PolicyNeeds(), vocabulary=simulated_vocabulary((1, 7)))
+    settings = StagesSettings(sampling=SamplingConfig(max_response_tokens=most))
+    return Stages(services, settings, PolicyNeeds()).for_prompt(prompt).written_response()
+
+
+def test_a_written_response_ends_as_the_student_does_and_nobody_sampled_it():
+    for response in ("5 6", "5 6 1"):
+        found = written(response)
+        assert found.token_ids.tolist() == [5, 6, 1]
+        assert (found.version_spans, found.finish_reason) == ((VersionSpan(0, 3, None),), "stop")
+    assert written("5 7").token_ids.tolist() == [5, 7]  # it may end as the model does at times
+    cut = written("5 6 8", most=2)
+    assert (cut.token_ids.tolist(), cut.version_spans, cut.finish_reason) == (
+        [5, 6],
+        (VersionSpan(0, 2, None),),
+        "length",
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        (None, r"problem 'p' has no response: name its column in data\.train\.fields\.response"),
+        ("", "problem 'p' has no response"),
+        ("5 1 6", "problem 'p': its response goes on after an end token, its token 2 of 3: correct the row"),
+    ],
+)
+def test_a_response_that_cannot_be_learnt_is_refused_with_its_problem(response, said):
+    with pytest.raises(DataError, match=said):
+        written(response)
 
 
 async def test_an_end_token_the_teacher_lacks_is_scored_as_the_teachers():

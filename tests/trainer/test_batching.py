@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,9 +13,15 @@ from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup
 
 from spot_async.config import TrainingConfig
-from spot_async.trainer.batching import Layout, input_length, mini_batches, update_shares
+from spot_async.trainer.batching import Layout, collate, input_length, mini_batches, update_shares
 from spot_async.trainer.settings import learning_rate, schedule_words, seam_words
-from spot_async.types import Supervision
+from spot_async.types import Supervision, VersionSpan, WeightVersion
+
+
+def test_tokens_that_no_student_sampled_are_of_no_weights(supervision: Callable[..., Supervision]) -> None:
+    spans = (VersionSpan(0, 1, WeightVersion(0, 4)), VersionSpan(1, 3, None), VersionSpan(3, 4, WeightVersion(0, 5)))
+    sample = msgspec.structs.replace(supervision(0, 4), version=WeightVersion(0, 4), version_spans=spans)
+    assert collate([sample], is_packed=False).sampled_at.tolist() == [[4, -1, -1, 5]]
 
 
 @settings(max_examples=50)

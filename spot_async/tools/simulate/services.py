@@ -33,7 +33,7 @@ from spot_async.testing.services import (
     capabilities,
     generation,
 )
-from spot_async.tools.simulate.lengths import Asked, Workload
+from spot_async.tools.simulate.lengths import GRAINS, Asked, Workload
 from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates, of_one
 from spot_async.types import (
     Capabilities,
@@ -158,6 +158,7 @@ class SharedProcessor:
 AT_ONCE = Latency(0.0, 0.0, 0.0)
 UNLIMITED = 1 << 30
 PROMPT_TOKENS = 8  # of a simulated prompt; the workload says how long real ones are
+WRITTEN = " ".join(["2"] * GRAINS)  # a response in the data, which is as long as the average
 FIRST_TOKEN, BASE = 2, VOCAB_SIZE - 2  # the two before it are special
 
 
@@ -166,7 +167,8 @@ def prompts() -> Iterator[Prompt]:
     for ordinal in count():
         digits = [ordinal // BASE**place % BASE for place in range(PROMPT_TOKENS)]
         token_ids = np.array(digits, np.int32) + FIRST_TOKEN
-        yield Prompt(ordinal=ordinal, problem=Problem(id=f"p{ordinal}", text="", answer="1"), token_ids=token_ids)
+        problem = Problem(id=f"p{ordinal}", text="", answer="1", response=WRITTEN)
+        yield Prompt(ordinal=ordinal, problem=problem, token_ids=token_ids)
 
 
 def ordinal_of(prompt_ids: IntArray) -> int:

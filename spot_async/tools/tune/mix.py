@@ -89,6 +89,9 @@ class NotedStages:
     def ends(self) -> EndTokens:
         return self._stages.ends
 
+    def written_response(self) -> Generation:
+        return self._stages.written_response()
+
     def decode(self, token_ids: IntArray) -> str:
         return self._stages.decode(token_ids)
 
