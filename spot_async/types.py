@@ -288,8 +288,10 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     divergence: Divergence | None = None  # of the student from them; None: the cross-entropy
 
 
-class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=Renamed):
     """Everything the trainer needs of one trajectory: a sum of terms. It names no method."""
+
+    renamed: ClassVar = {"teacher_logprobs": "a pull: give pulls=(pull(scores),)"}
 
     prompt_ordinal: int
     problem_id: str

@@ -53,7 +53,8 @@ FREE = (
     ),
     "verifier.workers",
 )
-LATER = (("training.lora", None), ("prompt.teacher", None))
+# Keys that came later, with the values that mean what runs did without them.
+LATER = (("training.lora", None), ("training.normalize_advantages", False), ("prompt.teacher", None))
 FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
 
 
@@ -101,7 +102,6 @@ def check_same_prompts(digest: str, plan: TrainPlan) -> None:
 
 def _deciding(config: Config) -> Mapping[str, Any]:
     keys = leaves(config.model_dump(mode="json"))
-    # Runs from before these sections have none of their keys.
     return {key: value for key, value in keys if not _is_free(key) and (key, value) not in LATER}
 
 

@@ -18,7 +18,7 @@ from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.testing.simulation import make_policy, policy_context, simulated_run
 from spot_async.trainer.feed_check import WrongSupervisionError
-from spot_async.types import Judgement, PolicyNeeds, Verdict
+from spot_async.types import Judgement, PolicyNeeds, Supervision, Verdict
 
 
 class Theirs(OpdPolicy):
@@ -138,6 +138,20 @@ def test_a_policy_that_asks_for_more_at_once_than_its_needs_state_is_told_at_its
     assert f", at {__file__}:" in str(cause)
     policy.needs = msgspec.structs.replace(policy.needs, scores_per_prompt=6)
     assert len(simulated_run(policy, iterations=2, max_staleness=staleness).batches) == 2
+
+
+class GivesTeacherLogprobs(Theirs):
+    async def supervise(self, prompt: Any, stages: Any) -> Any:
+        return [Supervision(teacher_logprobs=np.zeros(1))]
+
+
+def test_a_policy_that_gives_the_teachers_log_probabilities_is_told_to_give_a_pull() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        simulated_run(GivesTeacherLogprobs(), iterations=1)
+    assert str(root_cause(caught.value)).startswith(
+        "policy GivesTeacherLogprobs.supervise: Supervision.teacher_logprobs is now a pull: give pulls=(pull(scores),)"
+        f", at {__file__}:"
+    )
 
 
 @pytest.mark.parametrize("old", ["soft_target_bytes", "soft_target_bytes_per_token"])
