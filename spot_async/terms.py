@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.models.common_vocabulary import tails_with
 from spot_async.models.responses import oldest_version, sampled_tokens
 from spot_async.types import (
     BoolArray,
@@ -26,7 +27,7 @@ from spot_async.types import (
     TokenScores,
 )
 
-# A tail is at least this: 1 minus a sum of float32 probabilities is only rounding below it.
+# A tail that nobody served is at least this: 1 minus a sum of float32 probabilities is only rounding below it.
 LEAST_TAIL = 2.0**-20
 LEAST_PROBABILITY = 1e-35  # which float32 still has
 
@@ -102,6 +103,7 @@ def compared(
     positions = np.flatnonzero(known if where is None else known & where)
     weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
     k = scores.topk_ids.shape[1] if top_k is None else top_k
+    tails = tails_with(scores.tail_logprobs, scores.topk_logprobs[:, k:])
     return soft_targets(
         positions,
         scores.topk_ids[positions, :k],
@@ -109,6 +111,7 @@ def compared(
         weights[positions],
         divergence,
         has_tail=has_tail and not divergence.is_conditional,
+        tail_logprobs=None if tails is None else tails[positions],
     )
 
 
@@ -120,11 +123,13 @@ def soft_targets(
     divergence: Divergence | None,
     *,
     has_tail: bool = True,
+    tail_logprobs: FloatArray | None = None,
 ) -> SoftTargets:
     """Return targets at positions (N,) of a model's full-vocabulary log-probabilities (N, k).
 
-    With a tail the rest of the model's probability is that of all other tokens. Without one the log-probabilities are
-    renormalised. Either way rows sum to 1, whatever noise is in them.
+    With a tail, all other tokens have what the model's server says of them, `tail_logprobs` (N,), or else the rest of
+    the probability. Without one the log-probabilities are renormalised. Either way rows sum to 1, whatever noise is in
+    them.
     """
     raw = np.asarray(logprobs, dtype=np.float64)
     if divergence is not None and divergence.temperature != 1.0:
@@ -132,7 +137,10 @@ def soft_targets(
     tails = None
     if has_tail:
         probabilities = np.exp(raw)
-        rest = np.maximum(1.0 - probabilities.sum(axis=1), LEAST_TAIL)
+        if tail_logprobs is None:
+            rest = np.maximum(1.0 - probabilities.sum(axis=1), LEAST_TAIL)
+        else:
+            rest = np.maximum(np.exp(tail_logprobs, dtype=np.float64), LEAST_PROBABILITY)
         total = probabilities.sum(axis=1) + rest
         probabilities, tails = probabilities / total[:, None], (rest / total).astype(np.float32)
     else:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import spot_async.trainer.model
 from spot_async.terms import compared, forward_kl, jsd, pull, reverse_kl, reverse_skew, skew, soft_targets
 from spot_async.testing import advantages_of, token_scores
+from spot_async.testing.services import whole_scores
 from spot_async.trainer.batching import MicroBatch, collate
 from spot_async.trainer.divergence import Cells, soft_target_losses
 from spot_async.trainer.messages import Batch
@@ -164,6 +165,24 @@ def test_where_student_and_target_agree_there_is_no_loss_and_no_gradient(kind: D
     assert float(loss.detach()) == pytest.approx(0.0, abs=1e-6)
     assert logits.grad is not None
     assert float(logits.grad.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("tail", [1e-6, 1e-8, 1e-12])
+def test_a_tail_that_the_teacher_serves_makes_a_reverse_kl_exact_where_it_is_sure(tail: float) -> None:
+    """Left over from float32 probabilities it would be noise: off by nats, times the student's mass there."""
+    draw = np.random.default_rng(0)
+    inside, outside = draw.dirichlet(np.ones(8), 20), draw.dirichlet(np.ones(VOCAB - 8), 20)
+    teacher = np.log(np.concatenate([inside * (1 - tail), outside * tail], axis=1))
+    log_q = torch.tensor(model_logprobs(1, 3)[0])
+    q = log_q.exp().numpy()
+    cells_p, cells_q = np.column_stack([np.exp(teacher[:, :8]), np.full(20, tail)]), [*q[:8], q[8:].sum()]
+    expected = (cells_q * np.log(cells_q / cells_p)).sum(axis=1)
+    scores = whole_scores(teacher, np.zeros(20, np.int32), 8)
+    for top_k, given_scores in ((8, scores), (None, scores), (8, whole_scores(teacher, np.zeros(20, np.int32), 20))):
+        losses = losses_of(compared(given_scores, reverse_kl(), top_k=top_k), log_q)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    left_over = compared(msgspec.structs.replace(scores, tail_logprobs=None), reverse_kl())
+    assert np.abs(losses_of(left_over, log_q).numpy() - expected).max() > 1e-3
 
 
 @given(st.integers(0, 100), st.floats(0, 0.3))
