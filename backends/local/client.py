@@ -45,7 +45,7 @@ class LocalClient:
         return HttpEndpoint(
             self.name,
             address.url,
-            route=Route(address.uds, proxy=proxy_for(self.name, address.url, None) if by_proxy else None),
+            route=Route(address.uds, proxy=proxy_for(f"{self.name}.backend", address.url, None) if by_proxy else None),
             api_key=address.credentials.api_key,
             headers=headers,
             secret_headers={api.UPDATE_TOKEN_HEADER: token} if token is not None else None,

@@ -27,7 +27,7 @@ PROXY_SCHEMES = ("http", "https")
 SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "api-key", "x-api-key", "cookie"})
 
 
-def tls_context(role: str, ca_certificates: str | None) -> ssl.SSLContext:
+def tls_context(section: str, ca_certificates: str | None) -> ssl.SSLContext:
     """Return the certificates to trust: as given, else from SSL_CERT_FILE or SSL_CERT_DIR, else the usual ones."""
     if ca_certificates is None:
         return httpx.create_ssl_context()
@@ -36,11 +36,11 @@ def tls_context(role: str, ca_certificates: str | None) -> ssl.SSLContext:
         context.load_verify_locations(ca_certificates)
     except (OSError, ssl.SSLError) as error:
         reason = getattr(error, "strerror", None) or "it holds no certificate in PEM form"
-        raise ConfigError(f"{role}.backend.ca_certificates={ca_certificates}: cannot be used: {reason}") from None
+        raise ConfigError(f"{section}.ca_certificates={ca_certificates}: cannot be used: {reason}") from None
     return context
 
 
-def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
+def proxy_for(section: str, url: str, proxy: str | None) -> httpx.Proxy | None:
     """Return the proxy: as given, else from HTTPS_PROXY, HTTP_PROXY or ALL_PROXY unless NO_PROXY names the address.
 
     The environment's proxy is never used for this machine's own addresses.
@@ -55,9 +55,7 @@ def proxy_for(role: str, url: str, proxy: str | None) -> httpx.Proxy | None:
             return None
     address = httpx.URL(proxy if "://" in proxy else f"http://{proxy}")
     if address.scheme not in PROXY_SCHEMES:
-        raise ConfigError(
-            f"{role}.backend.proxy: {address.scheme} proxies are not supported; give an http or https one"
-        )
+        raise ConfigError(f"{section}.proxy: {address.scheme} proxies are not supported; give an http or https one")
     return httpx.Proxy(address)
 
 
@@ -71,18 +69,21 @@ def _is_in_no_proxy(host: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """Check a server's address from the settings; return it without an API version behind it.
-
-    People often give the address with `/v1`. Raises ValueError, also for a password.
-    """
+    """Check a server's address from the settings. Raises ValueError, also for a password."""
     _refuse_password(url)
     if not _is_address(url):
         raise ValueError("is no address of a server: give http://host:port or https://host:port")
+    return url
+
+
+def without_version(url: str) -> str:
+    """Return a server's address without an API version behind it. People often give it with `/v1`."""
     bare = url.rstrip("/")
     return bare.removesuffix("/v1") if bare.endswith("/v1") else url
 
 
-Url: TypeAlias = Annotated[str, AfterValidator(check_url)]
+Address: TypeAlias = Annotated[str, AfterValidator(check_url)]
+Url: TypeAlias = Annotated[Address, AfterValidator(without_version)]
 
 
 def check_different(urls: Sequence[str]) -> None:

@@ -61,6 +61,8 @@ class Route:
     verify: ssl.SSLContext | bool = True
     proxy: httpx.Proxy | None = None
     access: Access = UNKNOWN_ACCESS  # what advice in errors is based on
+    # Whether connections serve several requests. A second reply to one request would be taken for the next one's.
+    keeps_open: bool = True
 
 
 class _Question(NamedTuple):
@@ -116,7 +118,7 @@ class HttpEndpoint:
         verify = route.verify
         context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
         # One that knew this object would keep it in memory, with its certificates, long after it was left.
-        session = functools.partial(_session, route.uds, context)
+        session = functools.partial(_session, route.uds, context, keeps_open=route.keeps_open)
         self._transport = AiohttpTransport(client=session, verify=context, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
         self._is_left = False
@@ -317,8 +319,12 @@ def _place(url: httpx.URL) -> str:
     return f"{url.host}:{url.port or {'http': 80, 'https': 443}[url.scheme]}"
 
 
-def _session(uds: str | None, context: ssl.SSLContext) -> aiohttp.ClientSession:
-    connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0, ssl=context)
+def _session(uds: str | None, context: ssl.SSLContext, *, keeps_open: bool) -> aiohttp.ClientSession:
+    connector: aiohttp.BaseConnector
+    if uds:
+        connector = aiohttp.UnixConnector(uds, limit=0, force_close=not keeps_open)
+    else:
+        connector = aiohttp.TCPConnector(limit=0, ssl=context, force_close=not keeps_open)
     make: type[ResponseHandler] = _Connection
     connector._factory = functools.partial(make, asyncio.get_running_loop())
     no_cookies = aiohttp.DummyCookieJar()

@@ -36,7 +36,7 @@ from .bodies import (
     read_aside,
     run_at_once,
 )
-from .connection import access, proxy_for, read_secret, tls_context
+from .connection import proxy_for
 from .http import HttpEndpoint, ReadError, Route
 from .launch import Assignment, LaunchedServer, MakeCommand
 from .launch_settings import LaunchSettings
@@ -239,26 +239,17 @@ class RemoteServer:
 
     @property
     def _configured_key(self) -> str | None:
-        variable = self.settings.api_key_env
-        return read_secret(f"{self.role}.backend", variable) if variable is not None else None
+        return self.settings.api_key(f"{self.role}.backend")
 
     def connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
         """Return a connection pool to the server, to be entered, with these headers besides those of the settings."""
-        settings, section, launched = self.settings, f"{self.role}.backend", self._launched
-        url = self.url
-        return HttpEndpoint(
-            self.name,
-            url,
-            route=Route(
-                uds=launched.uds if launched is not None else None,
-                verify=tls_context(self.role, settings.ca_certificates),
-                proxy=proxy_for(self.role, url, settings.proxy) if launched is None else None,
-                access=access(section, url, settings.api_key_env, settings.secret_headers),
-            ),
-            api_key=launched.key if launched is not None else self._configured_key,
-            headers={**settings.headers, **headers},
-            secret_headers={name: read_secret(section, each) for name, each in settings.secret_headers.items()},
-            read_error=self._kind.read_error,
+        section, url, launched = f"{self.role}.backend", self.url, self._launched
+        if launched is None:
+            route, key = Route(proxy=proxy_for(section, url, self.settings.proxy)), self._configured_key
+        else:
+            route, key = Route(uds=launched.uds), launched.key
+        return self.settings.endpoint(
+            self.name, section, url, route=route, api_key=key, headers=headers, read_error=self._kind.read_error
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Self, TypeVar
 
 import httpx
@@ -16,6 +18,7 @@ from spot_async.config import (
     NonNegativeFloat,
     OneOrMore,
     Place,
+    PluginSettings,
     PositiveFloat,
     PositiveInt,
     as_list,
@@ -24,7 +27,17 @@ from spot_async.errors import ConfigError
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Prices
 
-from .connection import Url, address_of, check_different, check_headers, check_proxy, read_secret
+from .connection import (
+    Url,
+    access,
+    address_of,
+    check_different,
+    check_headers,
+    check_proxy,
+    read_secret,
+    tls_context,
+)
+from .http import HttpEndpoint, ReadError, Route
 from .launch import check_installed
 from .launch_settings import LaunchSettings, check_together
 from .weight_transport import WeightSettings, check_reachable
@@ -32,15 +45,11 @@ from .weight_transport import WeightSettings, check_reachable
 T = TypeVar("T")
 
 
-class AttachedSettings(BackendSettings):
-    """The settings of servers that are already running, for any API. All of a role share one account."""
+class EndpointSettings(PluginSettings):
+    """How requests reach a server that is running, and how many of them, at which price, a run may send."""
 
     requests_per_minute: PositiveFloat | None = Field(
         None, description="most requests that all stages and servers of the role may send together"
-    )
-    tokens_per_minute: PositiveFloat | None = Field(
-        None,
-        description="the same in tokens, of prompts and responses; until it is there, a response counts as its limit",
     )
     prices: Prices | None = Field(
         None, description="what requests cost, for spending.jsonl, the estimate and the budget"
@@ -48,11 +57,7 @@ class AttachedSettings(BackendSettings):
     budget: PositiveFloat | None = Field(
         None, description="money that the run may spend here; it ends cleanly before a request that might cost more"
     )
-    token_budget: PositiveInt | None = Field(None, description="the same in tokens, of prompts and responses")
-    url: OneOrMore[Url] | None = Field(
-        None, description="address of a running server, such as http://10.0.0.5:8000; a list for several"
-    )
-    served_model: str | None = Field(None, description="model name in requests; default: the only model that it serves")
+
     api_key_env: str | None = Field(
         None, description="environment variable with the server's key; default under launch: a random one"
     )
@@ -64,6 +69,66 @@ class AttachedSettings(BackendSettings):
     ca_certificates: str | None = Field(
         None, description="file of the certificates to trust; default: SSL_CERT_FILE, else the usual ones"
     )
+
+    def api_key(self, section: str) -> str | None:
+        """Return the key that the environment holds; None if no variable is named. `section` is for errors."""
+        return None if self.api_key_env is None else read_secret(section, self.api_key_env)
+
+    def endpoint(
+        self,
+        name: str,
+        section: str,
+        url: str,
+        *,
+        route: Route,
+        api_key: str | None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        read_error: ReadError | None = None,
+    ) -> HttpEndpoint:
+        """Return the connection pool to a server, to be entered, with `headers` besides those of the settings.
+
+        `name` is the server's in messages, and `section` the key of these settings.
+        """
+        return HttpEndpoint(
+            name,
+            url,
+            route=dataclasses.replace(
+                route,
+                verify=tls_context(section, self.ca_certificates),
+                access=access(section, url, self.api_key_env, self.secret_headers),
+            ),
+            api_key=api_key,
+            headers={**self.headers, **headers},
+            secret_headers={name: read_secret(section, each) for name, each in self.secret_headers.items()},
+            read_error=read_error,
+        )
+
+    def check_machine(self, section: str) -> None:
+        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
+            read_secret(section, variable)
+
+    @pydantic.model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.budget is not None and self.prices is None:
+            raise ValueError(f"budget={self.budget:g} needs prices: without them nothing is known to cost anything")
+        return self
+
+    _check_proxy = pydantic.field_validator("proxy")(check_proxy)
+    _check_headers = pydantic.field_validator("headers")(check_headers)
+
+
+class AttachedSettings(EndpointSettings, BackendSettings):
+    """The settings of servers that are already running, for any API. All of a role share one account."""
+
+    tokens_per_minute: PositiveFloat | None = Field(
+        None,
+        description="most tokens of prompts and responses; until it is there, a response counts as its limit",
+    )
+    token_budget: PositiveInt | None = Field(None, description="a budget in tokens, of prompts and responses")
+    url: OneOrMore[Url] | None = Field(
+        None, description="address of a running server, such as http://10.0.0.5:8000; a list for several"
+    )
+    served_model: str | None = Field(None, description="model name in requests; default: the only model that it serves")
     top_k: PositiveInt | None = Field(
         None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
     )
@@ -71,12 +136,6 @@ class AttachedSettings(BackendSettings):
         None,
         description=("99.9 % of log-probabilities differ by less between two computations of a row; default: measured"),
     )
-
-    @pydantic.model_validator(mode="after")
-    def _check_budget(self) -> Self:
-        if self.budget is not None and self.prices is None:
-            raise ValueError(f"budget={self.budget:g} needs prices: without them nothing is known to cost anything")
-        return self
 
     def open_account(self, role: str) -> Account:
         return Account(
@@ -106,18 +165,11 @@ class AttachedSettings(BackendSettings):
         where = self.where
         return Place(f"url={where}", address_of(where), is_attached=True) if isinstance(where, str) else None
 
-    def check_machine(self, section: str) -> None:
-        for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
-            read_secret(section, variable)
-
     @pydantic.field_validator("url")
     @classmethod
     def _check_urls(cls, url: str | list[str] | None) -> str | list[str] | None:
         check_different(as_list(url))
         return url
-
-    _check_proxy = pydantic.field_validator("proxy")(check_proxy)
-    _check_headers = pydantic.field_validator("headers")(check_headers)
 
     def reads(self, role: str, run_directory: Path) -> Path | None:
         """Return the directory that a server must see because its new weights are written there, if there is one."""

@@ -122,14 +122,16 @@ def plan_training(config: Config) -> TrainPlan:
     if config.teacher is not None and is_summing and not offers(config.teacher, CandidateScorer):
         raise ConfigError(CANNOT_SUM)
     check_places(config, policy.needs)
+    config.verifier.check_machine("verifier")
     own_prompt = config.prompt.teacher
+    needs_answers = policy.needs.outcomes and config.verifier.JUDGES_ANSWERS
     training_set = load_problem_set(
         config.data.train,
         "data.train",
-        needs_answers=policy.needs.outcomes,
+        needs_answers=needs_answers,
         keeps_solutions=own_prompt is not None and own_prompt.names_solution,
     )
-    if policy.needs.outcomes:
+    if needs_answers:
         require_answers(training_set, "data.train")
     if policy.needs.written_responses:
         require_responses(training_set, "data.train")
@@ -173,7 +175,7 @@ def plan_training(config: Config) -> TrainPlan:
         teacher_renderer=teacher_renderer or renderer,
         schedule=schedule,
         training_set=training_set,
-        doubts=gold_doubts(problems, "data.train"),
+        doubts=gold_doubts(problems, "data.train") if config.verifier.JUDGES_ANSWERS else (),
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=evaluation,

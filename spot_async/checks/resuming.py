@@ -52,6 +52,13 @@ FREE = (
         for key in ("backend", "serving", "cache", "replay")
     ),
     "verifier.workers",
+    *(
+        f"verifier.{key}"  # how a server that judges is reached
+        for key in (
+            *("url", "api_key_env", "headers", "secret_headers", "proxy", "ca_certificates", "max_reply_bytes"),
+            *("requests_per_minute", "prices", "budget"),
+        )
+    ),
 )
 # Keys that came later, with the values that mean what runs did without them.
 LATER = (("training.lora", None), ("training.normalize_advantages", False), ("prompt.teacher", None))

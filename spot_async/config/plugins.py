@@ -34,6 +34,10 @@ class PluginSettings(Section):
     """Base of the settings of a policy or verifier; `kind` names the plug-in."""
 
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()  # names of settings that change the pace, but no result
+    # Of a verifier: it compares a response's answer with the problem's. False: it judges without one, by asking.
+    JUDGES_ANSWERS: ClassVar[bool] = True
+
+    _account: Account | None = PrivateAttr(None)  # that its requests are charged to; None: it opens its own
 
     kind: str = Field(description="name of an installed plug-in, or `module:Class`")
 
@@ -41,22 +45,38 @@ class PluginSettings(Section):
         """Return the settings that may change results as plain values, `kind` included."""
         return self.model_dump(mode="json", exclude=set(self.WITHOUT_EFFECT))
 
+    def open_account(self, role: str) -> Account | None:
+        """Return the account that all servers of the role share (rates, prices, budget); None: nothing is counted."""
+        return None
+
+    @property
+    def account(self) -> Account | None:
+        """The account that the run opened for all servers of the role, or None."""
+        return self._account
+
+    def charged_to(self, account: Account | None) -> Self:
+        """Return a copy of these settings with the role's account."""
+        copy = self.model_copy()
+        copy._account = account
+        return copy
+
+    def check_machine(self, section: str) -> None:
+        """Raise ConfigError unless this machine has what the settings name. Called before anything starts.
+
+        `section` is the settings' key, for messages.
+        """
+
 
 class BackendSettings(PluginSettings):
     """Base of the settings of a backend: of its servers, of which a role may have several."""
 
     _number: int | None = PrivateAttr(None)  # the server's among its role's, from 1 on; None for an only one
     _cores: frozenset[int] | None = PrivateAttr(None)  # those that the server has to itself; None: it shares them
-    _account: Account | None = PrivateAttr(None)  # that its requests are charged to; None: it opens its own
     _lora: LoraConfig | None = PrivateAttr(None)  # of the adapters that its servers take, where they take some
 
     def servers(self) -> Sequence[Self]:
         """Return one settings object for each server. Backends of several servers make theirs with `numbered`."""
         return (self,)
-
-    def open_account(self, role: str) -> Account | None:
-        """Return the account that all servers of the role share (rates, prices, budget); None: nothing is counted."""
-        return None
 
     def server_name(self, role: str) -> str:
         """Return the server's name in messages, logs and metrics: its role, numbered if it is one of several."""
@@ -78,16 +98,10 @@ class BackendSettings(PluginSettings):
         """The cores, by number, that a backend's server has to itself; None where it shares them."""
         return self._cores
 
-    @property
-    def account(self) -> Account | None:
-        """The account that the run opened for all servers of the role, or None."""
-        return self._account
-
     def of_run(self, cores: frozenset[int] | None, account: Account | None = None) -> Self:
         """Return a copy of one server's settings, with the cores that it has to itself and its role's account."""
-        copy = self.model_copy()
+        copy = self.charged_to(account)
         copy._cores = cores
-        copy._account = account
         return copy
 
     @property
@@ -121,12 +135,6 @@ class BackendSettings(PluginSettings):
     def runs_here(self) -> bool:
         """Whether the server is ours to start on this machine, and so may have cores of it."""
         return self.place is None or not self.place.is_attached
-
-    def check_machine(self, section: str) -> None:
-        """Raise ConfigError unless this machine has what the settings name. Called before anything starts.
-
-        `section` is the settings' key, for messages.
-        """
 
     def check_installed(self, section: str) -> None:
         """Raise ConfigError unless the programs that the settings start are installed. May run their interpreters."""

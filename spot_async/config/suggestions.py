@@ -79,7 +79,7 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "reward": "verifier",
     "reward_funcs": "verifier",
     "reward_function": "verifier",
-    "reward_model": "verifier, which judges by rules",
+    "reward_model": "verifier, of kind http",
     "rollout_n": "policy.samples, of kind grpo",
     "save_freq": "training.checkpoint_every",
     "save_steps": "training.checkpoint_every",
@@ -130,7 +130,7 @@ _OF_TEACHER = "learning from the teacher's own responses is 'kd'"
 _REWARDS = "of methods that learn from rewards alone there is 'grpo'; one of your own is a plug-in (docs/library.md)"
 _V1 = "'openai' speaks to servers with OpenAI's routes (docs/remote-teachers.md says what these can give)"
 _TORCH = "'local' computes a Hugging Face directory in torch"
-_JUDGED = "no model judges training; a verifier of your own is a plug-in (docs/library.md)"
+_JUDGED = "'http' asks a server that judges or runs code (docs/data.md); one of your own is a plug-in (docs/library.md)"
 OTHER_KINDS: Mapping[registry.Group, Mapping[str, str]] = {
     "policies": {
         **dict.fromkeys(("gkd", "minillm", "on_policy_distillation", "reverse_kl", "rkl"), _OPD),

@@ -185,8 +185,10 @@ def _plan(
 ) -> Benchmark:
     key = evaluation.key_of(name)
     is_judged = settings.format != "alpaca_eval"
-    found = load_problem_set(settings, key, needs_answers=is_judged)
-    if is_judged:
+    verifier = settings.verifier_of(evaluation) if is_judged else None
+    judges_answers = verifier is not None and verifier.JUDGES_ANSWERS
+    found = load_problem_set(settings, key, needs_answers=judges_answers)
+    if judges_answers:
         require_answers(found, key)
     if named_all := next((each for each in found.problems if each.tier == ALL_TIERS), None):
         raise DataError(
@@ -198,8 +200,11 @@ def _plan(
     prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems, settings, evaluation.seed, key)
-    verifier = settings.verifier_of(evaluation) if is_judged else None
     if verifier is not None:
+        section = f"{'evaluation' if settings.verifier is None else key}.verifier"
+        verifier.check_machine(section)
+        if getattr(verifier, "prices", None) is not None:
+            raise ConfigError(f"{section}.prices: only what the verifier of training costs is counted; leave it out")
         _check_verifier(verifier, problems, settings, key)
     if not student.vocabulary.tokenizer.chat_template:
         raise DataError(
@@ -219,7 +224,7 @@ def _plan(
         note=_note(settings, evaluation, config.prompt),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
-        doubts=gold_doubts(problems, key) if is_judged else (),
+        doubts=gold_doubts(problems, key) if judges_answers else (),
         warning=_letters_alone(verifier, settings, key),
         problems=found.problems,
     )

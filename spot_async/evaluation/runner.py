@@ -15,7 +15,7 @@ from spot_async.base.events import Channel
 from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.config import EvaluationConfig
-from spot_async.errors import BudgetSpentError
+from spot_async.errors import BudgetSpentError, ConfigError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
@@ -24,7 +24,7 @@ from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
-from spot_async.types import SamplingSettings
+from spot_async.types import Problem, SamplingSettings, Verdict
 
 S = TypeVar("S")
 Job = tuple[int, int, int]  # benchmark, problem, sample
@@ -134,16 +134,28 @@ class ResponseSampler:
             work=lambda generation: len(generation.token_ids),
         )
         text = self._vocabulary.decode(generation.token_ids)
-        verification = self._verification.get(benchmark.name)
         return JudgedResponse(
             benchmark=benchmark.name,
             problem_id=problem.id,
             sample=i,
-            verdict=None if verification is None else (await ask_judgement(verification, job, problem, text)).verdict,
+            verdict=await self._verdict(job, benchmark, problem, text),
             tokens=len(generation.token_ids),
             finish_reason=generation.finish_reason,
             response=text,
         )
+
+    async def _verdict(self, job: Job, benchmark: Benchmark, problem: Problem, text: str) -> Verdict | None:
+        """Return the verdict on a response; None if the benchmark has no verifier."""
+        verification = self._verification.get(benchmark.name)
+        if verification is None:
+            return None
+        verdict = (await ask_judgement(verification, job, problem, text)).verdict
+        if verdict is Verdict.UNJUDGED:
+            raise ConfigError(
+                f"{benchmark.key}: its verifier called a response to problem {problem.id!r} neither right nor wrong, "
+                "and an evaluation counts those that are right: let it give verdicts"
+            )
+        return verdict
 
 
 def collected(

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.checks.plan import TrainPlan
@@ -28,12 +29,19 @@ from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
-    """Make the accounts of what the plan serves, and the teacher's cache where one is kept."""
+    """Make the accounts of what the plan serves and of the verifier, and the teacher's cache where one is kept."""
     teacher = config.teacher if plan.policy.needs.teacher else None
     if teacher is None or teacher.cache is None or plan.teacher is None:
-        return RunSpending(plan.served)
+        return RunSpending(plan.served, verifier=config.verifier)
     cache = ScoreCache(Path(teacher.cache), is_replay=teacher.replay)
-    return RunSpending(plan.served, TeacherCache(cache, teacher, plan.teacher))
+    return RunSpending(plan.served, TeacherCache(cache, teacher, plan.teacher), config.verifier)
+
+
+def make_verifier(config: Config, spending: RunSpending) -> Verifier:
+    """Make the verifier of training, which is charged to its account where it has one."""
+    settings = config.verifier.charged_to(spending.accounts.get("verifier"))
+    verifier: Verifier = registry.load("verifiers", settings.kind)(settings)
+    return verifier
 
 
 def make_stages(

@@ -16,7 +16,6 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
-from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import alongside
@@ -28,14 +27,14 @@ from spot_async.errors import BudgetSpentError, StorageError
 from spot_async.loop.events import IterationFinished, OrchestratorState, RunEvent, ServersStarting, StepBegan
 from spot_async.loop.resuming import StopRequest
 from spot_async.models.precision import precision
-from spot_async.protocols import Backend, Verifier
+from spot_async.protocols import Backend
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.run_weights import RunWeights
-from spot_async.running.assembly import make_spending
+from spot_async.running.assembly import make_spending, make_verifier
 from spot_async.running.part import OpenRun, Part
 from spot_async.running.ray_places import RayPlaces, placed, placed_nodes
 from spot_async.running.resuming import Beginnings
@@ -117,7 +116,7 @@ class TrainingRun:
         self._turns = Turns(self._order)
         self._trainer = RunTrainer(self._make_trainer, self._turns)
         self._restarts = Restarts(config.training.restarts if config.training.checkpoint_every else 0)
-        self._verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
+        self._verifier = make_verifier(config, self._spending)
 
         with suppress(StorageError):  # without locks other starts are refused too, but not told who runs
             stack.enter_context(directory.locked())

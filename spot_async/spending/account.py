@@ -62,8 +62,11 @@ class Account:
         token_budget: int | None = None,
         requests_per_minute: float | None = None,
         tokens_per_minute: float | None = None,
+        section: str | None = None,
     ) -> None:
+        """`section` is the key of the settings that say this; default: those of the role's backend."""
         self.role = role
+        self._section = section or f"{role}.backend"
         self.prices = prices
         self.budget = budget
         self.token_budget = token_budget
@@ -187,7 +190,7 @@ class Account:
 
     def _no_turn(self) -> str:
         return (
-            f"{self.role}: no turn before the deadline: raise {self.role}.backend.requests_per_minute or "
+            f"{self.role}: no turn before the deadline: raise {self._section}.requests_per_minute or "
             "tokens_per_minute as far as the endpoint allows, or lower the concurrency of its stages"
         )
 
@@ -212,7 +215,7 @@ class Account:
         )
         unknown = f", {spent.unknown} requests that may have been billed besides" if spent.unknown else ""
         return (
-            f"{self.role}.backend.{key}={limit} is spent: {used} for {spent.answered} answers{unknown}, and the next "
+            f"{self._section}.{key}={limit} is spent: {used} for {spent.answered} answers{unknown}, and the next "
             f"request may take {next_one}; raise it, or continue with what is saved"
         )
 

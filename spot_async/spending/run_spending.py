@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.config import ModelConfig
+from spot_async.config import ModelConfig, PluginSettings
 from spot_async.spending.account import Account
 from spot_async.spending.score_cache import CacheCounters, ScoreCache
 from spot_async.spending.teacher_cache import KeptScores, ReplayedTeacher, TeacherCache
@@ -21,11 +21,18 @@ METRICS = ("requests", "answered", "uncounted", "money", "unknown", "unknown_tok
 class RunSpending:
     """The accounts and the teacher's cache of one run. `served` has the models by role.
 
-    It is made before the backends, which charge the `accounts`.
+    It is made before the backends, which charge the `accounts`, and so does the `verifier` where it asks a server.
     """
 
-    def __init__(self, served: Mapping[str, ModelConfig], teacher_cache: TeacherCache | None = None) -> None:
+    def __init__(
+        self,
+        served: Mapping[str, ModelConfig],
+        teacher_cache: TeacherCache | None = None,
+        verifier: PluginSettings | None = None,
+    ) -> None:
         opened = {role: model.backend.open_account(role) for role, model in served.items()}
+        if verifier is not None:
+            opened["verifier"] = verifier.open_account("verifier")
         self.accounts: dict[str, Account] = {role: each for role, each in opened.items() if each is not None}
         self.teacher_cache = teacher_cache
 

@@ -261,11 +261,12 @@ def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
             f"{servers.held} of {servers.replicas} replicas of the {server} asked to be left alone, for another "
             f"{rough_time(servers.held_s)}: a higher rate limit there, or another endpoint in {server}.backend.url"
         )
-    if use is not None and use.throttled_share >= THROTTLED and server != "verifier":  # the verifier is no endpoint
+    if use is not None and use.throttled_share >= THROTTLED:
         let_in = f", which lets in {servers.let_in} at a time" if servers is not None else ""
+        section = server if server == "verifier" else f"{server}.backend"
         found.append(
             f"throttled by the endpoint{let_in} ({percent(use.throttled_share)} of what is sent is refused for now): "
-            f"a higher rate limit there, or another endpoint in {server}.backend.url"
+            f"a higher rate limit there, or another endpoint in {section}.url"
         )
     return tuple(found)
 
@@ -359,7 +360,7 @@ SERVER_ADVICE = {
     "or a device of its own",
     "teacher": "a faster teacher server (the local engine: teacher.backend.score_tokens, teacher.backend.threads), "
     "or a smaller teacher",
-    "verifier": "more worker processes for the verifier: verifier.workers",
+    "verifier": "more worker processes for the verifier (math_verify: verifier.workers), or a faster one",
     "reference": "a faster server for the reference",
 }
 TEACHER_WRITES_ADVICE = (

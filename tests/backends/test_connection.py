@@ -126,7 +126,7 @@ async def test_only_certificates_that_are_trusted_are_spoken_to(
 ) -> None:
     async def ask(url: str, ca_certificates: str | None) -> bytes:
         async with HttpEndpoint(
-            "teacher", url, route=Route(verify=tls_context("teacher", ca_certificates))
+            "teacher", url, route=Route(verify=tls_context("teacher.backend", ca_certificates))
         ) as endpoint:
             return await endpoint.get("/x", deadline=soon())
 
@@ -200,7 +200,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path, content: str
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=rf"teacher\.backend\.ca_certificates={path}: cannot be used"):
-        tls_context("teacher", str(path))
+        tls_context("teacher.backend", str(path))
 
 
 async def test_a_proxy_tunnels_tls_and_forwards_the_rest(certificate: Path) -> None:
@@ -211,7 +211,7 @@ async def test_a_proxy_tunnels_tls_and_forwards_the_rest(certificate: Path) -> N
         http_server(hello) as plain,
     ):
         for url in (secure, plain):
-            verify, through = tls_context("teacher", str(certificate)), proxy_for("teacher", url, proxy)
+            verify, through = tls_context("teacher.backend", str(certificate)), proxy_for("teacher.backend", url, proxy)
             async with HttpEndpoint("teacher", url, route=Route(verify=verify, proxy=through)) as endpoint:
                 assert (await endpoint.get("/x", deadline=soon())).startswith(b"hello ")
     assert seen == [f"CONNECT {secure.removeprefix('https://')} HTTP/1.1", f"GET {plain}/x HTTP/1.1"]
@@ -229,7 +229,7 @@ async def test_a_proxys_password_goes_to_the_proxy_only_and_into_no_error(
 
     async with proxy_server(seen) as proxy, http_server(refuse) as url:
         monkeypatch.setenv("http_proxy", proxy.replace("//", "//user:word-of-pass@"))
-        through = proxy_for("teacher", "http://models.example/v1", None)
+        through = proxy_for("teacher.backend", "http://models.example/v1", None)
         assert through is not None
         async with HttpEndpoint("teacher", url, route=Route(proxy=through)) as endpoint:
             with pytest.raises(PermanentError) as caught:
@@ -240,7 +240,7 @@ async def test_a_proxys_password_goes_to_the_proxy_only_and_into_no_error(
 
 async def test_a_proxy_that_is_not_there_is_what_the_error_names_not_the_server_behind_it() -> None:
     async with proxy_server([]) as proxy:
-        through = proxy_for("teacher", "http://models.example", proxy)
+        through = proxy_for("teacher.backend", "http://models.example", proxy)
     async with HttpEndpoint("teacher", "http://models.example", route=Route(proxy=through)) as endpoint:
         with pytest.raises(PermanentError, match=f"nothing answers at the proxy {proxy.removeprefix('http://')}: "):
             await endpoint.get("/x", deadline=soon())
@@ -266,21 +266,21 @@ async def test_a_proxy_that_answers_in_the_servers_place_is_named(status: int, t
 def test_the_environments_proxy_is_for_what_lies_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "proxy.example:3128")
     monkeypatch.setenv("no_proxy", "inside.example")
-    chosen = proxy_for("teacher", "https://api.example", None)
+    chosen = proxy_for("teacher.backend", "https://api.example", None)
     assert chosen is not None
     assert str(chosen.url) == "http://proxy.example:3128"
     for url in ("http://api.example", "https://inside.example", "https://127.0.0.1:8000", "https://localhost"):
-        assert proxy_for("teacher", url, None) is None
+        assert proxy_for("teacher.backend", url, None) is None
     monkeypatch.setenv("no_proxy", "inside.example, 10.0.0.0/8,fd00::/8,192.168.7.9/24")
     for url in ("http://10.1.2.3:8000", "http://192.168.7.1", "http://[fd00::7]:8000", "http://inside.example"):
-        assert proxy_for("teacher", url.replace("http:", "https:"), None) is None
+        assert proxy_for("teacher.backend", url.replace("http:", "https:"), None) is None
     for url in ("https://11.0.0.1", "https://192.168.8.1", "https://api.example"):
-        assert proxy_for("teacher", url, None) is not None
-    given = proxy_for("teacher", "https://localhost", "http://other.example:80")
+        assert proxy_for("teacher.backend", url, None) is not None
+    given = proxy_for("teacher.backend", "https://localhost", "http://other.example:80")
     assert given is not None
     assert given.url.host == "other.example"
     with pytest.raises(ConfigError, match="socks5 proxies are not supported"):
-        proxy_for("teacher", "https://api.example", "socks5://proxy.example:1080")
+        proxy_for("teacher.backend", "https://api.example", "socks5://proxy.example:1080")
 
 
 async def test_compressed_replies_are_read() -> None:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spot_async.checks.resuming import check_same_prompts, digest_of_keys, digest_of_prompts
+from spot_async.checks.resuming import check_same_numbers, check_same_prompts, digest_of_keys, digest_of_prompts
 from spot_async.config.loading import load_config
-from spot_async.errors import DataError
+from spot_async.errors import ConfigError, DataError
 from spot_async.types import Problem, Prompt
 
 
@@ -40,3 +40,17 @@ def test_changed_prompts_are_refused_and_a_date_in_them_is_named():
         check_same_prompts(begun_with, plan(1, 2, response="2"))
     with pytest.raises(DataError, match="the chat template writes today's date into them"):
         check_same_prompts(begun_with, plan(1, 3, reads_clock=True))
+
+
+def test_a_verifier_behind_a_url_may_move_and_become_another_kind_in_a_new_run_only(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "policy: {kind: spot}\nstudent: {model: a}\nteacher: {model: b}\ndata: {train: c}\ntraining: {iterations: 4}\n"
+    )
+
+    def config(verifier):
+        return load_config(tmp_path / "config.yaml", [f"verifier={verifier}"])
+
+    before = config("{kind: http, url: http://127.0.0.1:1/judge}")
+    check_same_numbers(before, config("{kind: http, url: https://judge.example, api_key_env: K, prices: {request: 1}}"))
+    with pytest.raises(ConfigError, match=r"^verifier\.kind=boxed_match: the run began with http"):
+        check_same_numbers(before, config("boxed_match"))

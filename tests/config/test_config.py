@@ -114,7 +114,7 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("teacher.backend=trtllm", "teacher.backend: no backend called 'trtllm'; 'openai' speaks to servers with"),
         ("student.backend=hf", "student.backend: no backend called 'hf'; 'local' computes a Hugging Face directory"),
         ("student.backend=deepspeed", "called 'deepspeed'; known: local, openai, sglang, vllm"),
-        ("verifier=llm_judge", "no verifier called 'llm_judge'; no model judges training"),
+        ("verifier=llm_judge", "no verifier called 'llm_judge'; 'http' asks a server that judges"),
         ("training.optimizer=adam", "training.optimizer: unknown key; the optimiser is AdamW"),
         ("training.num_iterations=2", "unknown key; here it is `training.mini_batch_size` (by which an iteration"),
         ("training.flash_attention=true", "training.flash_attention: unknown key; known keys: epochs,"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pyarrow
@@ -16,9 +17,9 @@ from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
 from spot_async.data.problem_set import count_identical, require_responses
 from spot_async.data.prompts import PromptRenderer
-from spot_async.errors import DataError
+from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.tools.check.problems import find_repeated
+from spot_async.tools.check.problems import JudgedSet, check_set, find_repeated
 from spot_async.types import ChatTurn, Problem
 
 
@@ -203,6 +204,22 @@ def test_methods_that_learn_from_outcomes_refuse_problems_without_answers(unansw
         DataError, match=r":1: no `answer`, for which .* name its column in data\.train\.fields\.answer"
     ):
         plan(unanswered, "evaluation=null", *overrides)
+
+
+def test_where_a_server_judges_no_method_and_no_evaluation_needs_answers(unanswered, monkeypatch):
+    judge = "{kind: http, url: http://127.0.0.1:1/judge, api_key_env: JUDGE_KEY}"
+    asked = [f"verifier={judge}", f"evaluation.verifier={judge}", f"evaluation.problems={unanswered}", "policy=spot"]
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"^verifier: the environment variable JUDGE_KEY is not set$"):
+        plan(unanswered, *asked)
+    monkeypatch.setenv("JUDGE_KEY", "a key of the judge")
+    planned = plan(unanswered, *asked)
+    assert planned.rows == {"read": 64, "problems": 64, "without an answer": 64}
+    assert len(planned.evaluation[0].problems) == 64
+    asks_nobody = JudgedSet("", "", planned.training_set.problems, planned.evaluation[0].verifier)
+    assert asyncio.run(check_set(asks_nobody)) is None
+    with pytest.raises(ConfigError, match=r"^evaluation\.verifier\.prices: only what the verifier of training costs"):
+        plan(unanswered, *asked, "evaluation.verifier.prices.request=1")
 
 
 def test_an_evaluation_that_is_judged_needs_answers_and_one_that_is_not_does_without(tmp_path, unanswered):

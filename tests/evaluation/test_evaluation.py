@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import root_cause
 from spot_async.config import EvaluationConfig
 from spot_async.data.prompts import PromptSource
-from spot_async.errors import BudgetSpentError
+from spot_async.errors import BudgetSpentError, ConfigError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.metrics import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
@@ -29,7 +30,7 @@ from spot_async.running.summary import change_summary, evaluation_summary
 from spot_async.telemetry.console import evaluation_table, unverified_note
 from spot_async.telemetry.evaluations import figures_table
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Generation, Problem, Verdict
+from spot_async.types import Generation, Judgement, Problem, Verdict
 from spot_async.verification import BoxedMatch
 
 BOXED = BoxedMatch.Settings()
@@ -241,6 +242,31 @@ def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():
     assert progress[-1] == (20, 20)
     assert found.benchmarks[0].correct.shape == (5, 4)
     assert found.count(Verdict.ERROR) == 0
+
+
+def test_a_verifier_that_gives_numbers_alone_is_refused_since_nothing_would_be_counted():
+    class Grades:
+        async def verify(self, problem, text, *, deadline):
+            return Judgement(Verdict.UNJUDGED, 0.9)
+
+    class Student:
+        async def generate(self, prompt_ids, sampling, **rest):
+            ids = np.zeros(1, np.int32)
+            return Generation(token_ids=ids, logprobs=np.zeros(1, np.float32), finish_reason="stop", version_spans=())
+
+    sources = [PromptSource(problem=Problem(id="p", text="", answer=""), token_ids=np.zeros(1, np.int32))]
+    sampler = ResponseSampler(
+        [Benchmark("poems", sources, samples=1, max_response_tokens=1, verifier=BOXED)],
+        EvaluationConfig(problems={"path": ""}),
+        generator=Student(),
+        verifiers={"poems": Grades()},
+        vocabulary=SimpleNamespace(end_token_ids=(1,), decode=str),
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        run_on_virtual_time(evaluate(sampler))
+    refusal = root_cause(caught.value)
+    assert isinstance(refusal, ConfigError)
+    assert str(refusal).startswith("evaluation.benchmarks.poems: its verifier called a response to problem 'p' neither")
 
 
 def test_a_budget_that_is_spent_ends_it_once_what_is_under_way_has_been_kept():

@@ -206,7 +206,7 @@ def test_a_tier_that_is_called_as_results_call_all_problems_is_refused(tmp_path)
         ),
         (
             {"benchmarks": {"a": {"path": "x", "verifier": {"relative_tolerance": 0.1}}}},
-            "benchmarks.a.verifier: needs a `kind`, one of: boxed_match, math_verify",
+            "benchmarks.a.verifier: needs a `kind`, one of: boxed_match, ",
         ),
         ({"benchmarks": {"a/b": "x"}}, "benchmarks.a/b: a name is letters, digits, `_`, `.` and `-`, and"),
         ({"benchmarks": {"a": "x"}, "problems": "x"}, "exactly one of problems and benchmarks: set problems to null"),

@@ -7,8 +7,8 @@ types, defaults, and meanings, which are the fields' descriptions. A test compar
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -93,17 +93,17 @@ def _plugin_sections() -> Iterator[str]:
     for group, keys in KEYS_OF_GROUP.items():
         yield f"## {group.capitalize()}\n\nThe settings of {keys}, by `kind`.\n"
         kinds: dict[tuple[Sequence[str], ...], list[str]] = {}  # those that have the same keys share a table
-        for name in _own_plugins(group):
-            kinds.setdefault(tuple(_rows(registry.load(group, name).Settings)), []).append(name)
+        for name, place in _own_plugins(group):
+            kinds.setdefault(tuple(_rows(registry.load(group, place).Settings)), []).append(name)
         for rows, names in kinds.items():
             yield f"### {' and '.join(f'`kind: {name}`' for name in names)}\n"
             yield _table(rows) if rows else "No further keys.\n"
 
 
-def _own_plugins(group: registry.Group) -> list[str]:
-    """Return the plug-ins that spot-async registers. Others that are installed have their own documentation."""
-    points = entry_points(group=f"spot_async.{group}")
-    return sorted(point.name for point in points if point.value.startswith("spot_async."))
+def _own_plugins(group: registry.Group) -> list[tuple[str, str]]:
+    """Return the plug-ins that this checkout registers, each with its `module:Class`, whatever is installed."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    return sorted(project["entry-points"][f"spot_async.{group}"].items())
 
 
 def _rows(

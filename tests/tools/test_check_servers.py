@@ -525,6 +525,10 @@ def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(
     assert "unsafe: student.backend takes no new weights" in unsafe.output
     assert "round trip" in unsafe.output
     assert (tmp_path / "logs" / "logs" / "student.log").exists()
+    silent = "verifier={kind: http, url: http://127.0.0.1:1/judge}"
+    unjudged = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", silent])
+    assert unjudged.exit_code == 1
+    assert "error: verifier/judge: nothing answers at 127.0.0.1:1: " in unjudged.stderr
     found = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", "--json"])
     assert found.exit_code == 0, found.output
     roles = json.loads(found.stdout)["roles"]

@@ -127,8 +127,8 @@ class GoldCheck:
 
 
 async def check_set(judged: JudgedSet) -> GoldCheck | None:
-    """Verify every answer of a set against itself; None if nobody judges them. Raises what starts no verifier."""
-    if judged.verifier is None:
+    """Verify every answer of a set against itself; None if nobody compares them. Raises what starts no verifier."""
+    if judged.verifier is None or not judged.verifier.JUDGES_ANSWERS:
         return None
     verifier: Verifier = registry.load("verifiers", judged.verifier.kind)(judged.verifier)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich import box
@@ -15,7 +16,8 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.checks.score_rows import RIGHT
 from spot_async.checks.server_diagnosis import UNLIKELY, Fact
 from spot_async.config import Config
-from spot_async.running.assembly import make_spending
+from spot_async.running.assembly import make_spending, make_verifier
+from spot_async.running.measuring import open_verifiers
 from spot_async.running.services import Companions, open_services
 from spot_async.telemetry.console import percent
 from spot_async.tools.check.view import show_warnings
@@ -26,8 +28,10 @@ Facts = Mapping[str, Fact]
 async def examine(config: Config, plan: TrainPlan, directory: Path) -> Diagnosis:
     """Open everything but the trainer, ask, and close it again. Logs go under `directory`."""
     spending = make_spending(config, plan)
-    beside = Companions(spending=spending)
-    async with open_services(plan.served, directory, run=(config, plan), is_used=False, beside=beside) as services:
+    beside = Companions(spending=spending, entered=[make_verifier(config, spending)])
+    opening = open_services(plan.served, directory, run=(config, plan), is_used=False, beside=beside)
+    async with AsyncExitStack() as stack, opening as services:
+        await open_verifiers(plan.evaluation, stack)
         assert services.diagnosis is not None  # of the run
         return services.diagnosis
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from spot_async.base import registry
 from spot_async.base.tasks import gather
 from spot_async.base.text import counted
 from spot_async.checks.plan import TrainPlan, make_policy
@@ -20,8 +19,8 @@ from spot_async.config import Config
 from spot_async.config.loading import config_from
 from spot_async.errors import BudgetSpentError, ConfigError, RequestError
 from spot_async.models.hub import is_same_model
-from spot_async.protocols import Policy, PromptStages, Verifier
-from spot_async.running.assembly import make_spending, make_stages
+from spot_async.protocols import Policy, PromptStages
+from spot_async.running.assembly import make_spending, make_stages, make_verifier
 from spot_async.running.services import Companions, StartListener, open_services
 from spot_async.spending.run_spending import spending_words, summarize_spending
 from spot_async.stages.stages import Stages
@@ -133,8 +132,8 @@ async def measure(
     Raises what starting the servers raises, ConfigError if `check` would refuse them, and the first error of prompts
     if none can be measured.
     """
-    verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
     spending = make_spending(config, plan)
+    verifier = make_verifier(config, spending)
     listener = StartListener(step=tell, warn=lambda line: tell(f"warning: {line}"))
     beside = Companions(entered=[verifier], spending=spending, listener=listener)
     async with open_services(plan.served, directory, run=(config, plan), beside=beside) as services:

@@ -80,6 +80,7 @@ def paid_keys(config: Config) -> dict[str, list[str]]:
         for role, model in models.items()
         if model is not None
     }
+    found["verifier"] = [f"verifier.{key}" for key in PAID_KEYS if getattr(config.verifier, key, None) is not None]
     return {role: keys for role, keys in found.items() if keys}
 
 
