@@ -340,6 +340,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False
     candidate_logprobs: bool = False
+    rollout_top_k: int = 0  # that it cannot do without at each sampled token
     outcomes: bool = True  # it learns from whether responses are right, so problems must have answers
     written_responses: bool = False  # it learns from responses in the data, so problems must have one
     # The most requests of one prompt at the same time. Its stages refuse the first one above.

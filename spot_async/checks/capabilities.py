@@ -42,6 +42,9 @@ def check_capabilities(
     missing = [
         (needs.candidate_logprobs and student.candidate_logprobs == "none",
          "student.backend does not serve log-probabilities of chosen candidates"),
+        (student.max_generation_top_k < needs.rollout_top_k,
+         f"student.backend ({student.server}) gives the top-{student.max_generation_top_k} of sampled tokens, policy "
+         f"{config.policy.kind} needs top-{needs.rollout_top_k}: ask for fewer, or choose another backend"),
         (not student.weight_update, f"student.backend takes no new weights{lacking}"),
         ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),

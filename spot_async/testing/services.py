@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -103,7 +104,12 @@ class SimulatedStudent:
         token_ids = sampled_tokens(rng, sampling, self.mean_tokens)
         await self._work(len(token_ids), rng)
         logprobs = -rng.random(len(token_ids), dtype=np.float32)
-        return generation(token_ids, logprobs, version=version, finish_reason=finish_reason(token_ids))
+        found = generation(token_ids, logprobs, version=version, finish_reason=finish_reason(token_ids))
+        if not top_k:
+            return found
+        ids = (token_ids[:, None] + np.arange(top_k)) % VOCAB_SIZE  # the sampled token is the likeliest
+        lower = logprobs[:, None] - 5 * np.arange(top_k)
+        return msgspec.structs.replace(found, topk_ids=ids.astype(np.int32), topk_logprobs=lower.astype(np.float32))
 
     async def candidate_logprobs(
         self,

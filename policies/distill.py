@@ -1,0 +1,245 @@
+"""Distillation by keys: one pull towards the teacher, one divergence from it, and a reward, each with its weight.
+
+It only composes terms (`spot_async/terms.py`). What the keys cannot say is a policy of 10 to 40 lines
+(examples/recipes). docs/methods.md lists the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import both, gather
+from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
+from spot_async.models.common_vocabulary import common_candidates
+from spot_async.models.responses import foreign, sampled_tokens
+from spot_async.protocols import PromptStages
+from spot_async.terms import (
+    compared,
+    forward_kl,
+    jsd,
+    on_policy,
+    pull,
+    reverse_kl,
+    reverse_skew,
+    row_bytes,
+    skew,
+    soft_targets,
+)
+from spot_async.types import (
+    Divergence,
+    Generation,
+    Judgement,
+    PolicyContext,
+    PolicyNeeds,
+    Prompt,
+    Sample,
+    SoftTargets,
+    TokenScores,
+)
+
+from .grpo import group_advantages
+from .samples import rollout_metrics, rollout_record, teacher_metrics, teacher_record
+
+DIVERGENCES: dict[str, Callable[..., Divergence]] = {
+    "forward_kl": lambda beta, **how: forward_kl(**how),
+    "reverse_kl": lambda beta, **how: reverse_kl(**how),
+    "jsd": jsd,
+    "skew": skew,
+    "reverse_skew": reverse_skew,
+}
+# What other programs' losses are in these keys.
+PRESETS: dict[str, dict[str, Any]] = {
+    "gkd@trl": {"divergence": "jsd", "beta": 0.5, "support": "whole", "tail": "conditional", "student_share": 0.5},
+    "opd@verl": {"divergence": "forward_kl", "support": "teacher", "top_k": 64, "tail": False},
+    "opd@prime-rl": {"pull": 1.0},
+    "opsd@ms-swift": {"divergence": "jsd", "beta": 0.5, "support": "whole", "tail": "conditional"},
+}
+
+
+class DistillSettings(PluginSettings):
+    """Settings. Keys that a preset gives may be given beside it, and then count."""
+
+    kind: str = "distill"
+    preset: Literal["gkd@trl", "opd@verl", "opd@prime-rl", "opsd@ms-swift"] | None = Field(
+        None, description="the keys below as another program has them; those given beside it count"
+    )
+    pull: float | None = Field(
+        None,
+        description="weight of `log pi_T - log pi_old` in each sampled token's advantage; default: 1, or 0 with a "
+        "`divergence`",
+    )
+    pull_clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="least and most of that difference, in nats, before its weight; `.inf` for none"
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew", "reverse_skew"] | None = Field(
+        None, description="of the student from the teacher at each token; default: none"
+    )
+    weight: NonNegativeFloat = Field(1.0, description="weight of the divergence's mean over a response's tokens")
+    beta: float = Field(
+        0.5, gt=0, lt=1, description="of `jsd`: the teacher's share; of `skew` and `reverse_skew`: their alpha"
+    )
+    support: Literal["teacher", "student", "whole"] = Field(
+        "teacher",
+        description="the tokens that are compared: the teacher's top-k, the student's top-k as it sampled, or all",
+    )
+    top_k: PositiveInt = Field(16, description="how many tokens `support` has, unless it is `whole`")
+    tail: bool | Literal["conditional"] = Field(
+        True,
+        description="true: all other tokens together are compared too; false: the teacher is renormalised, which "
+        "teaches that there are no others; `conditional`: both are renormalised, so others are left alone",
+    )
+    clip: PositiveFloat | None = Field(None, description="the most that a token adds to the divergence, in nats")
+    temperature: PositiveFloat = Field(1.0, description="of both distributions, beside `sampling.temperature`")
+    samples: PositiveInt = Field(1, description="responses per prompt")
+    reward: NonNegativeFloat = Field(0.0, description="weight of GRPO's advantage, over the prompt's responses")
+    student_share: float = Field(1.0, ge=0, le=1, description="share of responses that the student writes")
+    written_by: Literal["teacher", "data"] = Field(
+        "teacher", description="who writes the others; `data`: `data.train.fields.response`"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, given: Any) -> Any:
+        preset = PRESETS.get(given.get("preset") or "", {}) if isinstance(given, dict) else {}
+        return {**preset, **given} if preset else given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.reward and self.samples < 2:
+            raise ValueError(f"reward={self.reward:g} compares a prompt's responses: set samples to 2 or more")
+        if self.divergence is None and not self.pull_weight and not self.reward:
+            raise ValueError("nothing would be learnt: give a divergence, a pull or a reward")
+        if self.student_share < 1 and self.divergence is None:
+            raise ValueError(
+                f"student_share={self.student_share:g}: tokens of others have no pull and no reward, so only a "
+                "divergence can teach them: set divergence"
+            )
+        if self.divergence == "reverse_kl" and self.tail is False:
+            raise ValueError(
+                "divergence=reverse_kl with tail=false is infinite, since the student has other tokens too: set "
+                "tail=true or tail=conditional"
+            )
+        if self.temperature != 1 and (self.support != "whole" or self.tail != "conditional"):
+            raise ValueError(
+                f"temperature={self.temperature:g} is exact over the whole vocabulary only: set support=whole and "
+                "tail=conditional, or sampling.temperature, which is of all log-probabilities"
+            )
+        return self
+
+    @property
+    def pull_weight(self) -> float:
+        return float(self.divergence is None) if self.pull is None else self.pull
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One response of a prompt, and what was found out about it."""
+
+    response: Generation
+    scores: TokenScores | None
+    rows: tuple[SoftTargets, ...]
+    judgement: Judgement
+
+
+class DistillPolicy:
+    """Distillation by keys, for one prompt at a time."""
+
+    Settings = DistillSettings
+
+    def __init__(self, settings: DistillSettings, context: PolicyContext) -> None:
+        self.settings = settings
+        self._run_seed, self._vocab_limit = context.run_seed, context.vocab_limit
+        self._k = (context.vocab_limit or context.vocab_size) if settings.support == "whole" else settings.top_k
+        self._is_compared = settings.divergence is not None and settings.weight > 0
+        others, of_student = settings.student_share < 1, self._is_compared and settings.support == "student"
+        self.needs = PolicyNeeds(
+            teacher_top_k=(self._k if self._is_compared else 1) if self._is_compared or settings.pull_weight else 0,
+            teacher_top_k_key="support" if settings.support == "whole" else "top_k",
+            teacher_candidates=of_student,
+            rollout_top_k=self._k if of_student else 0,
+            teacher_responses=settings.samples if others and settings.written_by == "teacher" else 0,
+            written_responses=others and settings.written_by == "data",
+            samples_per_prompt=settings.samples,
+            rounds=2 if of_student else 1,
+            outcomes=settings.reward > 0,
+            term_bytes_per_token=row_bytes(self._k) * self._is_compared + 4 * (settings.reward > 0),
+        )
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        attempts = await gather(self._attempt(n, prompt, stages) for n in range(self.settings.samples))
+        rewards = [each.judgement.reward for each in attempts]
+        advantages = iter(group_advantages([reward for reward in rewards if reward is not None]))
+        return [
+            self._sample(prompt, stages, each, None if reward is None else next(advantages))
+            for each, reward in zip(attempts, rewards, strict=True)
+        ]
+
+    async def _attempt(self, n: int, prompt: Prompt, stages: PromptStages) -> Attempt:
+        response = await self._response(n, prompt, stages)
+        (scores, rows), judgement = await both(self._compared(response, stages), stages.verify(response.token_ids))
+        return Attempt(response, scores, rows, judgement)
+
+    async def _response(self, n: int, prompt: Prompt, stages: PromptStages) -> Generation:
+        coin = np.random.default_rng(derive_seed(self._run_seed, prompt.ordinal, "who writes", n))
+        if coin.random() < self.settings.student_share:
+            return await stages.rollout(n=n, top_k=self.needs.rollout_top_k)
+        if self.settings.written_by == "data":
+            return stages.written_response()
+        return foreign(await stages.teacher_response(n=n))
+
+    async def _compared(
+        self, response: Generation, stages: PromptStages
+    ) -> tuple[TokenScores | None, tuple[SoftTargets, ...]]:
+        """Return the teacher's scores of a response, and the rows that compare its distributions."""
+        if not self.needs.teacher_top_k:
+            return None, ()
+        scores = await stages.score(response.token_ids, top_k=self._k if self._is_compared else 0)
+        if not self._is_compared:
+            return scores, ()
+        settings = self.settings
+        if not self.needs.rollout_top_k or not sampled_tokens(response).any():
+            has_tail = settings.tail is True
+            return scores, (
+                compared(scores, self._divergence, top_k=self._k, weight=settings.weight, has_tail=has_tail),
+            )
+        assert response.topk_ids is not None
+        assert response.topk_logprobs is not None
+        positions = np.arange(len(response.token_ids), dtype=np.int32)
+        ids, _ = common_candidates(response.topk_ids, response.topk_logprobs, self._vocab_limit)
+        logprobs = await stages.teacher_candidates(response.token_ids, positions, ids)
+        weights = np.full(len(positions), settings.weight / len(positions))
+        return scores, (
+            soft_targets(positions, ids, logprobs, weights, self._divergence, has_tail=settings.tail is True),
+        )
+
+    @property
+    def _divergence(self) -> Divergence:
+        settings = self.settings
+        assert settings.divergence is not None
+        return DIVERGENCES[settings.divergence](
+            settings.beta,
+            clip=settings.clip,
+            is_conditional=settings.tail == "conditional",
+            temperature=settings.temperature,
+        )
+
+    def _sample(self, prompt: Prompt, stages: PromptStages, attempt: Attempt, advantage: float | None) -> Sample:
+        settings, response, scores = self.settings, attempt.response, attempt.scores
+        terms: dict[str, Any] = {"soft_targets": attempt.rows}
+        if scores is not None and settings.pull_weight:
+            clip = None if settings.pull_clip is None else (settings.pull_clip[0], settings.pull_clip[1])
+            terms |= {"pulls": (pull(scores, settings.pull_weight, clip=clip),), "policy_mask": scores.valid}
+        if settings.reward:
+            given = settings.reward * (advantage or 0.0)
+            terms["advantages"] = np.full(len(response.token_ids), given, dtype=np.float32)
+        metrics = rollout_metrics(response, attempt.judgement) if sampled_tokens(response).any() else {}
+        record = rollout_record(prompt, stages, response, attempt.judgement)
+        if scores is not None:
+            metrics, record = metrics | teacher_metrics(scores), record | teacher_record(scores)
+        return Sample(supervision=on_policy(prompt, response, **terms), metrics=metrics, record=record)

@@ -1,0 +1,143 @@
+"""`policy.kind: distill`: keys that compose terms, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from spot_async.policies.distill import PRESETS, DistillPolicy, DistillSettings
+from spot_async.policies.opd import OpdPolicy
+from spot_async.testing import (
+    advantages_of,
+    generation,
+    make_policy,
+    make_run,
+    policy_context,
+    simulated_prompts,
+    simulated_run,
+)
+from spot_async.types import Divergence, Supervision
+
+
+def trained(**settings: Any) -> list[Supervision]:
+    return simulated_run(make_policy(DistillPolicy, **settings), iterations=2).trained
+
+
+def test_without_keys_it_is_opd() -> None:
+    for ours, theirs in zip(trained(), simulated_run(make_policy(OpdPolicy), iterations=2).trained, strict=True):
+        assert ours.soft_targets == ()
+        assert ours.pulls[0].logprobs.tobytes() == theirs.pulls[0].logprobs.tobytes()
+        assert ours.pulls[0].weights is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "divergence"),
+    [
+        ({"divergence": "forward_kl", "clip": 0.05}, Divergence(forward=1.0, clip=0.05)),
+        ({"divergence": "reverse_kl"}, Divergence(reverse=1.0)),
+        (
+            {"divergence": "jsd", "beta": 0.25},
+            Divergence(forward=0.25, reverse=0.75, forward_skew=0.25, reverse_skew=0.75),
+        ),
+        (
+            {"divergence": "skew", "beta": 0.1, "tail": "conditional"},
+            Divergence(forward=1.0, forward_skew=0.1, is_conditional=True),
+        ),
+    ],
+)
+def test_a_divergence_compares_the_teachers_top_k_at_every_token(keys: dict[str, Any], divergence: Divergence) -> None:
+    for each in trained(**keys, top_k=5, weight=2.0):
+        (rows,) = each.soft_targets
+        tokens = len(each.response_ids)
+        assert each.pulls == ()
+        assert rows.divergence == divergence
+        assert rows.token_ids.shape == (tokens, 5)
+        assert rows.weights == pytest.approx(np.full(tokens, 2.0 / tokens))
+        assert (rows.tails is None) == divergence.is_conditional
+
+
+def test_a_reward_and_a_pull_stand_side_by_side_and_responses_of_a_prompt_are_compared() -> None:
+    run = simulated_run(
+        make_policy(DistillPolicy, pull=0.5, pull_clip=[-1.0, 1.0], reward=2.0, samples=4), iterations=1
+    )
+    by_prompt: dict[int, list[Supervision]] = {}
+    for each in run.trained:
+        by_prompt.setdefault(each.prompt_ordinal, []).append(each)
+    assert {len(group) for group in by_prompt.values()} == {4}
+    for group in by_prompt.values():
+        given = [each.advantages[0] for each in group if each.advantages is not None]
+        assert sum(given) == pytest.approx(0.0, abs=1e-4)
+        for each in group:
+            difference = np.clip(each.pulls[0].logprobs - each.behavior_logprobs, -1, 1)
+            assert each.advantages is not None
+            assert advantages_of(each) == pytest.approx(each.advantages + 0.5 * difference, abs=1e-5)
+    assert any(each.advantages is not None and each.advantages.any() for each in run.trained)
+
+
+def test_the_students_own_top_k_is_what_is_compared_where_its_support_is_asked_for() -> None:
+    run = simulated_run(make_policy(DistillPolicy, divergence="reverse_kl", support="student", top_k=3), iterations=1)
+    assert run.stages.score.counters.completed == 2 * len(run.trained)
+    for each in run.trained:
+        (rows,) = each.soft_targets
+        assert rows.token_ids.shape == (len(each.response_ids), 3)
+        assert rows.tails is not None
+
+
+def test_the_teacher_writes_the_share_that_the_student_does_not_whatever_the_order_of_prompts() -> None:
+    keys = {"divergence": "jsd", "student_share": 0.5, "pull": 1.0}
+    first, again = trained(**keys), trained(**keys)
+    writers = {each.prompt_ordinal: each.version is None for each in first}
+    assert writers == {each.prompt_ordinal: each.version is None for each in again}
+    assert 0.3 < np.mean([*writers.values()]) < 0.7
+    for each in first:
+        if each.version is None:
+            assert each.policy_mask is not None
+            assert not each.policy_mask.any()
+            assert len(each.soft_targets[0].positions) == len(each.response_ids)
+
+
+def test_responses_of_the_data_are_learnt_from_without_asking_the_student() -> None:
+    policy = make_policy(DistillPolicy, divergence="forward_kl", student_share=0.0, written_by="data")
+    assert policy.needs.written_responses
+    assert policy.needs.teacher_responses == 0
+
+
+@pytest.mark.parametrize("preset", [*PRESETS])
+def test_a_preset_is_the_keys_that_it_stands_for_and_keys_beside_it_count(preset: str) -> None:
+    with_preset = DistillSettings(preset=preset)  # type: ignore[arg-type]
+    assert with_preset.model_copy(update={"preset": None}) == DistillSettings(**PRESETS[preset])
+    assert DistillSettings(preset=preset, weight=0.25).weight == 0.25  # type: ignore[arg-type]
+    run = make_run(make_policy(DistillPolicy, policy_context(), preset=preset), iterations=1).finish()
+    assert len(run.trained) > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"reward": 1.0}, r"reward=1 compares a prompt's responses: set samples to 2 or more"),
+        ({"pull": 0.0}, r"nothing would be learnt: give a divergence, a pull or a reward"),
+        ({"student_share": 0.5}, r"student_share=0\.5: tokens of others have no pull.*: set divergence"),
+        ({"divergence": "reverse_kl", "tail": False}, r"infinite, since the student has other tokens too"),
+        (
+            {"divergence": "jsd", "temperature": 2.0},
+            r"temperature=2 is exact over the whole vocabulary only: set support=whole and tail=conditional",
+        ),
+        ({"divergence": "jsd", "beta": 1.0}, r"less than 1"),
+    ],
+)
+def test_keys_that_mean_nothing_are_refused_in_one_line(keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValidationError, match=line):
+        DistillSettings(**keys)
+
+
+def test_whole_vocabularies_are_compared_at_a_temperature_of_the_loss() -> None:
+    policy = make_policy(DistillPolicy, divergence="jsd", support="whole", tail="conditional", temperature=2.0)
+    assert policy.needs.teacher_top_k == policy_context().vocab_size
+    assert policy.needs.teacher_top_k_key == "support"
+    (prompt,) = simulated_prompts(1)
+    assert generation([1]).token_ids.tolist() == [1]
+    assert asyncio.run(asyncio.sleep(0, prompt)) is prompt
