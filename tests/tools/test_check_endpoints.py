@@ -91,6 +91,16 @@ def test_a_policy_that_trains_on_rollouts_and_on_what_the_teacher_writes_pays_fo
     assert found.scored == pytest.approx(6 * (prompts + asked * 100))
 
 
+@pytest.mark.parametrize(("policy", "questions"), [("opd", 24), ("spot", 24 * (1 + 2 * 4)), ("kd", 24)])
+def test_a_verifier_behind_a_url_is_asked_about_each_response_and_probe(policy, questions):
+    limits = {"requests_per_minute": 12, "prices": {"request": 0.5}}
+    judge = json.dumps({"kind": "http", "url": "http://127.0.0.1:9/judge"} | limits)
+    (_, verifier) = endpoints(*configured(f"policy={policy}", f"verifier={judge}"))
+    assert verifier.at_most.requests == questions
+    assert verifier.at_most.money == questions * 0.5
+    assert verifier.at_most.minutes == pytest.approx(questions / 12)
+
+
 def test_an_earlier_runs_responses_are_assumed(tmp_path):
     (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     rows = [{"iteration": n, "rollout/tokens": tokens} for n, tokens in ((1, 30.0), (2, 50.0))]

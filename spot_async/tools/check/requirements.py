@@ -52,11 +52,11 @@ class RoleEstimate:
 
 def estimate_endpoints(config: Config, plan: TrainPlan, expected_tokens: float) -> list[RoleEstimate]:
     """Return estimates for the roles whose requests cost money or are limited."""
-    accounts = RunSpending(plan.served).accounts
+    accounts = RunSpending(plan.served, verifier=config.verifier).accounts
     needs, longest = plan.policy.needs, config.sampling.max_response_tokens
     prompts = list(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
     estimates = []
-    for role, asked in (("teacher", needs.teacher), ("reference", needs.reference)):
+    for role, asked in (("teacher", needs.teacher), ("reference", needs.reference), ("verifier", True)):
         account = accounts.get(role)
         if account is not None and asked and (account.is_metered or account.is_limited):
             expected, at_most = (
@@ -70,8 +70,13 @@ def _estimate(
     role: str, needs: PolicyNeeds, prompts: Sequence[Prompt], response_tokens: float, account: Account
 ) -> Estimate:
     is_teacher = role == "teacher"
-    if is_teacher:
+    if role != "reference":
         prompts = _taught(needs, prompts)
+    if role == "verifier":  # whose tokens nobody counts
+        responses = requests_per_prompt(needs)["rollout"] + needs.teacher_responses + needs.probes_per_prompt
+        questions = len(prompts) * needs.rounds * responses
+        money = None if account.prices is None else questions * account.prices.request
+        return Estimate(questions, NO_TOKENS, money, _minutes(questions, NO_TOKENS, account))
     prompt_tokens = sum(_read_by_teacher(needs, each) if is_teacher else len(each.token_ids) for each in prompts)
     requests = prompt_total = completion_total = 0.0
     if scores := _scores(needs) if is_teacher else needs.samples_per_prompt:
@@ -133,6 +138,7 @@ def evaluation_estimate(config: Config, benchmarks: Sequence[Benchmark]) -> str:
     return f"{line}, at most {money:,.4g} {account.currency} without retries and what the start asks"
 
 
+NO_TOKENS = Usage(prompt_tokens=0)
 ASSUMED_SHARE = 0.5  # assumed length of a response, as a share of the longest
 SAMPLE_BYTES_PER_TOKEN = 80  # of samples.jsonl, as `run.samples_every` says
 COPIES = 2  # in the run directory, of students published elsewhere: of the last checkpoint, and of the next
