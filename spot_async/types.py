@@ -358,7 +358,12 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     @property
     def teacher(self) -> bool:
         """Whether a teacher must be served at all."""
-        return self.teacher_top_k > 0 or self.teacher_responses > 0 or self.teacher_candidates
+        return self.teacher_scores or self.teacher_responses > 0
+
+    @property
+    def teacher_scores(self) -> bool:
+        """Whether the teacher scores responses, by its own top-k or for tokens that the policy chooses."""
+        return self.teacher_top_k > 0 or self.teacher_candidates
 
 
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):

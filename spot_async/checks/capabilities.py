@@ -106,7 +106,7 @@ def _at_another_temperature(
     """Return the complaints about log-probabilities at temperature 1 beside rollouts at another, likewise."""
     temperature = config.sampling.temperature
     given = [("student", found["student"].generation_temperature, "sampled tokens")]
-    if (needs.teacher_top_k > 0 or needs.teacher_candidates) and "teacher" in found:
+    if needs.teacher_scores and "teacher" in found:
         given.append(("teacher", found["teacher"].score_temperature, "given tokens"))
     if needs.reference or "reference" in found:
         role = "reference" if "reference" in found else "student"  # whose base it is then

@@ -197,7 +197,7 @@ def _prompt_chain(stages: StagesConfig, needs: PolicyNeeds) -> dict[str, float]:
     used = {
         "rollout": needs.rollouts_per_prompt != 0,
         "teacher_response": needs.teacher_responses > 0,
-        "score": needs.teacher_top_k > 0 or needs.teacher_candidates,
+        "score": needs.teacher_scores,
         "reference": needs.reference,
         "candidates": needs.candidate_logprobs or needs.probes_per_prompt > 0,
         "probe": needs.probes_per_prompt > 0,

@@ -99,7 +99,7 @@ def _estimate(
 
 def _scores(needs: PolicyNeeds) -> int:
     """Return how many responses the teacher scores for each prompt, in all of its rounds."""
-    return needs.rounds * requests_per_prompt(needs)["score"] if needs.teacher_top_k else 0
+    return needs.rounds * requests_per_prompt(needs)["score"] if needs.teacher_scores else 0
 
 
 def _taught(needs: PolicyNeeds, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
