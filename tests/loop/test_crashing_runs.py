@@ -227,7 +227,7 @@ MUTATIONS = [
     (leave_samples_their_lineage, "supervision of .* another lineage", (1, None)),
     (forget_who_died, "I4", (13, [*(Fault(n, derive_seed(13, "x", n)) for n in range(4)), kill(0, 3, 50)])),
     (leave_prompts_in_batches_that_were_cut_off, "", (9, None)),
-    (leave_rows_that_are_written_again, "I12", (13, None)),
+    (leave_rows_that_are_written_again, "I12", (9, None)),
     (leave_evaluations_that_are_made_again, "I8|I11", (13, None)),
     (make_evaluations_again_that_count, "I11", (27, None)),
     (leave_rows_unflushed, "I1[124]", (7, None)),

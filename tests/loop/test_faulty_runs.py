@@ -12,9 +12,9 @@ from faults.stateful_trainer import StatefulTrainer
 from joined_policy import TakesTurns
 from simulated_methods import explained, failure
 
+from spot_async import terms
 from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.publishing import LiveEvaluation, WeightPublisher
-from spot_async.policies import samples
 from spot_async.replicas.weights import Weights
 from spot_async.stages.stage import Stage
 from spot_async.types import Supervision
@@ -120,7 +120,7 @@ def keep_places(monkeypatch):
 
 
 def forget_which_weights_sampled_which_tokens(monkeypatch):
-    monkeypatch.setattr(samples, "Supervision", lambda *, version_spans, **more: Supervision(**more))
+    monkeypatch.setattr(terms, "Supervision", lambda *, version_spans, **more: Supervision(**more))
 
 
 def take_a_returning_server_as_up_to_date(monkeypatch):

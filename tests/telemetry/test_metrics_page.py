@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from joined_policy import TakesTurns
 
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
@@ -147,7 +148,7 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max
     directory, student, given = RunDirectory(folder), CountedStudent(), []
 
     run = make_run(
-        make_policy(policy, policy_context(reference_kl=True), **settings),
+        policy() if policy is TakesTurns else make_policy(policy, policy_context(reference_kl=True), **settings),
         student=student,
         teacher=teacher or SimulatedTeacher(),
         verifier=verifier,
@@ -182,7 +183,7 @@ def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simul
     rows = rows + simulate(SpotPolicy, tmp_path_factory.mktemp("truncated"), capabilities=TRUNCATED)[0]
     rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("masked"), teacher=ReadingTeacher())[0]
     rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("asynchronous"), max_staleness=1)[0]
-    others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy)
+    others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy, TakesTurns)
     rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
     written = {name for row in rows for name in row} - {"iteration", "time"}
     patterns = documented()
