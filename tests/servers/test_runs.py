@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from conftest import StartServer, TinyModels
+from engine_requests import dense_logprobs
 from parity import PARITY_NATS
 from served_versions import largest_difference_nats
 
 from spot_async.backends.shared.launch_settings import LaunchSettings
+from spot_async.models.vocabulary import Vocabulary
 from spot_async.tools.forecast.command import read_forecast
 
 HERE = Path(__file__).parent
@@ -116,6 +119,30 @@ def test_student_on_vllm_and_a_teacher_behind_an_openai_compatible_endpoint(
     with start_vllm(models.teacher, takes_weights=False) as teacher:
         student = {"kind": "vllm", "launch": vllm_launch.model_dump()}
         check(train(tmp_path, models, problems, student, {"kind": "openai", "url": teacher.url}))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_student_teaches_itself_behind_the_solution(
+    kind: str, request: pytest.FixtureRequest, models: TinyModels, tmp_path: Path
+) -> None:
+    solved = [
+        {"problem": f"{i} + {i} =", "answer": str(2 * i), "solution": f"{i} + {i} equals {2 * i}"} for i in range(24)
+    ]
+    (tmp_path / "solved.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
+    served = {"kind": kind, "launch": request.getfixturevalue(f"{kind}_launch").model_dump()}
+    config = write_config(tmp_path, models, tmp_path / "solved.jsonl", served, served)
+    own = "prompt.teacher={text: '{problem} {instruction} {solution}', max_tokens: 256}"
+    run("train", str(config), f"teacher.model={models.student}", "policy={kind: opd}", "evaluation=null", own)
+    tokenizer = Vocabulary.load(models.student).tokenizer
+    for sample in read_lines(tmp_path / "run" / "samples.jsonl")[:BATCH]:  # of the weights that teach
+        response, read = np.array(sample["response_ids"]), sample["teacher_prompt"]
+        solution = next(row["solution"] for row in solved if row["problem"] == sample["problem"])
+        assert read.endswith(f" {solution}<|im_end|>\n<|im_start|>assistant\n")
+        for text, given in ((read, "teacher_logprobs"), (read.replace(f" {solution}", ""), "behavior_logprobs")):
+            prompt = np.array(tokenizer(text, add_special_tokens=False).input_ids)
+            expected = dense_logprobs(models.student, prompt, response)[np.arange(len(response)), response]
+            np.testing.assert_allclose(sample[given], expected, atol=PARITY_NATS)
 
 
 @pytest.mark.nightly
