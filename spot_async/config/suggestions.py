@@ -86,6 +86,7 @@ OTHER_TRAINERS: Mapping[str, str] = {
     "save_total_limit": "training.keep_weights",
     "steps": "training.iterations",
     "teacher_model_name_or_path": "teacher.model",
+    "teacher_prompt": "prompt.teacher.text, what the teacher reads in place of the student's prompt",
     "tensor_parallel_size": "student.backend.launch.tensor_parallel_size",
     "total_epochs": "training.epochs",
     "total_training_steps": "training.iterations",

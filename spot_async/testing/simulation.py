@@ -14,6 +14,7 @@ them. Give `token_scores` the entropy and the candidates too, if the policy look
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -99,9 +100,9 @@ def simulated_vocabulary(end_token_ids: tuple[int, ...] = (END_TOKEN,), text: Ca
 
 
 def simulated_turn_ids(turns: Sequence[ChatTurn | str]) -> IntArray:
-    """Return ids that stand for a prompt of these turns: one for each character."""
-    text = "".join(turn if isinstance(turn, str) else turn.content for turn in turns)
-    return np.array([2 + ord(character) % (VOCAB_SIZE - 2) for character in text], np.int32)
+    """Return ids that stand for a prompt of these turns: one for each word, and one that ends it."""
+    text = " ".join(turn if isinstance(turn, str) else turn.content for turn in turns)
+    return np.array([2 + zlib.crc32(word.encode()) % (VOCAB_SIZE - 2) for word in [*text.split(), "\n"]], np.int32)
 
 
 def policy_context(**changes: Any) -> PolicyContext:

@@ -169,6 +169,7 @@ async def test_turns_become_a_prompt_by_the_teachers_template_and_a_text_is_a_us
 class TwoContexts:
     """Scores each of two rollouts behind a context of its own, the second also behind the student's prompt."""
 
+    words = ""
     needs = PolicyNeeds(teacher_top_k=1, samples_per_prompt=2, teacher_prompt_tokens=16, outcomes=False)
 
     async def supervise(self, prompt, stages):
@@ -177,7 +178,7 @@ class TwoContexts:
             rollout = await stages.rollout(n=n)
             if n:
                 await stages.score(rollout.token_ids, top_k=0, prompt_ids=prompt.token_ids)
-            context = stages.teacher_prompt(f"context {n}")
+            context = stages.teacher_prompt(f"{self.words}context {n}")
             scores = await stages.score(rollout.token_ids, top_k=0, prompt_ids=context)
             samples.append(distillation_sample(prompt, stages, rollout, scores, await stages.verify(rollout.token_ids)))
         return samples
@@ -201,8 +202,10 @@ def test_a_samples_record_says_what_the_teacher_read_where_that_was_not_the_stud
 
 def test_a_context_that_is_too_long_costs_its_prompt_and_says_why():
     class TooLong(TwoContexts):
-        needs = msgspec.structs.replace(TwoContexts.needs, teacher_prompt_tokens=4)
+        words = "word " * 40
 
     with pytest.raises(ExceptionGroup) as ended:
         simulated_run(TooLong(), iterations=1, batch_size=2)
-    assert "a teacher's prompt has 9 tokens, and PolicyNeeds" in str(root_cause(ended.value))
+    assert "a teacher's prompt has 43 tokens, and PolicyNeeds.teacher_prompt_tokens states 16" in str(
+        root_cause(ended.value)
+    )
