@@ -34,7 +34,7 @@ from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: 
 
 from spot_async.config import TrainingConfig
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import Pull, SoftTargets, Supervision, WeightVersion
+from spot_async.types import Divergence, Pull, SoftTargets, Supervision, WeightVersion
 
 if TYPE_CHECKING:
     import torch
@@ -195,17 +195,21 @@ def supervision() -> Callable[..., Supervision]:
 
 
 @pytest.fixture(scope="session")
-def soft_targets() -> Callable[[list[int], int], SoftTargets]:
-    """Targets of `k` candidates at given positions."""
+def soft_targets() -> Callable[..., SoftTargets]:
+    """Targets of `k` candidates at given positions: of cross-entropies, or of a divergence, which may need a tail."""
 
-    def make(positions: list[int], k: int) -> SoftTargets:
+    def make(positions: list[int], k: int, divergence: Divergence | None = None) -> SoftTargets:
         draw = np.random.default_rng(k)
-        rows = len(positions)
+        rows, has_tail = len(positions), divergence is not None and not divergence.is_conditional
+        ids = np.array([draw.permutation(VOCAB)[:k] for _ in positions], np.int32).reshape(rows, k)
+        cells = draw.dirichlet(np.ones(k + has_tail), rows).astype(np.float32).reshape(rows, k + has_tail)
         return SoftTargets(
             positions=np.array(positions, np.int32),
-            token_ids=np.array([draw.permutation(VOCAB)[:k] for _ in positions], np.int32).reshape(rows, k),
-            probabilities=draw.dirichlet(np.ones(k), rows).astype(np.float32).reshape(rows, k),
+            token_ids=ids,
+            probabilities=cells[:, :k],
             weights=draw.uniform(0.1, 1.0, rows).astype(np.float32),
+            tails=cells[:, k] if has_tail else None,
+            divergence=divergence,
         )
 
     return make
@@ -214,9 +218,11 @@ def soft_targets() -> Callable[[list[int], int], SoftTargets]:
 @pytest.fixture(scope="session")
 def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Supervision]]:
     """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages,
-    positions that the teacher could not be asked about."""
+    positions that the teacher could not be asked about, divergences of several kinds, pulls beside a reward."""
+    jsd = Divergence(forward=0.3, reverse=0.7, forward_skew=0.3, reverse_skew=0.7)
 
     def make() -> list[Supervision]:
+        pulls = (Pull(logprobs=np.full(8, -2.0, np.float32), clip=(-0.5, np.inf)),) * 2
         return [
             supervision(0, 12, soft_targets([7, 2, 11], 4)),
             supervision(1, 1, soft_targets([0], 4)),
@@ -225,6 +231,15 @@ def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Superv
             supervision(4, 9, soft_targets([0, 3], 16)),
             supervision(5, 17, pulls=(), advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
             supervision(6, 6, soft_targets([1, 1, 4], 3), pulls=()),
+            supervision(
+                7,
+                8,
+                soft_targets([6, 0], 5, jsd),
+                soft_targets([3], 4, Divergence(reverse=1.0, clip=0.4)),
+                soft_targets([5, 2], VOCAB, Divergence(forward=1.0, is_conditional=True, temperature=2.0)),
+                pulls=pulls,
+                advantages=np.ones(8, np.float32),
+            ),
         ]
 
     return make

@@ -207,7 +207,9 @@ class MicroBatch:
         return replace(self, advantages=normalized)
 
     def without_soft_targets(self) -> MicroBatch:
-        return replace(self, **_collate_soft_targets([() for _ in self.mask], [0] * len(self.mask)))
+        """Return the same trajectories without them, for a pass that is asked for sampled tokens alone."""
+        none = SoftRows(*(each[:0] for each in self.soft))
+        return replace(self, soft=none, soft_row_numbers=(), soft_positions=0, has_divergences=False, sums_tails=False)
 
 
 def advantages_of(given: Tensor, pulls: Pulls, behavior_logprobs: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from spot_async.trainer.messages import Batch
 from spot_async.trainer.parallel import process_group
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
-from spot_async.types import SoftTargets, Supervision, WeightVersion
+from spot_async.types import Divergence, SoftTargets, Supervision, WeightVersion
 
 MakeSettings = Callable[..., TrainerSettings]
 UnequalBatch = Callable[[int], list[Supervision]]
@@ -46,13 +46,14 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def unequal_batch(supervision: Callable[..., Supervision], soft_targets: Callable[..., SoftTargets]) -> UnequalBatch:
     """Seven prompts, so that two ranks and mini-batches of two leave one rank without a sample.
 
-    Only one trajectory has branch positions, so that its update has a rank with none.
+    Only one trajectory has soft targets, so that its update has a rank with none, which sums no tails.
     """
 
     def make(iteration: int) -> list[Supervision]:
         lengths = [40, 1, 7, 22, 3, 15, 9]
+        targets = [soft_targets([0, 5], 4), soft_targets([8], 6, Divergence(reverse=1.0))]
         return [
-            supervision(10 * iteration + i, tokens, soft_targets([0, 5] if i == 3 else [], 4))
+            supervision(10 * iteration + i, tokens, *(targets if i == 3 else [soft_targets([], 4)]))
             for i, tokens in enumerate(lengths)
         ]
 

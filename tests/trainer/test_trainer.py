@@ -157,22 +157,26 @@ def test_report_holds_the_documented_metrics(
 ) -> None:
     batch = mixed_batch()
     metrics = make_trainer(student, tmp_path, mini_batch_size=4).train(Batch(0, tuple(batch))).metrics
-    assert METRICS.keys() - metrics.keys() == STALENESS_METRICS | DIVERGENCE_METRICS | {"checkpoint_s"}
+    assert METRICS.keys() - metrics.keys() == STALENESS_METRICS | {"checkpoint_s"}
     assert metrics["loss"] == pytest.approx(
         metrics["loss_policy"] + metrics["loss_branch"] + metrics["loss_reference"], rel=1e-6
     )
     assert metrics["updates"] == 2
-    assert metrics["trajectories"] == 7
+    assert metrics["trajectories"] == 8
     assert metrics["tokens"] == sum(len(sample.response_ids) for sample in batch)
-    assert metrics["branch_positions"] == 3 + 1 + 0 + 2 + 2  # a repeated one counts once
+    assert metrics["branch_positions"] == 3 + 1 + 0 + 2 + 2 + 5  # a repeated one counts once
     known = [slice(None) if s.policy_mask is None else s.policy_mask for s in batch]
     follow = [(s, mask) for s, mask in zip(batch, known, strict=True) if s.pulls]
-    advantages = [(s.pulls[0].logprobs - s.behavior_logprobs)[mask] for s, mask in follow]
-    expected = np.concatenate([*advantages, np.linspace(-2, 2, 17)]).mean()  # problem 6 has no policy term
+    first = [(s.pulls[0].logprobs - s.behavior_logprobs)[mask] for s, mask in follow]
+    limited = np.maximum(first[-1], -0.5)  # problem 7 has the same pull twice, with limits, and a reward
+    expected = np.concatenate([*first[:-1], 1 + 2 * limited, np.linspace(-2, 2, 17)]).mean()  # 6 has no policy term
     assert metrics["advantage_mean"] == pytest.approx(expected, rel=1e-5)
-    assert metrics["kl_to_teacher"] == pytest.approx(-np.concatenate(advantages).mean(), rel=1e-5)
-    assert metrics["pull_mean"] == pytest.approx(np.concatenate(advantages).mean(), rel=1e-5)
-    assert metrics["pull_clipped"] == 0
+    assert metrics["kl_to_teacher"] == pytest.approx(-np.concatenate(first).mean(), rel=1e-5)
+    pulls = np.concatenate([*first[:-1], limited, limited])
+    assert metrics["pull_mean"] == pytest.approx(pulls.mean(), rel=1e-5)
+    assert metrics["pull_clipped"] == pytest.approx(2 * (first[-1] < -0.5).sum() / len(pulls))
+    assert 0 < metrics["student_mass"] < 1
+    assert 0 < metrics["clipped_cells"] < 1
 
 
 POLICY_METRICS = {"ratio_mean", "ratio_max", "importance_weight_mean", "importance_capped", "clip_fraction"} | {
