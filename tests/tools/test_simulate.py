@@ -111,6 +111,18 @@ def test_no_bound_is_beaten_and_no_token_is_older_than_allowed(policy, stated, b
     assert two.iteration_s <= (1 + noise) * one.iteration_s <= (1 + noise) ** 2 * strict.iteration_s
 
 
+def test_responses_are_of_whoever_writes_them_and_only_the_student_s_tokens_have_a_lag(tmp_path):
+    both = {"kind": "distill", "divergence": "jsd", "student_share": 0.5}
+    shared = outcomes(configuration(both), tmp_path)[-1]
+    assert min(shared.busy["student"], shared.busy["teacher"]) > 0
+    taught = outcomes(configuration("kd"), tmp_path)[-1]
+    assert (taught.busy["student"], taught.lags) == (0, {})
+    alone = outcomes(configuration(), tmp_path)[-1]
+    assert 0 < sum(shared.lags.values()) < 0.8 * sum(alone.lags.values())
+    for each in (shared, taught):
+        assert each.response_tokens == pytest.approx(alone.response_tokens, rel=0.25)
+
+
 def test_more_servers_make_no_run_slower(tmp_path):
     slow = "student.tokens_per_s=500"
     times = [outcomes(configuration(), tmp_path, slow, f"student.replicas={number}") for number in (1, 2, 4)]

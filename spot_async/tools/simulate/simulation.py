@@ -92,6 +92,7 @@ class Observed:
     most_queued: int
     worked: Mapping[str, float]  # by role: grains that its servers have worked off since the start
     responses: int  # that were trained
+    tokens: int  # grains of these, whoever wrote them
     lags: Mapping[int, int]  # grains of responses by the iterations that their weights are behind
     bottleneck: Bottleneck  # since the iteration before
 
@@ -121,6 +122,7 @@ class Observer:
             self._finish(event, now_s)
 
     def _finish(self, event: IterationFinished, now_s: float) -> None:
+        trained = [sample.supervision for sample in event.samples if sample.supervision is not None]
         self.iterations.append(
             Observed(
                 ended_s=now_s,
@@ -128,7 +130,8 @@ class Observer:
                 queued_prompts_s=self._queued_prompts_s,
                 most_queued=self._most_queued,
                 worked={role: sum(each.worked for each in servers) for role, servers in self._servers.items()},
-                responses=sum(sample.supervision is not None for sample in event.samples),
+                responses=len(trained),
+                tokens=sum(len(each.response_ids) for each in trained),
                 lags=tokens_by_lag(event),
                 bottleneck=self._live.judge() if event.iteration in self._judged else Bottleneck(""),
             )
@@ -311,7 +314,9 @@ def _outcome(
         lag_mean=sum(lag * tokens for lag, tokens in lags.items()) / max(1, lags.total()),
         lag_max=max(lags, default=0),
         lags={lag: tokens * workload.grain for lag, tokens in sorted(lags.items())},
-        response_tokens=workload.grain * lags.total() / max(1, sum(each.responses for each in counted)),
+        response_tokens=workload.grain
+        * sum(each.tokens for each in counted)
+        / max(1, sum(each.responses for each in counted)),
         queue_mean=sum(each.queued_prompts_s for each in counted) / total_s,
         queue_max=max(each.most_queued for each in counted),
         rows=rows,
