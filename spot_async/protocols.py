@@ -263,8 +263,8 @@ class PromptStages(Protocol):
 
         `prefix_ids` are tokens of the response, whoever wrote them: it continues with at most `max_tokens` and what
         they leave of `sampling.max_response_tokens`, and there is nothing to come after an end token. `stop` are
-        tokens that end it beside the end tokens. What it writes for other `prompt_ids` than the prompt's is `foreign`
-        to the prompt.
+        tokens that end it beside the end tokens. What it writes behind other `prompt_ids` is `foreign`: it has no log
+        pi_old of this prompt.
         """
         ...
 

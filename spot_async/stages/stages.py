@@ -156,10 +156,13 @@ class BoundStages:
     ) -> Generation:
         prefix = np.asarray(prefix_ids, np.int32)
         request = ("rollout", *_identity(n, prompt_ids, prefix))
-        prompt_ids = self._prompt.token_ids if prompt_ids is None else prompt_ids
-        return await self._continued(
-            self._stages.rollout, request, prompt_ids, prefix, max_tokens=max_tokens, stop=stop, top_k=top_k
+        own_ids = self._prompt.token_ids
+        read_ids = own_ids if prompt_ids is None else prompt_ids
+        response = await self._continued(
+            self._stages.rollout, request, read_ids, prefix, max_tokens=max_tokens, stop=stop, top_k=top_k
         )
+        # Its log pi_old are those behind another prompt.
+        return response if np.array_equal(read_ids, own_ids) else foreign(response)
 
     def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
         if (render := self._stages.services.render_turns) is None:

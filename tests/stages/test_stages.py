@@ -210,6 +210,13 @@ async def test_the_teacher_continues_a_prefix_with_its_own_end_token_and_no_stud
     assert reply.version_spans == (VersionSpan(0, 2, None),)
 
 
+async def test_what_the_student_writes_behind_another_prompt_is_foreign_to_this_one():
+    stages = bound(Recorder())
+    own, other = PROMPT.token_ids.copy(), np.array([12, 13], np.int32)
+    assert [span.version is None for span in (await stages.rollout(prompt_ids=own)).version_spans] == [False]
+    assert (await stages.rollout(prompt_ids=other)).version_spans == (VersionSpan(0, 1, None),)
+
+
 async def test_what_a_response_continues_decides_its_seed_and_nothing_else_of_it_does():
     recorder = Recorder()
     stages = bound(recorder, run_seed=3, teacher_responses=True)
