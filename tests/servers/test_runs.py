@@ -106,6 +106,23 @@ def test_student_and_teacher_on_vllm(
     assert max(abs(row["train/mismatch_max"]) for row in rows) < PARITY_NATS
 
 
+@pytest.mark.nightly
+def test_a_student_is_compared_on_its_own_top_k_with_what_vllm_says_of_these_tokens(
+    vllm_v2_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    started = {"kind": "vllm", "launch": vllm_v2_launch.model_dump()}
+    config = write_config(tmp_path, models, problems, started, started)
+    policy = "policy={kind: distill, divergence: reverse_kl, support: student, top_k: 8}"
+    run("train", str(config), policy, "evaluation=null", "sampling.max_response_tokens=16")
+    rows = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == ITERATIONS
+    for row in rows:
+        assert row["stage/score/requests"] == 2 * BATCH  # a score, and one request about all chosen tokens
+        # Random models: the teacher finds the student's likeliest tokens unlikely, so most is in its tail.
+        assert 0 < row["train/teacher_mass"] < row["train/student_mass"] < 1
+        assert row["train/kl_to_teacher"] > 0
+
+
 def test_student_and_teacher_on_sglang(
     sglang_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
 ) -> None:
