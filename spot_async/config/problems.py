@@ -132,6 +132,13 @@ class TeacherPromptConfig(TemplateConfig):
     )
     max_tokens: PositiveInt = Field(2048, description="problems with longer ones are filtered and counted")
 
+    @pydantic.field_validator("text", mode="before")
+    @classmethod
+    def _check_quotes(cls, text: Any) -> Any:
+        if isinstance(text, dict):
+            raise ValueError("braces are a mapping in YAML: write the text in quotes, as in text: '{problem}'")
+        return text
+
     @pydantic.field_validator("text")
     @classmethod
     def _check_parts(cls, text: str) -> str:

@@ -17,9 +17,9 @@ class Schedule(list):
     per_epoch = 1
 
 
-def plan(*token_ids, reads_clock=False, response=None):
+def plan(*token_ids, reads_clock=False, response=None, teacher_ids=None):
     problem = Problem(id="p", text="1+1", answer="2", response=response)
-    prompt = Prompt(ordinal=0, problem=problem, token_ids=np.array(token_ids))
+    prompt = Prompt(ordinal=0, problem=problem, token_ids=np.array(token_ids), teacher_ids=teacher_ids)
     return SimpleNamespace(schedule=Schedule([prompt]), reads_clock=reads_clock)
 
 
@@ -38,6 +38,8 @@ def test_changed_prompts_are_refused_and_a_date_in_them_is_named():
         check_same_prompts(begun_with, plan(1, 3))
     with pytest.raises(DataError, match=r"data\.train has other problems"):
         check_same_prompts(begun_with, plan(1, 2, response="2"))
+    with pytest.raises(DataError, match=r"data\.train has other problems"):
+        check_same_prompts(begun_with, plan(1, 2, teacher_ids=np.array([1, 2, 3])))
     with pytest.raises(DataError, match="the chat template writes today's date into them"):
         check_same_prompts(begun_with, plan(1, 3, reads_clock=True))
 

@@ -211,6 +211,7 @@ def test_longer_prompts_of_the_teacher_are_left_out_and_all_too_long_is_refused(
             r"name \{problem\} in it$",
         ),
         ({"text": "{problem} {soluton}"}, r"text: \{soluton\} is no part of a problem: give \{problem\}, "),
+        ({"text": {"problem": None}}, r"text: braces are a mapping in YAML: write the text in quotes"),
         ({"template": "none.jinja"}, r"^prompt\.teacher\.template: cannot read none\.jinja: No such file"),
         (
             {"template_arguments": {"messages": 3}},

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from spot_async.base import wire
 from spot_async.errors import ConfigError, DataError, PermanentError
@@ -129,6 +130,17 @@ def test_a_run_that_saved_its_responses_and_ended_early_is_continued_without_pay
     changed = Prompt(ordinal=0, problem=next(simulated_prompts()).problem, token_ids=np.array([9, 9], np.int32))
     with pytest.raises(DataError, match=r"policy\.save: .* rendered differently"):
         kd(save=str(path)).check([changed])
+
+
+def test_a_response_is_that_to_the_teachers_own_prompt_and_the_student_learns_it_for_its_own(tmp_path):
+    path, teacher = tmp_path / "responses", Counting()
+    own = [replace(each, teacher_ids=each.token_ids[::-1].copy()) for each in simulated_prompts(16)]
+    run = simulated_run(kd(save=str(path)), prompts=own, teacher=teacher, iterations=1)
+    assert set(teacher.asked) == {each.teacher_ids.tobytes() for each in own}
+    assert [each.prompt_ids.tolist() for each in run.trained] == [each.token_ids.tolist() for each in own]
+    kd(load=str(path)).check(own)
+    with pytest.raises(DataError, match=r"policy\.load: problem 'p0' was rendered differently"):
+        kd(load=str(path)).check(simulated_prompts(16))
 
 
 def test_a_file_that_its_writer_did_not_finish_is_used_as_far_as_it_goes(tmp_path):
