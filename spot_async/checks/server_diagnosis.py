@@ -229,8 +229,8 @@ class ServerDiagnosis:
         if own.first is not None and students.first is not None and students.first - own.first > TEMPLATE_NATS:
             self.warnings.append(
                 f"prompt.teacher: the first token of responses has log-probability {own.first:.3g} behind the "
-                f"teacher's prompt, and {students.first:.3g} behind the student's: only the template explains that; "
-                "compare template, thinking and template_arguments with those of prompt"
+                f"teacher's prompt, and {students.first:.3g} behind the student's: another template or "
+                "thinking mode does that, or a text that asks for another beginning; compare them with those of prompt"
             )
         elif own.rest is not None and students.rest is not None and students.rest - own.rest > CONTEXT_NATS:
             self.warnings.append(

@@ -394,15 +394,15 @@ class BoundStages:
 
     def _with_teacher_prompt(self, sample: Sample) -> Sample:
         ids = sample.record.get("response_ids") if sample.supervision is None else sample.supervision.response_ids
-        read = self._read_before.get(np.asarray(ids, np.int32).tobytes()) if ids is not None else None
-        if not read:
+        read = self._read_before.get(_content(ids)) if isinstance(ids, np.ndarray) else None
+        if read is None:
             return sample
         texts = dict.fromkeys(map(self._stages.services.vocabulary.whole_text, read))
         return msgspec.structs.replace(sample, record={**sample.record, "teacher_prompt": "\n\n".join(texts)})
 
     def _note_read(self, read_ids: IntArray, response_ids: IntArray) -> None:
         if not np.array_equal(read_ids, self._prompt.token_ids):
-            self._read_before.setdefault(np.asarray(response_ids, np.int32).tobytes(), []).append(read_ids)
+            self._read_before.setdefault(_content(response_ids), []).append(read_ids)
 
     def written_response(self) -> Generation:
         problem, ends = self._prompt.problem, self._stages.stop_token_ids
@@ -509,8 +509,11 @@ def _identity(n: int, prompt_ids: IntArray | None, prefix_ids: IntArray) -> Iter
         yield n
     for name, token_ids in (("prompt", prompt_ids), ("prefix", prefix_ids)):
         if token_ids is not None and len(token_ids):
-            content = np.asarray(token_ids, np.int32).tobytes()
-            yield f"{name} {hashlib.blake2b(content, digest_size=8).hexdigest()}"
+            yield f"{name} {hashlib.blake2b(_content(token_ids), digest_size=8).hexdigest()}"
+
+
+def _content(token_ids: IntArray) -> bytes:
+    return np.asarray(token_ids, np.int32).tobytes()
 
 
 @functools.cache
