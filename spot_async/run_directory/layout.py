@@ -68,6 +68,7 @@ ENDS_EARLY, STALLED, RESUMED = "ends early", "stalled", "resumed"
 ATTEMPTS_FAILED = "attempts failed"
 RESTARTED = "trainer restarted"  # the run continued from a checkpoint by itself
 MISMATCHED = "mismatch"  # trainer and student's server differ by more than rounding
+STALE = "stale advantages"  # a policy gives what the trainer cannot recompute
 
 CONFIGS = "configs"
 SUMMARY = "summary.json"

@@ -25,6 +25,7 @@ from spot_async.run_directory.layout import (
     MISMATCHED,
     RESTARTED,
     RESUMED,
+    STALE,
     STALLED,
     RunDirectory,
 )
@@ -219,9 +220,11 @@ class RunFiles:
         ]
 
     def mismatches(self) -> list[str]:
-        """Return a line for each part of the run that warned of a mismatch (`telemetry/failures.py`)."""
+        """Return a line for each part of the run that warned of an iteration (`telemetry/failures.py`)."""
         return [
-            f"After iteration {each.step}, {each.reason}" for each in self._events(_Event) if each.event == MISMATCHED
+            f"After iteration {each.step}, {each.reason}"
+            for each in self._events(_Event)
+            if each.event in (MISMATCHED, STALE)
         ]
 
     def failed_attempts(self) -> list[FailedAttempts]:

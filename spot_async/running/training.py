@@ -29,7 +29,7 @@ from spot_async.loop.resuming import StopRequest
 from spot_async.models.precision import precision
 from spot_async.protocols import Backend
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.layout import MISMATCHED, STALE, RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
@@ -43,7 +43,7 @@ from spot_async.running.run_trainer import Restarts, RunTrainer, trainer_setting
 from spot_async.running.services import Companions, OpenServices, StartListener, core_shares, open_services
 from spot_async.running.summary import RunResults, TrainOutcome, summarize
 from spot_async.telemetry.console import RunConsole
-from spot_async.telemetry.failures import FailureLog, MismatchWarning
+from spot_async.telemetry.failures import FailureLog, IterationWarning, mismatch_words, stale_words
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.run_log import SpendingLog, evaluation_metrics, log_events_to
@@ -203,7 +203,9 @@ class TrainingRun:
             lag=self._lag,
         )
         compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
-        self._events.subscribe(MismatchWarning(compared, self._screen.warn), to=IterationFinished)
+        self._warn_once(MISMATCHED, lambda finished: mismatch_words(finished.report.metrics, compared))
+        if self._config.max_staleness and self._plan.policy.needs.teacher:
+            self._warn_once(STALE, lambda finished: stale_words(finished.samples, self._config.policy.kind))
         before = self._results.before = await self._evaluations.before(services.student)
         if self._beginning.checkpoint is not None:
             self._tell_sinks()
@@ -249,6 +251,9 @@ class TrainingRun:
             cores=self._cores.available if self._cores.own else None,
             nodes=self._nodes,
         )
+
+    def _warn_once(self, event: str, words: Callable[[IterationFinished], str]) -> None:
+        self._events.subscribe(IterationWarning(event, words, self._screen.warn), to=IterationFinished)
 
     def _tell_sinks(self) -> None:
         """Tell the sinks which iterations are still true, beginning with the evaluation before training."""

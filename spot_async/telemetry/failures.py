@@ -1,4 +1,5 @@
-"""Says what goes wrong while a run continues: attempts that failed, and a server that differs from its trainer.
+"""Says what goes wrong while a run continues: attempts that failed, a server that differs from its trainer, and
+advantages that go stale.
 
 Failed attempts are added up: on the console once a minute, at the end, and in the run's log. Most are made again and
 cost only time, so nothing else would tell of them. The report reads the log. What a server said is foreign text, which
@@ -8,7 +9,7 @@ must be made visible before it is shown.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -18,9 +19,10 @@ from spot_async.base.text import shortened, visible
 from spot_async.errors import FailureClass
 from spot_async.loop.events import IterationFinished
 from spot_async.models.precision import Precision
-from spot_async.run_directory.layout import ATTEMPTS_FAILED, MISMATCHED
+from spot_async.run_directory.layout import ATTEMPTS_FAILED
 from spot_async.stages.events import AttemptFailed, RequestEnded
 from spot_async.telemetry.bottleneck import percent
+from spot_async.types import Sample
 
 SAY_EVERY_S = 60.0
 FIRST_AFTER_S = 10.0  # from the first failure on, so that the line is of more than that one
@@ -152,18 +154,36 @@ def mismatch_words(metrics: Mapping[str, float], precision: Precision) -> str:
     )
 
 
-class MismatchWarning:
-    """The listener that says so, after the first iteration for which it is true."""
+def stale_words(samples: Sequence[Sample], policy: str) -> str:
+    """Return what goes stale in advantages that a policy computes token by token; empty if they do not vary so."""
+    for each in (sample.supervision for sample in samples):
+        if each is None or each.pulls or each.advantages is None:
+            continue
+        known = each.advantages if each.policy_mask is None else each.advantages[each.policy_mask]
+        if (known != known[:1]).any():
+            return (
+                f"policy {policy} gives each token an advantage of its own beside a teacher. With max_staleness, a "
+                "difference to log pi_old is that of older weights there: give pulls, which the trainer recomputes"
+            )
+    return ""
 
-    def __init__(self, precision: Precision, warn: Callable[[str], None]) -> None:
-        self._precision = precision
+
+class IterationWarning:
+    """The listener that says what is wrong with an iteration, after the first one with which something is.
+
+    `words` returns what; empty if nothing is. The run's log names it `event`.
+    """
+
+    def __init__(self, event: str, words: Callable[[IterationFinished], str], warn: Callable[[str], None]) -> None:
+        self._event = event
+        self._words = words
         self._warn = warn
         self._has_spoken = False
 
     def on(self, event: Event) -> None:
         if not isinstance(event, IterationFinished) or self._has_spoken:
             return
-        if words := mismatch_words(event.report.metrics, self._precision):
+        if words := self._words(event):
             self._has_spoken = True
             self._warn(f"iteration {event.iteration}: {words}")
-            structlog.get_logger().warning(MISMATCHED, step=event.iteration, reason=words)
+            structlog.get_logger().warning(self._event, step=event.iteration, reason=words)

@@ -1,17 +1,20 @@
-"""A mismatch that no rounding explains is said once: on the console, in the log, and from there in the report."""
+"""What is wrong with an iteration is said once: on the console, in the log, and from there in the report."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.models.precision import precision
+from spot_async.run_directory.layout import MISMATCHED
 from spot_async.run_directory.reading import RunFiles
-from spot_async.telemetry.failures import MismatchWarning, mismatch_words
+from spot_async.telemetry.failures import IterationWarning, mismatch_words, stale_words
 from spot_async.telemetry.run_log import log_events_to
-from spot_async.types import TrainReport, WeightSnapshot, WeightVersion
+from spot_async.types import Pull, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 
 def finished(iteration: int, **metrics: float) -> IterationFinished:
@@ -40,10 +43,15 @@ def test_a_mismatch_is_judged_by_the_less_precise_of_trainer_and_server(
 
 def test_it_is_said_once_and_the_report_says_it_too(tmp_path: Path) -> None:
     said: list[str] = []
+    compared = precision("float32", "float32")
+
+    def words(finished: IterationFinished) -> str:
+        return mismatch_words(finished.report.metrics, compared)
+
     (tmp_path / "logs").mkdir()
     (tmp_path / "run.json").write_text('{"format": 1, "command": "train"}')
     with log_events_to(tmp_path / "logs" / "run.jsonl"):
-        listener = MismatchWarning(precision("float32", "float32"), said.append)
+        listener = IterationWarning(MISMATCHED, words, said.append)
         listener.on(finished(1))
         for iteration in (2, 3):
             listener.on(finished(iteration, mismatch_mean=0.58, mismatch_max=2.0))
@@ -54,3 +62,26 @@ def test_it_is_said_once_and_the_report_says_it_too(tmp_path: Path) -> None:
         assert cause in line
     (reported,) = RunFiles(tmp_path).mismatches()
     assert reported.startswith("After iteration 2, trainer and student's server")
+
+
+def advantages(*values: float, **fields: Any) -> Sample:
+    ids = np.arange(len(values), dtype=np.int32)
+    supervision = Supervision(
+        prompt_ordinal=0,
+        problem_id="p",
+        prompt_ids=ids,
+        response_ids=ids,
+        behavior_logprobs=np.zeros(len(values), np.float32),
+        version=None,
+        advantages=np.array(values, np.float32),
+        **fields,
+    )
+    return Sample(supervision=supervision, metrics={}, record={})
+
+
+def test_advantages_that_vary_within_a_response_go_stale_and_rewards_and_pulls_do_not() -> None:
+    reward, left_out = advantages(0.5, 0.5, 0.5), Sample(supervision=None, metrics={}, record={})
+    masked = advantages(0.5, 0.0, 0.5, policy_mask=np.array([True, False, True]))
+    beside = advantages(0.5, 0.1, 0.5, pulls=(Pull(logprobs=np.zeros(3, np.float32)),))
+    assert stale_words([left_out, reward, masked, beside], "mine") == ""
+    assert stale_words([reward, advantages(0.5, 0.1, 0.5)], "mine").startswith("policy mine gives each token")
