@@ -320,9 +320,9 @@ class PromptStages(Protocol):
     ) -> FloatArray:
         """Return the teacher's log-probabilities (N, k) of chosen tokens at response positions (N,).
 
-        `prompt_ids` are as in `score`.
-        Each is the token's own: of the tokens that end a response, only the first of each model stands for the other's.
-        Tokens that some model does not have are refused; `common_vocabulary.common_candidates` leaves them out.
+        `prompt_ids` are as in `score`. The student's end token stands for the teacher's, whose other end tokens count
+        as themselves. Tokens that some model does not have are refused: `common_vocabulary.common_candidates` leaves
+        them out.
         """
         ...
 

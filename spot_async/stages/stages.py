@@ -289,7 +289,7 @@ class BoundStages:
         if limit is not None and candidate_ids.max(initial=0) >= limit:
             raise ContractError(
                 f"the policy asks teacher_candidates about token {candidate_ids.max()}, and only those below {limit} "
-                "are common to all models: leave others out first (`common_candidates`); they belong to the tail"
+                "are common to all models: leave others out by `common_candidates`; they belong to the tail"
             )
         scored_ids, asked_ids = ends.as_teachers(response_ids), ends.swapped(candidate_ids)
         read_ids = self._read_by_teacher(prompt_ids)

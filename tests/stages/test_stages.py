@@ -544,7 +544,7 @@ async def test_tokens_that_only_some_models_have_are_no_candidates_of_the_teache
     common = CommonVocabulary({"student": 12, "teacher": 9})
     stages = bound(Recorder(), scorer=Choosing(), common=common)
     ids = np.array([[8, 10, 3], [4, 5, 6]], np.int32)
-    with pytest.raises(ContractError, match=r"token 10, and only those below 9 are common .*`common_candidates`"):
+    with pytest.raises(ContractError, match=r"token 10, and only those below 9 are common .* by `common_candidates`"):
         await stages.teacher_candidates(RESPONSE, np.arange(2), ids)
     known, logprobs = common_candidates(ids, -ids.astype(np.float32), common.limit)
     assert known.tolist() == [[8, 3], [4, 5]]
