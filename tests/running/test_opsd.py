@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from engine_requests import dense_logprobs
 
 import spot_async
+from spot_async.checks.plan import plan_training
+from spot_async.config.loading import config_from
 from spot_async.models.vocabulary import Vocabulary
+from spot_async.running.assembly import make_stages
+from spot_async.types import ChatTurn
 
 ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples" / "running_sum" / "student"
@@ -47,6 +52,29 @@ def outcome(tmp_path, monkeypatch, servers_on_threads, trainer_on_thread):
             "training": {"iterations": 2, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3},
         }
     )
+
+
+def test_a_policys_turns_are_rendered_by_the_template_of_the_teachers_prompts(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "own.jinja").write_text("{% for turn in messages %}{{ turn.role[0] + turn.content }}{% endfor %}")
+    read = {"template": str(tmp_path / "own.jinja"), "max_tokens": 64}
+    for own, expected in ((None, "<|user|>a1<|assistant|>one<|end|><|user|>b2<|assistant|>"), (read, "<|unk|>a1aone")):
+        tree = {
+            "student": {"model": str(STUDENT)},
+            "teacher": {"model": str(STUDENT)},
+            "data": {"train": "examples/running_sum/data/heldout.jsonl"},
+            "prompt": {"instruction": "", "teacher": own},
+            "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
+            "policy": "opd",
+            "training": {"iterations": 1, "batch_size": 8, "mini_batch_size": 8},
+        }
+        config = config_from(tree)
+        plan = plan_training(config)
+        services = SimpleNamespace(student=None, teacher=None, reference=None, capabilities={}, kept_scores=None)
+        stages = make_stages(config, plan, services, None).for_prompt(next(iter(plan.schedule)))
+        turns = ("a1", ChatTurn(role="assistant", content="one"), "b2")
+        text = plan.student.vocabulary.whole_text(stages.teacher_prompt(*turns)).replace(" ", "")
+        assert text.startswith(expected)
 
 
 def test_a_student_learns_from_itself_behind_the_solution(outcome):

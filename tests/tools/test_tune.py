@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -34,7 +35,7 @@ from spot_async.tools.tune.command import (
     most_in_flight,
     without_files,
 )
-from spot_async.tools.tune.mix import Template, by_server, endless, note_requests
+from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
 from spot_async.tools.tune.results import as_json, as_yaml, check_output
 from spot_async.types import PolicyNeeds, Problem, Prompt
@@ -244,6 +245,21 @@ def test_a_ramp_has_as_many_in_flight_as_all_running_prompts_can_ask_for():
     assert [most("rollout"), most("probe"), most("verify"), most("teacher_response")] == [256, 128, 384, 0]
     assert most("rollout", "rollout", "probe") == 384
     assert most("teacher_response", needs=PolicyNeeds(teacher_responses=2)) == 128
+
+
+def test_what_the_teacher_reads_is_counted_where_that_is_not_the_students_prompt():
+    prompt = next(prompts())
+    own = msgspec.structs.replace(prompt, teacher_ids=np.tile(prompt.token_ids, 3))
+
+    async def noted(each: Prompt) -> list[Template]:
+        return await note_requests(TwoProbes(), stages_over(SimulatedStudent()), [each])
+
+    for each, read in ((prompt, 3), (own, 9)):
+        templates = run_on_virtual_time(noted(each))
+        rollout, score = (next(one for one in templates if one.stage == stage) for stage in ("rollout", "score"))
+        assert score.tokens == rollout.tokens + read
+        (recorded,) = recorded_prompts(templates)
+        assert (recorded.responses, recorded.tokens) == ([rollout.tokens], read)
 
 
 def tuning(**changes: Any) -> Tuning:
