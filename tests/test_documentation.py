@@ -17,6 +17,7 @@ from spot_async.base import registry
 from spot_async.cli import app
 from spot_async.config import Config
 from spot_async.config.loading import load_config, validate
+from spot_async.policies.distill import DistillSettings
 from spot_async.protocols import PromptStages
 from spot_async.testing.conformance import test_generation, test_scoring, test_service, test_weights
 from spot_async.testing.conformance.contract import CHECKS
@@ -52,6 +53,14 @@ def test_the_library_page_lists_all_that_a_policy_awaits():
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     missing = [name for name in vars(PromptStages) if not name.startswith("_") and f"`{name}(" not in page]
     assert [name for name in missing if f"`stages.{name}" not in page] == []
+
+
+def test_the_methods_page_lists_the_keys_of_distill_with_their_defaults() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## Distillation by keys\n(.*?)^## ", page, flags=re.M | re.S)
+    listed = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section, flags=re.M))
+    fields = DistillSettings.model_fields.items()
+    assert listed == {name: yaml.safe_dump(field.default).split("\n")[0] for name, field in fields if name != "kind"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
