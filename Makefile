@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
+.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-peers test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
 
 install: $(VENV)/installed
 
@@ -61,6 +61,21 @@ test-ray: install $(if $(SPOT_RAY_PYTHON),,.venv-ray/installed)
 # deploy/slurm.sbatch on a real Slurm of three nodes on this machine. Needs root, slurmctld, slurmd and munge.
 test-slurm: install
 	$(BIN)/python -m pytest -m nightly tests/running/test_slurm.py
+
+# The presets of `policy.kind: distill` against the losses of the programs that they are named after. SPOT_PEERS_PYTHON
+# names an environment with torch and these programs, to use in place of this target's own, which has nothing else.
+SPOT_PEERS_PYTHON ?=
+PRIME_RL := https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.zip
+test-peers: install $(if $(SPOT_PEERS_PYTHON),,.venv-peers/installed)
+	SPOT_PEERS_PYTHON=$(or $(SPOT_PEERS_PYTHON),$(CURDIR)/.venv-peers/bin/python) \
+	$(BIN)/python -m pytest -m nightly tests/policies/test_peers.py
+
+.venv-peers/installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch numpy
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0 verl==0.9.1 ms-swift==4.6.0
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python $(PRIME_RL)
+	touch $@
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models. `make test-servers SERVERS=nightly`: those that take minutes.
 SERVERS ?= not nightly
@@ -147,4 +162,4 @@ gpu-proof-kit:
 	$(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean:
-	rm -rf $(VENV) .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -53,10 +53,17 @@ DIVERGENCES: dict[str, Callable[..., Divergence]] = {
     "skew": skew,
     "reverse_skew": reverse_skew,
 }
-# What other programs' losses are in these keys.
+# What other programs' losses are in these keys; docs/coming-from.md says how far, and of which functions and versions.
 PRESETS: dict[str, dict[str, Any]] = {
-    "gkd@trl": {"divergence": "jsd", "beta": 0.5, "support": "whole", "tail": "conditional", "student_share": 0.5},
-    "opd@verl": {"divergence": "forward_kl", "support": "teacher", "top_k": 64, "tail": False},
+    "gkd@trl": {
+        "divergence": "jsd",
+        "beta": 0.5,
+        "support": "whole",
+        "tail": "conditional",
+        "student_share": 0.5,
+        "written_by": "data",
+    },
+    "opd@verl": {"pull": 1.0},
     "opd@prime-rl": {"pull": 1.0},
     "opsd@ms-swift": {"divergence": "jsd", "beta": 0.5, "support": "whole", "tail": "conditional"},
 }
@@ -67,7 +74,11 @@ class DistillSettings(PluginSettings):
 
     kind: str = "distill"
     preset: Literal["gkd@trl", "opd@verl", "opd@prime-rl", "opsd@ms-swift"] | None = Field(
-        None, description="the keys below as another program has them; those given beside it count"
+        None,
+        description="the keys below as another program has them; those given beside it count. All four have "
+        "`training.loss_aggregation: token_mean`. TRL has `sampling.temperature: 0.9` with `temperature: 1.111`, verl "
+        "`training.clip: 0.2` and `dual_clip: 3`, prime-rl no clip, ms-swift `sampling.temperature: 1.2`; see "
+        "docs/coming-from.md",
     )
     pull: float | None = Field(
         None,
