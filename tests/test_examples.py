@@ -64,6 +64,7 @@ def test_one_iteration_fits_a_page_to_begin_from() -> None:
         "spot_async",
         "spot_async.backends.local",
         "spot_async.policies.spot",
+        "spot_async.trainer.divergence",
         "spot_async.trainer.loss",
         "spot_async.verification",
     }

@@ -108,7 +108,7 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("policy=GRPO", "policy: no policy called 'GRPO'; did you mean 'grpo'?"),
         ("policy=gkd", "policy: no policy called 'gkd'; on-policy distillation by the reverse KL is 'opd'"),
         ("policy=orpo", "of methods that learn from rewards alone there is 'grpo'"),
-        ("policy=jsd", "policy: no policy called 'jsd'; known: eopd, grpo, kd, opd, spot"),
+        ("policy=jsd", "policy: no policy called 'jsd'; known: distill, eopd, grpo, kd, opd, spot"),
         ("teacher.backend=ollama", "teacher.backend: no backend called 'ollama'; 'openai' speaks to servers with"),
         ("teacher.backend=tgi", "teacher.backend: no backend called 'tgi'; 'openai' speaks to servers with"),
         ("teacher.backend=trtllm", "teacher.backend: no backend called 'trtllm'; 'openai' speaks to servers with"),
@@ -122,7 +122,7 @@ def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_p
         ("actor.x=1", "actor: unknown key; known keys: version,"),
         ("trainer.x=1", "trainer: unknown key; did you mean `training`?"),
         ("student.backend=locl", "student.backend: no backend called 'locl'; did you mean 'local'?"),
-        ("policy={}", "policy: needs a `kind`, one of: eopd, grpo, kd, opd, spot"),
+        ("policy={}", "policy: needs a `kind`, one of: distill, eopd, grpo, kd, opd, spot"),
         ("policy=no.such.module:Policy", "policy: cannot load 'no.such.module:Policy'"),
         (
             "teacher.backend=spot_async.policies.opd:OpdPolicy",
