@@ -104,6 +104,19 @@ def test_problem_files_are_disjoint_and_answered():
     assert all(row["answer"] == str(value_of(row["problem"])) for row in train + heldout)
 
 
+def test_each_training_problem_has_a_right_solution_and_no_style_is_preferred(example):
+    rows = rows_of("train.jsonl")
+    styles = {"one": 0, "two": 0, "three": 0}
+    for row in rows:
+        lines = example.task.read_lines(row["solution"])
+        assert all(line.is_exact for line in lines)
+        steps = [int(step) for step in re.findall(r"[+-]\d", row["problem"])]
+        assert [step for line in lines for step in line.steps] == steps
+        assert row["solution"].endswith(f"\\boxed{{{row['answer']}}}")
+        styles[lines[0].strategy] += 1
+    assert max(styles.values()) < 1.1 * min(styles.values())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_tokenizer_is_the_built_one_and_round_trips(example, name):
     from transformers import AutoTokenizer
