@@ -23,7 +23,6 @@ from spot_async.terms import (
     compared,
     forward_kl,
     jsd,
-    on_policy,
     pull,
     reverse_kl,
     reverse_skew,
@@ -44,7 +43,7 @@ from spot_async.types import (
 )
 
 from .grpo import group_advantages
-from .samples import rollout_metrics, rollout_record, teacher_metrics, teacher_record
+from .samples import student_sample
 
 DIVERGENCES: dict[str, Callable[..., Divergence]] = {
     "forward_kl": lambda beta, **how: forward_kl(**how),
@@ -184,11 +183,9 @@ class DistillPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         attempts = await gather(self._attempt(n, prompt, stages) for n in range(self.settings.samples))
-        rewards = [each.judgement.reward for each in attempts]
-        advantages = iter(group_advantages([reward for reward in rewards if reward is not None]))
+        advantages = group_advantages([each.judgement.reward for each in attempts])
         return [
-            self._sample(prompt, stages, each, None if reward is None else next(advantages))
-            for each, reward in zip(attempts, rewards, strict=True)
+            self._sample(prompt, stages, each, advantage) for each, advantage in zip(attempts, advantages, strict=True)
         ]
 
     async def _attempt(self, n: int, prompt: Prompt, stages: PromptStages) -> Attempt:
@@ -240,17 +237,13 @@ class DistillPolicy:
             temperature=settings.temperature,
         )
 
-    def _sample(self, prompt: Prompt, stages: PromptStages, attempt: Attempt, advantage: float | None) -> Sample:
+    def _sample(self, prompt: Prompt, stages: PromptStages, attempt: Attempt, advantage: float) -> Sample:
         settings, response, scores = self.settings, attempt.response, attempt.scores
-        terms: dict[str, Any] = {"soft_targets": attempt.rows}
+        terms: dict[str, Any] = {"soft_targets": attempt.rows, "policy_mask": None}
         if scores is not None and settings.pull_weight:
             clip = None if settings.pull_clip is None else (settings.pull_clip[0], settings.pull_clip[1])
             terms |= {"pulls": (pull(scores, settings.pull_weight, clip=clip),), "policy_mask": scores.valid}
         if settings.reward:
-            given = settings.reward * (advantage or 0.0)
+            given = settings.reward * advantage
             terms["advantages"] = np.full(len(response.token_ids), given, dtype=np.float32)
-        metrics = rollout_metrics(response, attempt.judgement) if sampled_tokens(response).any() else {}
-        record = rollout_record(prompt, stages, response, attempt.judgement)
-        if scores is not None:
-            metrics, record = metrics | teacher_metrics(scores), record | teacher_record(scores)
-        return Sample(supervision=on_policy(prompt, response, **terms), metrics=metrics, record=record)
+        return student_sample(prompt, stages, response, attempt.judgement, scores, **terms)

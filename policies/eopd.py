@@ -18,7 +18,7 @@ from spot_async.protocols import PromptStages
 from spot_async.terms import compared, forward_kl, pull, row_bytes
 from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, TokenScores
 
-from .samples import distillation_sample
+from .samples import student_sample
 from .truncated.noise import of_entropy, split
 
 
@@ -57,8 +57,8 @@ class EopdPolicy:
         forward = compared(
             scores, forward_kl(), top_k=self.settings.top_k, where=gate, weight=self.settings.alpha, has_tail=False
         )
-        sample = distillation_sample(
-            prompt, stages, rollout, scores, judgement, pulls=(pull(scores),), soft_targets=(forward,)
+        sample = student_sample(
+            prompt, stages, rollout, judgement, scores, pulls=(pull(scores),), soft_targets=(forward,)
         )
         sample.metrics["eopd/gated"] = len(forward.positions) / len(scores.entropy)
         sample.metrics["eopd/uncertain"] = float((known & self._uncertain(scores, stages)).mean())

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from spot_async.base.tasks import both, gather
@@ -58,16 +57,11 @@ class GrpoPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         group = await gather(self._attempt(n, stages) for n in range(self.settings.samples))
-        # Missing evidence is not a reward of 0. Such a response is left out of the group's mean and is not trained on.
-        rewards = np.array([a.judgement.reward for a in group if a.judgement.reward is not None])
-        advantages = iter(group_advantages(rewards))
+        rewards = [attempt.judgement.reward for attempt in group]
         # An advantage can be understood only beside the rewards of the whole group.
-        of_group = {"group_rewards": [attempt.judgement.reward for attempt in group]}
         return [
-            self._sample(
-                prompt, stages, n, attempt, None if attempt.judgement.reward is None else next(advantages), of_group
-            )
-            for n, attempt in enumerate(group)
+            self._sample(prompt, stages, n, attempt, advantage, {"group_rewards": rewards})
+            for n, (attempt, advantage) in enumerate(zip(group, group_advantages(rewards), strict=True))
         ]
 
     async def _attempt(self, n: int, stages: PromptStages) -> Attempt:
@@ -84,20 +78,22 @@ class GrpoPolicy:
         stages: PromptStages,
         n: int,
         attempt: Attempt,
-        advantage: float | None,
+        advantage: float,
         of_group: dict[str, Any],
     ) -> Sample:
         rollout = attempt.rollout
         supervision = None
-        if advantage is not None:
+        # Missing evidence is not a reward of 0: such a response is not trained on.
+        is_left_out = attempt.judgement.reward is None
+        if not is_left_out:
             supervision = on_policy(
                 prompt,
                 rollout,
                 advantages=np.full(len(rollout.token_ids), advantage, dtype=np.float32),
                 reference_logprobs=attempt.reference_logprobs,
             )
-        metrics = rollout_metrics(rollout, attempt.judgement) | {"grpo/left_out": float(advantage is None)}
-        if advantage is not None:
+        metrics = rollout_metrics(rollout, attempt.judgement) | {"grpo/left_out": float(is_left_out)}
+        if not is_left_out:
             metrics["grpo/no_signal"] = float(advantage == 0.0)
         return Sample(
             supervision=supervision,
@@ -106,20 +102,21 @@ class GrpoPolicy:
             | {
                 "sample": n,
                 "reward": attempt.judgement.reward,
-                "advantage": None if advantage is None else round(advantage, 6),
-                "left_out": f"verifier: {attempt.judgement.verdict.value}" if advantage is None else None,
+                "advantage": None if is_left_out else round(advantage, 6),
+                "left_out": f"verifier: {attempt.judgement.verdict.value}" if is_left_out else None,
             }
             | of_group,
         )
 
 
-def group_advantages(rewards: npt.ArrayLike) -> list[float]:
+def group_advantages(rewards: Sequence[float | None]) -> list[float]:
     """Return `(R - mean) / (std + 1e-6)` of a group's rewards (N,), with the sample standard deviation (ddof 1).
 
-    All are 0 where the group gives no direction: equal rewards, or a single response with evidence.
+    A response without a reward is left out of the group's mean, and has 0. All are 0 where the group gives no
+    direction: equal rewards, or a single response with evidence.
     """
-    values = np.asarray(rewards, dtype=np.float64)
+    values = np.array([reward for reward in rewards if reward is not None], dtype=np.float64)
     if len(values) < 2 or (values == values[0]).all():  # rounding could move the mean of equal ones
-        return [0.0] * len(values)
-    advantages: list[float] = ((values - values.mean()) / (values.std(ddof=1) + STANDARD_DEVIATION_FLOOR)).tolist()
-    return advantages
+        return [0.0] * len(rewards)
+    advantages = iter(((values - values.mean()) / (values.std(ddof=1) + STANDARD_DEVIATION_FLOOR)).tolist())
+    return [0.0 if reward is None else next(advantages) for reward in rewards]

@@ -14,7 +14,7 @@ from spot_async.protocols import PromptStages
 from spot_async.terms import pull
 from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample
 
-from .samples import distillation_sample
+from .samples import student_sample
 
 
 class OpdPolicy:
@@ -29,4 +29,4 @@ class OpdPolicy:
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
         scores, judgement = await both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
-        return [distillation_sample(prompt, stages, rollout, scores, judgement, pulls=(pull(scores),))]
+        return [student_sample(prompt, stages, rollout, judgement, scores, pulls=(pull(scores),))]

@@ -1,4 +1,4 @@
-"""Makes samples for policies: the one of a rollout and the teacher's scores, and metrics and records of any sample."""
+"""Makes samples for policies: the one of a student's response, and metrics and records of any sample."""
 
 from __future__ import annotations
 
@@ -20,18 +20,24 @@ from spot_async.types import (
 )
 
 
-def distillation_sample(
-    prompt: Prompt, stages: PromptStages, rollout: Generation, scores: TokenScores, judgement: Judgement, **terms: Any
+def student_sample(
+    prompt: Prompt,
+    stages: PromptStages,
+    response: Generation,
+    judgement: Judgement,
+    scores: TokenScores | None = None,
+    **terms: Any,
 ) -> Sample:
-    """Return a sample of a rollout that a teacher scored. `terms` say what is learnt from it, as in `on_policy`.
+    """Return a sample of a response. `terms` say what is learnt from it, as in `on_policy`.
 
-    A policy adds to its `metrics` and `record` what is its own.
+    Where a teacher scored it, tokens that the scores do not know have no policy term, unless `policy_mask` is given. A
+    policy adds to its `metrics` and `record` what is its own.
     """
-    return Sample(
-        supervision=on_policy(prompt, rollout, policy_mask=scores.valid, **terms),
-        metrics=rollout_metrics(rollout, judgement) | teacher_metrics(scores),
-        record=rollout_record(prompt, stages, rollout, judgement) | teacher_record(scores),
-    )
+    metrics, record = rollout_metrics(response, judgement), rollout_record(prompt, stages, response, judgement)
+    if scores is not None:
+        metrics, record = metrics | teacher_metrics(scores), record | teacher_record(scores)
+        terms = {"policy_mask": scores.valid, **terms}
+    return Sample(supervision=on_policy(prompt, response, **terms), metrics=metrics, record=record)
 
 
 def teacher_metrics(scores: TokenScores) -> dict[str, float]:
@@ -89,18 +95,20 @@ def response_record(prompt: Prompt, stages: PromptStages, response: Generation, 
 
 
 def rollout_metrics(rollout: Generation, judgement: Judgement) -> dict[str, float]:
-    """Return the metrics of a rollout.
+    """Return the metrics of a rollout. Of a response without any token of a student's they say only that.
 
     Accuracy counts outcomes only, since missing evidence says nothing about the answer. A problem without an answer has
     neither accuracy nor a share that could not be judged.
     """
-    verdict = judgement.verdict
+    verdict, sampled = judgement.verdict, sampled_tokens(rollout)
+    if not sampled.any():
+        return {"rollout/foreign": 1.0}
     metrics = {
         "rollout/tokens": float(len(rollout.token_ids)),
         "rollout/truncated": float(rollout.finish_reason == "length"),
     }
-    if any(span.version is None for span in rollout.version_spans):
-        metrics["rollout/foreign"] = 1.0 - float(sampled_tokens(rollout).mean())
+    if not sampled.all():
+        metrics["rollout/foreign"] = 1.0 - float(sampled.mean())
     if verdict is not Verdict.UNJUDGED:
         metrics["rollout/unverified"] = float(verdict.is_missing)
     if verdict.reward is not None:

@@ -39,7 +39,7 @@ from .acquisition import (
     score_positions,
     select_positions,
 )
-from .samples import distillation_sample
+from .samples import student_sample
 from .targets import Branch, outcome_rewards
 from .truncated.score_bounds import ScoreRule
 from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certified_selection, is_batched, is_exact
@@ -142,9 +142,7 @@ class SpotPolicy:
         )
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
-        sample = distillation_sample(
-            prompt, stages, rollout, scores, judgement, pulls=(pull(scores),), soft_targets=targets
-        )
+        sample = student_sample(prompt, stages, rollout, judgement, scores, pulls=(pull(scores),), soft_targets=targets)
         sample.metrics.update(self._metrics(rollout, selection, branches))
         sample.record.update(self._record(rollout, stages, selection, branches))
         return [sample]

@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from spot_async.errors import SpotError as SpotError
     from spot_async.errors import StorageError as StorageError
     from spot_async.errors import TrainerError as TrainerError
+    from spot_async.models.common_vocabulary import common_candidates as common_candidates
     from spot_async.models.files import read_model as read_model
     from spot_async.models.responses import first_tokens as first_tokens
     from spot_async.models.responses import foreign as foreign
     from spot_async.models.responses import joined as joined
     from spot_async.models.vocabulary import Vocabulary as Vocabulary
+    from spot_async.policies.grpo import group_advantages as group_advantages
+    from spot_async.policies.samples import student_sample as student_sample
     from spot_async.running.library import resume as resume
     from spot_async.running.library import resume_async as resume_async
     from spot_async.running.library import run as run
@@ -98,7 +101,10 @@ _NAMES_OF_MODULE = {
         "soft_targets",
         "written",
     ),
+    "policies.grpo": ("group_advantages",),
+    "policies.samples": ("student_sample",),
     "running.library": ("resume", "resume_async", "run", "run_async", "stages_for"),
+    "models.common_vocabulary": ("common_candidates",),
     "models.files": ("read_model",),
     "models.responses": ("first_tokens", "foreign", "joined"),
     "data.prompts": ("PromptRenderer",),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from spot_async import PluginSettings, PolicyContext, PolicyNeeds, Prompt, Sample, both, on_policy, pull
+from spot_async import PluginSettings, PolicyContext, PolicyNeeds, Prompt, Sample, both, pull, student_sample
 from spot_async.protocols import PromptStages
 
 
@@ -24,14 +24,6 @@ class ConfidentOpd:
         scores, judgement = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
         sure = scores.entropy <= self.settings.max_entropy_nats  # (T,)
         known = np.ones(len(sure), dtype=np.bool_) if scores.valid is None else scores.valid
-        supervision = on_policy(prompt, rollout, pulls=(pull(scores, sure),), policy_mask=scores.valid)
-        metrics = {
-            "confident_opd/sure": float((known & sure).mean()),
-            "teacher/masked": 1.0 - float(known.mean()),
-            "rollout/tokens": float(len(rollout.token_ids)),
-        }
-        verdict = judgement.verdict
-        if verdict.reward is not None:  # None: the verifier could not decide, which is no evidence
-            metrics["rollout/accuracy"] = verdict.reward
-        record = {"response": stages.decode(rollout.token_ids), "verdict": verdict.value}
-        return [Sample(supervision=supervision, metrics=metrics, record=record)]
+        sample = student_sample(prompt, stages, rollout, judgement, scores, pulls=(pull(scores, sure),))
+        sample.metrics["confident_opd/sure"] = float((known & sure).mean())
+        return [sample]

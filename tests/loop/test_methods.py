@@ -188,6 +188,10 @@ def test_a_group_without_direction_has_no_advantages(rewards):
     assert group_advantages(rewards) == [0.0] * len(rewards)
 
 
+def test_a_response_without_a_reward_stands_beside_its_group():
+    assert group_advantages([1.0, None, 0.0]) == pytest.approx([0.5**0.5, 0.0, -(0.5**0.5)], abs=1e-5)
+
+
 def test_room_is_reserved_for_every_sample_and_every_soft_target():
     one = worst_case_bytes(100, 1000, PolicyNeeds())
     assert worst_case_bytes(100, 1000, PolicyNeeds(samples_per_prompt=8)) == 8 * one

@@ -13,7 +13,7 @@ from spot_async.base.tasks import root_cause
 from spot_async.config import SamplingConfig
 from spot_async.errors import PermanentError
 from spot_async.policies.opd import OpdPolicy
-from spot_async.policies.samples import distillation_sample
+from spot_async.policies.samples import student_sample
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import generation, token_scores
@@ -180,7 +180,7 @@ class TwoContexts:
                 await stages.score(rollout.token_ids, top_k=0, prompt_ids=prompt.token_ids)
             context = stages.teacher_prompt(f"{self.words}context {n}")
             scores = await stages.score(rollout.token_ids, top_k=0, prompt_ids=context)
-            samples.append(distillation_sample(prompt, stages, rollout, scores, await stages.verify(rollout.token_ids)))
+            samples.append(student_sample(prompt, stages, rollout, await stages.verify(rollout.token_ids), scores))
         return samples
 
 
