@@ -1,0 +1,38 @@
+"""RLSD (arXiv 2604.03128): the reward says in which direction, the privileged self how far.
+
+paper: A_t = sign(A_group) |log p(y_t | x, y*, y_<t) - log p(y_t | x, y_<t)|, p the frozen student
+ours:  advantages of two scores; the teacher is the student's directory, and reads x and y* by `prompt.teacher.text`,
+       or x alone by `prompt_ids`
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import spot_async as spot
+from spot_async.protocols import PromptStages
+
+
+class Rlsd:
+    class Settings(spot.PluginSettings):
+        samples: int = 8
+
+    def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
+        self.samples = n = settings.samples
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, samples_per_prompt=n, scores_per_prompt=2 * n)
+
+    async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
+        async def attempt(n: int) -> tuple:
+            rollout = await stages.rollout(n=n)
+            y, x = rollout.token_ids, prompt.token_ids
+            scores = spot.both(stages.score(y, top_k=0), stages.score(y, top_k=0, prompt_ids=x))
+            (informed, plain), judgement = await spot.both(scores, stages.verify(y))
+            size = np.abs(informed.logprobs - plain.logprobs)
+            return rollout, judgement, informed, size if plain.valid is None else size * plain.valid
+
+        group = await spot.gather(attempt(n) for n in range(self.samples))
+        signs = np.sign(spot.group_advantages([judgement.reward for _, judgement, *_ in group]))
+        return [
+            spot.student_sample(prompt, stages, *answers, advantages=np.float32(sign) * size)
+            for (*answers, size), sign in zip(group, signs, strict=True)
+        ]

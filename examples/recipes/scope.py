@@ -1,0 +1,32 @@
+"""SCOPE (arXiv 2604.10688): likelihood where the student was right, the teacher where it was not.
+
+paper: right y: -PPL_S(y) mean over t of log p_S(y_t);  wrong y: OPD weighted by 1 / PPL_T(y), PPL the perplexity
+ours:  right: written(y, exp(-mean log p_S));  wrong: pull(score(y), exp(mean log p_T)). The paper also normalises the
+       weights in a prompt's group; here each response is by itself.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import spot_async as spot
+from spot_async.protocols import PromptStages
+
+
+class Scope:
+    class Settings(spot.PluginSettings):
+        pass
+
+    def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, term_bytes_per_token=spot.row_bytes(1))
+
+    async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
+        rollout = await stages.rollout()
+        y = rollout.token_ids
+        scores, judgement = await spot.both(stages.score(y, top_k=0), stages.verify(y))
+        if judgement.verdict is spot.Verdict.CORRECT:
+            likelihood = spot.written(y, np.exp(-rollout.logprobs.mean()))
+            return [spot.student_sample(prompt, stages, rollout, judgement, scores, soft_targets=(likelihood,))]
+        known = scores.logprobs if scores.valid is None else scores.logprobs[scores.valid]
+        pulls = (spot.pull(scores, np.exp(known.sum() / max(1, len(known)))),)
+        return [spot.student_sample(prompt, stages, rollout, judgement, scores, pulls=pulls)]

@@ -1,0 +1,33 @@
+"""The recipes are short, name only what is public, and stand in their table."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+FILES = sorted(RECIPES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_is_short_public_and_says_the_papers_line(path: Path) -> None:
+    text = path.read_text()
+    assert 10 <= len(text.splitlines()) <= 40
+    assert set(re.findall(r"^(?:from|import) (spot_async\S*)", text, flags=re.M)) == {
+        "spot_async",
+        "spot_async.protocols",
+    }
+    head = text.split('"""')[1].splitlines()
+    assert {line.split(":")[0] for line in head if re.match(r"\w+: ", line)} in ({"paper", "ours"}, {"verl", "ours"})
+
+
+def test_the_table_has_every_recipe_and_each_has_a_configuration_for_its_class() -> None:
+    table = re.findall(r"\| \[(\w+)\.py\]\((\w+)\.py\) \|", (RECIPES / "README.md").read_text())
+    assert sorted(table) == [(path.stem, path.stem) for path in FILES]
+    for path in FILES:
+        kind = re.search(r"^  kind: (\w+):(\w+)$", path.with_suffix(".yaml").read_text(), flags=re.M)
+        assert kind is not None
+        assert kind[1] == path.stem
+        assert re.search(rf"^class {kind[2]}:$", path.read_text(), flags=re.M)

@@ -1,0 +1,297 @@
+"""Each recipe trains with its own configuration, at staleness 2, and its loss is the paper's over whole vocabularies.
+
+The references compute a paper's line from the full logits of both models in float64. They share no code with the
+package: what they know of a run is what `samples.jsonl` says of its first iteration, when the weights are the initial
+ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import spot_async
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "examples" / "recipes"
+EXAMPLE = ROOT / "examples" / "running_sum"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.py"))
+WHOLE = 48  # tokens of the vocabulary
+SMALL = [
+    "max_staleness=2",
+    "evaluation=null",
+    "training.iterations=4",
+    "training.batch_size=8",
+    "training.mini_batch_size=8",
+    "training.warmup_iterations=0",
+    "sampling.max_response_tokens=64",
+]
+OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
+    "gkd": [f"policy.top_k={WHOLE}", "policy.beta=0.3"],
+    "guided_prefix": [f"policy.top_k={WHOLE}"],
+    "opsd": [f"policy.top_k={WHOLE}"],
+    "pw_opsd": [f"policy.top_k={WHOLE}", "policy.power=0.5"],
+    "sdft": [f"policy.top_k={WHOLE}"],
+    "speculative_kd": [f"policy.top_k={WHOLE}"],
+    "reopold": ["policy.mixture=0.3"],
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response of the first iteration, and the models' log-probabilities (T, V) there."""
+
+    sample: dict[str, Any]
+    ids: Tensor  # (T,)
+    student: Tensor  # of the weights in training, with a gradient
+    teacher: Tensor
+    informed: Tensor | None  # the frozen student behind problem and solution
+    shown: Tensor | None  # the frozen student behind a demonstration
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The log-probabilities (T,) of the response's own tokens."""
+        return rows.gather(1, self.ids[:, None])[:, 0]
+
+    @property
+    def old(self) -> Tensor:
+        return self.of(self.student).detach()
+
+    @property
+    def reward(self) -> float:
+        return float(self.sample["verdict"] == "correct")
+
+    @property
+    def is_students(self) -> Tensor:
+        written = torch.ones(len(self.ids), dtype=torch.bool)
+        for start, end, version in self.sample.get("writers", []):
+            written[start:end] = version is not None
+        return written
+
+    def policy(self, advantage: Tensor) -> Tensor:
+        """The policy term (T,) of an advantage at the first update, where the ratio to the sampling weights is 1."""
+        return -(self.of(self.student) - self.old).exp() * advantage.detach()
+
+
+Group = list[Response]  # of one prompt
+
+
+def assert_telling(name: str, groups: list[Group]) -> None:
+    """The comparison means something: clips bite, coins fall both ways, rewards differ, two models wrote."""
+    ones = [one for group in groups for one in group]
+    shares = [float(one.is_students.double().mean()) for one in ones]
+    match name:
+        case "scope":
+            assert {one.reward for one in ones} == {0.0, 1.0}
+        case "kdrl" | "paced" | "rlsd":
+            assert any(len({one.reward for one in group}) > 1 for group in groups)
+        case "gkd":
+            assert set(shares) == {0.0, 1.0}
+        case "guided_prefix" | "speculative_kd":
+            assert any(0 < share < 1 for share in shares)
+        case "reopold":
+            clipped = [one.of(one.teacher) - one.old < math.log(0.3 / 0.7) for one in ones]
+            assert any(each.any() for each in clipped)
+        case "opsd" | "pw_opsd":
+            assert any((forward_kl(one.informed, one.student) > opsd(one, [])).any() for one in ones)
+
+
+def forward_kl(p: Tensor, q: Tensor, clip: float = math.inf) -> Tensor:
+    return (p.exp() * (p - q)).clamp(max=clip).sum(-1)
+
+
+def group_advantage(group: Group, one: Response) -> float:
+    rewards = [each.reward for each in group]
+    return (one.reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+
+
+# Each recipe's loss per token (T,), of a response in its prompt's group: the paper's line.
+
+
+def opsd(one: Response, group: Group) -> Tensor:
+    return forward_kl(one.informed, one.student, clip=0.05)
+
+
+def pw_opsd(one: Response, group: Group) -> Tensor:
+    weights = torch.tensor([math.sqrt(t) for t in range(1, len(one.ids) + 1)], dtype=torch.float64)
+    return weights / weights.mean() * opsd(one, group)
+
+
+def sdft(one: Response, group: Group) -> Tensor:
+    return forward_kl(one.student, one.shown)  # of the student from the teacher
+
+
+def kdrl(one: Response, group: Group) -> Tensor:
+    return one.policy(group_advantage(group, one) + one.of(one.teacher) - one.old)
+
+
+def exopd(one: Response, group: Group) -> Tensor:
+    reference = one.old  # the initial student, which these weights are
+    return one.policy(1.25 * (one.of(one.teacher) - reference) - (one.old - reference))
+
+
+def paced(one: Response, group: Group) -> Tensor:
+    rate = statistics.mean(each.reward for each in group)
+    return one.policy(rate * (1 - rate) * (one.of(one.teacher) - one.old))
+
+
+def scope(one: Response, group: Group) -> Tensor:
+    if one.reward:
+        perplexity = math.exp(-one.old.mean())
+        return -perplexity * one.of(one.student)
+    perplexity = math.exp(-one.of(one.teacher).mean())
+    return one.policy((one.of(one.teacher) - one.old) / perplexity)
+
+
+def reopold(one: Response, group: Group) -> Tensor:
+    return one.policy(torch.maximum(one.of(one.teacher) - one.old, torch.tensor(math.log(0.3 / 0.7))))
+
+
+def gkd(one: Response, group: Group) -> Tensor:
+    p, q = one.teacher, one.student
+    mixed = (0.3 * p.exp() + 0.7 * q.exp()).log()
+    return 0.3 * forward_kl(p, mixed) + 0.7 * forward_kl(q, mixed)
+
+
+def forward_kl_tail(one: Response, group: Group) -> Tensor:
+    top = one.teacher.topk(16).indices
+    p, q = one.teacher.exp().gather(1, top), one.student.exp().gather(1, top)
+    rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
+    return (p * (p / q).log()).sum(-1) + rest_p * (rest_p / rest_q).log()
+
+
+def rethinking_opd(one: Response, group: Group) -> Tensor:
+    top = one.student.topk(16).indices
+    p, q = one.teacher.exp().gather(1, top), one.student.exp().gather(1, top)
+    rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
+    return (q * (q / p).log()).sum(-1) + rest_q * (rest_q / rest_p).log()
+
+
+def rlsd(one: Response, group: Group) -> Tensor:
+    sign = math.copysign(1, group_advantage(group, one)) if group_advantage(group, one) else 0.0
+    return one.policy(sign * (one.of(one.informed) - one.old).abs())
+
+
+def speculative_kd(one: Response, group: Group) -> Tensor:
+    return forward_kl(one.teacher, one.student)
+
+
+def guided_prefix(one: Response, group: Group) -> Tensor:
+    continued = one.policy(one.of(one.teacher) - one.old)
+    return torch.where(one.is_students, continued, forward_kl(one.teacher, one.student))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Easy problems: the student solves about half of them, in less than the tokens that it may write."""
+    rows = map(json.loads, (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:300])
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row["tier"] == "easy"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(
+    data: Path, tmp_path_factory: pytest.TempPathFactory, servers_on_threads: None
+) -> Iterator[Callable[[str], Path]]:
+    """The directory of a recipe's run: its own configuration, a few small batches, each run made once."""
+    import trainer_on_thread
+
+    from spot_async.trainer.handle import TrainerProcess
+
+    made: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            path = "data.train.path" if name == "sdft" else "data.train"
+            groups = ["policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3"]
+            own = groups if name in ("kdrl", "paced", "rlsd") else OWN.get(name, [])
+            given = [f"run.directory={made[name]}/run", f"{path}={data}", *SMALL, *own]
+            spot_async.run(RECIPES / f"{name}.yaml", given)
+        return made[name] / "run"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.syspath_prepend(str(RECIPES))
+        patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {
+        role: AutoModelForCausalLM.from_pretrained(EXAMPLE / role, dtype=torch.float64).eval()
+        for role in ("student", "teacher")
+    }
+
+
+@pytest.fixture(scope="module")
+def rows_of(data: Path, models: dict[str, Any]) -> Callable[[dict[str, Any]], Response]:
+    solutions = {row["id"]: row["solution"] for row in map(json.loads, data.read_text().splitlines())}
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "student")
+
+    def rows(role: str, turns: list[str], ids: list[int]) -> Tensor:
+        roles = ["user", "assistant"]
+        chat = [{"role": roles[n % 2], "content": turn} for n, turn in enumerate(turns)]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        return models[role](torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+
+    def response(sample: dict[str, Any]) -> Response:
+        problem, ids = sample["problem"], sample["response_ids"]
+        solution = solutions[sample["problem_id"]]
+        return Response(
+            sample=sample,
+            ids=torch.tensor(ids),
+            student=rows("student", [problem], ids),
+            teacher=rows("teacher", [problem], ids).detach(),
+            informed=rows("student", [f"{problem} {solution}"], ids).detach(),
+            shown=rows("student", [problem, solution, problem], ids).detach(),
+        )
+
+    return response
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_four_iterations_train_at_staleness_2(run: Callable[[str], Path], name: str) -> None:
+    metrics = lines(run(name) / "metrics.jsonl")
+    assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
+    for row in metrics:
+        assert math.isfinite(row["train/loss"])
+        assert 0 < row["train/grad_norm"] < math.inf
+    lags = {key for row in metrics for key in row if key.startswith("lag/")}
+    assert lags <= {"lag/0", "lag/1", "lag/2"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
+    run: Callable[[str], Path], models: dict[str, Any], rows_of: Callable[..., Response], name: str
+) -> None:
+    first = [sample for sample in lines(run(name) / "samples.jsonl") if sample["iteration"] == 1]
+    trained = lines(run(name) / "metrics.jsonl")[0]
+    groups = [list(map(rows_of, group)) for _, group in groupby(first, key=lambda sample: sample["problem_id"])]
+    assert_telling(name, groups)
+    losses = [globals()[name](one, group).mean() for group in groups for one in group]
+    loss = torch.stack(losses).mean()
+    models["student"].zero_grad()
+    loss.backward()
+    norm = math.sqrt(sum(float(each.grad.square().sum()) for each in models["student"].parameters()))
+    off = trained["train/loss"] - loss.item(), trained["train/grad_norm"] / norm - 1
+    sys.stdout.write(f"{name}: loss {loss.item():.7f}, off by {off[0]:.1e}; gradient {norm:.5f}, by {off[1]:.1e}\n")
+    assert trained["train/loss"] == pytest.approx(loss.item(), abs=2e-6)
+    assert trained["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
