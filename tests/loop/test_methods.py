@@ -8,6 +8,7 @@ from io import StringIO
 
 import numpy as np
 import pytest
+from joined_policy import Reads
 from rich.console import Console
 
 from spot_async.base import wire
@@ -18,12 +19,11 @@ from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy, group_advantages
 from spot_async.policies.kd import KdPolicy
 from spot_async.policies.opd import OpdPolicy
-from spot_async.policies.samples import oldest_version
 from spot_async.policies.spot import SpotPolicy
 from spot_async.telemetry.console import RunConsole
 from spot_async.testing.services import END_TOKEN, SimulatedVerifier, generation, token_scores
 from spot_async.testing.simulation import ScriptedStages, make_policy, policy_context, simulated_prompts, simulated_run
-from spot_async.types import Judgement, PolicyNeeds, Sample, Supervision, Verdict
+from spot_async.types import Judgement, PolicyNeeds, Verdict
 from spot_async.verification import BoxedMatch
 
 
@@ -160,22 +160,6 @@ def test_problems_without_answers_train_and_say_nothing_of_accuracy(policy):
 
 
 def test_a_policy_may_learn_from_the_responses_in_the_data_and_ask_no_server():
-    class Reads:
-        needs = PolicyNeeds(written_responses=True, rollouts_per_prompt=0, outcomes=False)
-
-        async def supervise(self, prompt, stages):
-            response = stages.written_response()
-            supervision = Supervision(
-                prompt_ordinal=prompt.ordinal,
-                problem_id=prompt.problem.id,
-                prompt_ids=prompt.token_ids,
-                response_ids=response.token_ids,
-                behavior_logprobs=response.logprobs,
-                version=oldest_version(response),
-                version_spans=response.version_spans,
-            )
-            return [Sample(supervision=supervision, metrics={}, record={})]
-
     run = simulated_run(Reads(), max_staleness=1)
     prompts = simulated_prompts(len(run.trained))
     written = [[*map(int, prompt.problem.response.split()), END_TOKEN] for prompt in prompts]

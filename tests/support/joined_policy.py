@@ -1,9 +1,10 @@
-"""A policy whose responses two models write in turns, for tests of whatever reads who wrote which tokens."""
+"""Policies whose responses others write too, for tests of whatever reads who wrote which tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spot_async.config import PluginSettings
 from spot_async.models.responses import first_tokens, foreign, joined
 from spot_async.policies.samples import (
     rollout_metrics,
@@ -11,8 +12,8 @@ from spot_async.policies.samples import (
     teacher_metrics,
 )
 from spot_async.protocols import PromptStages
-from spot_async.terms import on_policy, pull
-from spot_async.types import PolicyNeeds, Prompt, Sample
+from spot_async.terms import on_policy, pull, written
+from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample
 
 
 class TakesTurns:
@@ -31,3 +32,20 @@ class TakesTurns:
         return [
             Sample(supervision=supervision, metrics=metrics, record=rollout_record(prompt, stages, response, judgement))
         ]
+
+
+class Reads:
+    """Learns from the responses in the data, and asks no server."""
+
+    class Settings(PluginSettings):
+        kind: str
+
+    needs = PolicyNeeds(written_responses=True, rollouts_per_prompt=0, outcomes=False)
+
+    def __init__(self, settings: Settings | None = None, context: PolicyContext | None = None) -> None:
+        """Ignore both: there is nothing to set."""
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        response = stages.written_response()
+        targets = (written(response.token_ids),)
+        return [Sample(supervision=on_policy(prompt, response, soft_targets=targets), metrics={}, record={})]

@@ -123,6 +123,13 @@ def test_responses_are_of_whoever_writes_them_and_only_the_student_s_tokens_have
         assert each.response_tokens == pytest.approx(alone.response_tokens, rel=0.25)
 
 
+def test_a_run_on_written_responses_takes_the_time_of_its_trainer(tmp_path):
+    config = configuration({"kind": "joined_policy:Reads"}, teacher=None, prompt={"template": "student"})
+    for each in outcomes(config, tmp_path, rates={"trainer": RATES["trainer"], "lengths": RATES["lengths"]}):
+        assert (each.bound.by, each.busy, each.lags) == ("trainer", {}, {})
+        assert each.iteration_s == pytest.approx(each.bound.seconds, rel=0.05)
+
+
 def test_more_servers_make_no_run_slower(tmp_path):
     slow = "student.tokens_per_s=500"
     times = [outcomes(configuration(), tmp_path, slow, f"student.replicas={number}") for number in (1, 2, 4)]

@@ -11,17 +11,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from joined_policy import Reads
 from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
 from spot_async.errors import ConfigError, DataError, ThrottledError
+from spot_async.policies.distill import DistillPolicy
 from spot_async.spending.account import Spending
 from spot_async.stages.services import StagesSettings
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import END_TOKEN, SimulatedStudent
-from spot_async.testing.simulation import simulated_services
+from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_services
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import RecordedPrompt
 from spot_async.tools.simulate.measured import Level, Ramp, Recommendation, StageLoad, Tuning, read_tuning
@@ -260,6 +262,17 @@ def test_what_the_teacher_reads_is_counted_where_that_is_not_the_students_prompt
         assert score.tokens == rollout.tokens + read
         (recorded,) = recorded_prompts(templates)
         assert (recorded.responses, recorded.tokens) == ([rollout.tokens], read)
+
+
+def test_written_responses_are_as_long_as_what_is_scored_and_who_asks_nobody_is_told() -> None:
+    policy = make_policy(DistillPolicy, divergence="forward_kl", top_k=2, student_share=0.0, written_by="data")
+    stages = Stages(simulated_services(policy.needs), StagesSettings(), policy.needs)
+    some = list(simulated_prompts(3))
+    templates = run_on_virtual_time(note_requests(policy, stages, some))
+    lengths = [[len(prompt.problem.response.split()) + 1] for prompt in some]
+    assert [[*each.responses] for each in recorded_prompts(templates)] == lengths
+    with pytest.raises(ConfigError, match="policy Reads asks no server for these prompts, so there is none to tune"):
+        run_on_virtual_time(note_requests(Reads(), stages, some))
 
 
 def tuning(**changes: Any) -> Tuning:

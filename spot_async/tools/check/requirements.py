@@ -104,7 +104,7 @@ def _scores(needs: PolicyNeeds) -> int:
 
 def _taught(needs: PolicyNeeds, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     """Return the prompts that the teacher is asked about: of each problem one, where only it writes responses."""
-    if needs.rollouts_per_prompt == 0:
+    if needs.teacher_responses and needs.rollouts_per_prompt == 0:
         return list({prompt.problem.id: prompt for prompt in prompts}.values())
     return prompts
 

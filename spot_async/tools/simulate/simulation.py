@@ -332,10 +332,11 @@ def bound(
     max_staleness: int, servers_s: Mapping[str, float], train_s: float, update_s: float, strict_s: float
 ) -> Bound:
     """Return the bound. `servers_s` are by role; `strict_s` is the time of a strict iteration."""
-    slowest = max(servers_s, key=lambda role: servers_s[role])
     parts = {**servers_s, "trainer": train_s}
     if max_staleness == 0:
-        return Bound(seconds=servers_s[slowest] + train_s + update_s, by=f"{slowest}, then trainer", parts=parts)
+        slowest = max(servers_s, key=lambda role: servers_s[role], default="")  # none is asked for written responses
+        by = f"{slowest}, then trainer" if slowest else "trainer"
+        return Bound(seconds=servers_s.get(slowest, 0.0) + train_s + update_s, by=by, parts=parts)
     overlapped = {**parts, "one batch's way": strict_s / (max_staleness + 1)}
     by = max(overlapped, key=lambda name: overlapped[name])
     return Bound(seconds=overlapped[by], by=by, parts=parts)

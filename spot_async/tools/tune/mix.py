@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from spot_async.base.tasks import gather
+from spot_async.errors import ConfigError
 from spot_async.models.common_vocabulary import EndTokens
 from spot_async.protocols import Policy, PromptStages
 from spot_async.stages.plugin_contract import supervise
@@ -185,12 +186,14 @@ def tokens_of(answer: Any, prompt_tokens: int) -> int:
 async def note_requests(policy: Policy, stages: Stages, prompts: Sequence[Prompt]) -> list[Template]:
     """Let the policy supervise `prompts` at the same time, and return the requests that it made.
 
-    Raises what a failed request raised.
+    Raises what a failed request raised, and ConfigError if there are none.
     """
     templates: list[Template] = []
     await gather(
         supervise(policy, prompt, NotedStages(stages.for_prompt(prompt), prompt, templates)) for prompt in prompts
     )
+    if not templates:
+        raise ConfigError(f"policy {type(policy).__name__} asks no server for these prompts, so there is none to tune")
     return templates
 
 
@@ -223,19 +226,23 @@ def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
 
 
 def recorded_prompts(templates: Sequence[Template]) -> list[RecordedPrompt]:
-    """Return the prompts, with the tokens that were generated for each."""
+    """Return the prompts, with the tokens that were generated for each; of written responses those that were scored."""
     by_prompt: dict[int, list[Template]] = {}
     for template in templates:
         by_prompt.setdefault(template.prompt.ordinal, []).append(template)
     return [
         RecordedPrompt(
-            [template.tokens for template in own if template.begins],
+            responses,
             [template.tokens for template in own if template.stage in GENERATING and not template.begins],
             mean([template.prompt_tokens for template in own if template.stage == "score"] or [own[0].prompt_tokens]),
         )
         for own in by_prompt.values()
-        if any(template.begins for template in own)
+        if (responses := [template.tokens for template in own if template.begins] or _scored(own))
     ]
+
+
+def _scored(templates: Sequence[Template]) -> list[int]:
+    return [each.tokens - each.prompt_tokens for each in templates if each.stage == "score" and each.tokens]
 
 
 def by_server(templates: Sequence[Template]) -> dict[str, list[Template]]:
