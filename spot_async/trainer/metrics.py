@@ -17,7 +17,9 @@ from torch import Tensor
 from spot_async.base.processes.gpus import gpu_named
 from spot_async.config import TrainingConfig
 from spot_async.models.model_size import read_size, training_operations
-from spot_async.trainer.batching import input_length
+from spot_async.trainer.batching import MicroBatch, input_length
+from spot_async.trainer.divergence import divergence_statistics
+from spot_async.trainer.loss import mismatch_statistics, weight_statistics
 from spot_async.trainer.messages import UpdateShare
 from spot_async.trainer.parallel import Strategy
 
@@ -132,6 +134,61 @@ class Tally:
         """Raise maxima by name (`_MAXIMA`). Maxima not named stay the same."""
         row = [values[name].double() if name in values else self.maxima.new_zeros(()) for name in _MAXIMA]
         self.maxima = torch.maximum(self.maxima, torch.stack(row))
+
+    def count_lag(self, batch: MicroBatch) -> None:
+        """Count by how many steps the weights that sampled the tokens are older than the iteration's first ones."""
+        is_sampled = batch.sampled_at >= 0
+        lags = (self.step - batch.sampled_at).masked_fill(~is_sampled, 0)
+        self.add(sampled_tokens=is_sampled.sum(), lag=lags.sum())
+        self.see(lag=torch.cat([lags.flatten(), lags.new_zeros(1)]).max())
+
+    @torch.no_grad()
+    def count_distance(self, batch: MicroBatch, of_soft_targets: Sequence[Tensor]) -> None:
+        """Count how far the student is from the models that pull it, and from the targets of divergences."""
+        if len(batch.pulls.weights):
+            pulls, behavior = batch.pulls, batch.behavior_logprobs
+            active = pulls.weights != 0
+            differences, limited = pulls.differences(behavior), pulls.limited(behavior)
+            self.add(
+                pull_tokens=active.sum(),
+                pull=limited.masked_fill(~active, 0.0).sum(),
+                pull_clipped=((differences != limited) & active).sum(),
+                first_pull_tokens=active[0].sum(),
+                first_pull=differences[0].masked_fill(~active[0], 0.0).sum(),
+            )
+        if batch.has_divergences:
+            found = divergence_statistics(batch, *of_soft_targets)
+            self.add(
+                divergences=found.targets,
+                student_mass=found.student_mass,
+                teacher_mass=found.teacher_mass,
+                cells=found.cells,
+                clipped_cells=found.clipped_cells,
+                reverse_kl=found.reverse_kl,
+            )
+
+    def count_mismatch(self, batch: MicroBatch, own: Tensor) -> None:
+        """Compare the server's log-probabilities with the trainer's, which are of the iteration's first weights.
+
+        The trainer's are the recomputed ones or, before the first step, those of the training pass itself. For tokens
+        of the same weights the difference is that of engine and trainer. For tokens of older weights it is staleness.
+        """
+        is_stale = (batch.sampled_at >= 0) & (batch.sampled_at < self.step)
+        mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & ~is_stale)
+        staleness = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & is_stale)
+        weights = weight_statistics(own, batch.served_logprobs, batch.policy_mask)
+        self.add(
+            mismatch_tokens=mismatch.tokens,
+            mismatch=mismatch.difference_sum,
+            mismatch_kl=mismatch.kl_sum,
+            stale_tokens=staleness.tokens,
+            staleness=staleness.difference_sum,
+            staleness_kl=staleness.kl_sum,
+            compared_tokens=weights.tokens,
+            sampling_weight=weights.weight_sum,
+            sampling_weight_squared=weights.square_sum,
+        )
+        self.see(mismatch=mismatch.difference_max, staleness=staleness.difference_max)
 
     def report(self, *, grad_norms: Sequence[float], learning_rate: float) -> dict[str, float]:
         """Return the `METRICS`, except times and means over nothing. `grad_norms` has one norm per update.

@@ -28,7 +28,7 @@ from spot_async.trainer.batching import (
 )
 from spot_async.trainer.checkpoint import CheckpointSaver, Done, load_checkpoint
 from spot_async.trainer.compiling import compile_layers, try_compiled
-from spot_async.trainer.divergence import divergence_statistics, soft_target_losses
+from spot_async.trainer.divergence import soft_target_losses
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
@@ -38,11 +38,9 @@ from spot_async.trainer.loss import (
     LossTerms,
     clipped_policy_loss,
     minibatch_share,
-    mismatch_statistics,
     ratio_statistics,
     reference_kl,
     truncated_importance_weights,
-    weight_statistics,
 )
 from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Meters, Tally
@@ -273,11 +271,13 @@ class StudentTrainer:
         )
         parts.total.backward()  # type: ignore[no-untyped-call]
         self._tally_loss(batch, logprobs, weights, parts, tally)
-        self._tally_distance(batch, of_soft_targets, tally)
-        self._tally_lag(batch, tally)
+        tally.count_distance(batch, of_soft_targets)
+        tally.count_lag(batch)
         # Once the weights have moved, `logprobs` are no longer those of the iteration's first weights.
-        if self._training.behavior == "recomputed" or not has_moved:
-            self._tally_mismatch(batch, logprobs.detach(), tally)
+        if self._training.behavior == "recomputed":
+            tally.count_mismatch(batch, batch.behavior_logprobs)
+        elif not has_moved:
+            tally.count_mismatch(batch, logprobs.detach())
         return parts
 
     def _loss_terms(self, batch: MicroBatch, logprobs: Tensor, soft_losses: Tensor, weights: Tensor) -> LossTerms:
@@ -329,68 +329,12 @@ class StudentTrainer:
         )
         tally.see(ratio=ratios.ratio_max)
 
-    @torch.no_grad()
-    def _tally_distance(self, batch: MicroBatch, of_soft_targets: Sequence[Tensor], tally: Tally) -> None:
-        """Count how far the student is from the models that pull it, and from the targets of divergences."""
-        if len(batch.pulls.weights):
-            pulls, behavior = batch.pulls, batch.behavior_logprobs
-            active = pulls.weights != 0
-            differences, limited = pulls.differences(behavior), pulls.limited(behavior)
-            tally.add(
-                pull_tokens=active.sum(),
-                pull=limited.masked_fill(~active, 0.0).sum(),
-                pull_clipped=((differences != limited) & active).sum(),
-                first_pull_tokens=active[0].sum(),
-                first_pull=differences[0].masked_fill(~active[0], 0.0).sum(),
-            )
-        if batch.has_divergences:
-            found = divergence_statistics(batch, *of_soft_targets)
-            tally.add(
-                divergences=found.targets,
-                student_mass=found.student_mass,
-                teacher_mass=found.teacher_mass,
-                cells=found.cells,
-                clipped_cells=found.clipped_cells,
-                reverse_kl=found.reverse_kl,
-            )
-
     def _importance_weights(self, batch: MicroBatch) -> Tensor:
         """Return truncated importance weights (B, T), which are all 1 if no cap is set."""
         cap = self._training.importance_cap
         if cap is None:
             return torch.ones_like(batch.behavior_logprobs)
         return truncated_importance_weights(batch.behavior_logprobs, batch.served_logprobs, cap)
-
-    def _tally_lag(self, batch: MicroBatch, tally: Tally) -> None:
-        """Count by how many steps the weights that sampled the tokens are older than the iteration's first ones."""
-        is_sampled = batch.sampled_at >= 0
-        lags = (tally.step - batch.sampled_at).masked_fill(~is_sampled, 0)
-        tally.add(sampled_tokens=is_sampled.sum(), lag=lags.sum())
-        tally.see(lag=torch.cat([lags.flatten(), lags.new_zeros(1)]).max())
-
-    def _tally_mismatch(self, batch: MicroBatch, logprobs: Tensor, tally: Tally) -> None:
-        """Compare the server's log-probabilities with the trainer's, which are of the iteration's first weights.
-
-        The trainer's are the recomputed ones or, before the first step, those of the training pass itself. For tokens
-        of the same weights the difference is that of engine and trainer. For tokens of older weights it is staleness.
-        """
-        own = batch.behavior_logprobs if self._training.behavior == "recomputed" else logprobs
-        is_stale = (batch.sampled_at >= 0) & (batch.sampled_at < tally.step)
-        mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & ~is_stale)
-        staleness = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & is_stale)
-        weights = weight_statistics(own, batch.served_logprobs, batch.policy_mask)
-        tally.add(
-            mismatch_tokens=mismatch.tokens,
-            mismatch=mismatch.difference_sum,
-            mismatch_kl=mismatch.kl_sum,
-            stale_tokens=staleness.tokens,
-            staleness=staleness.difference_sum,
-            staleness_kl=staleness.kl_sum,
-            compared_tokens=weights.tokens,
-            sampling_weight=weights.weight_sum,
-            sampling_weight_squared=weights.square_sum,
-        )
-        tally.see(mismatch=mismatch.difference_max, staleness=staleness.difference_max)
 
     def _culprits(self, update: UpdateShare) -> str:
         """Say which samples give a loss or gradient that is not finite, by trying each alone.
