@@ -71,6 +71,15 @@ def sampled_tokens(rng: np.random.Generator, sampling: SamplingSettings, mean_to
     return token_ids
 
 
+def with_topk(found: Generation, top_k: int) -> Generation:
+    """Return a response with the top-k at each token, if one was asked for."""
+    if not top_k:
+        return found
+    ids = (found.token_ids[:, None] + np.arange(top_k)) % VOCAB_SIZE  # the sampled token is the likeliest
+    lower = found.logprobs[:, None] - 5 * np.arange(top_k)
+    return msgspec.structs.replace(found, topk_ids=ids.astype(np.int32), topk_logprobs=lower.astype(np.float32))
+
+
 def finish_reason(token_ids: IntArray) -> FinishReason:
     return "stop" if token_ids[-1] == END_TOKEN else "length"
 
@@ -105,11 +114,7 @@ class SimulatedStudent:
         await self._work(len(token_ids), rng)
         logprobs = -rng.random(len(token_ids), dtype=np.float32)
         found = generation(token_ids, logprobs, version=version, finish_reason=finish_reason(token_ids))
-        if not top_k:
-            return found
-        ids = (token_ids[:, None] + np.arange(top_k)) % VOCAB_SIZE  # the sampled token is the likeliest
-        lower = logprobs[:, None] - 5 * np.arange(top_k)
-        return msgspec.structs.replace(found, topk_ids=ids.astype(np.int32), topk_logprobs=lower.astype(np.float32))
+        return with_topk(found, top_k)
 
     async def candidate_logprobs(
         self,

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from recipes import RECIPES
 
-RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 FILES = sorted(RECIPES.glob("*.py"))
 
 

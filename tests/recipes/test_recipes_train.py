@@ -19,15 +19,14 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import NAMES, RECIPES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import spot_async
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "examples" / "recipes"
 EXAMPLE = ROOT / "examples" / "running_sum"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.py"))
 WHOLE = 48  # tokens of the vocabulary
 SMALL = [
     "max_staleness=2",

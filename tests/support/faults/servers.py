@@ -42,6 +42,7 @@ from spot_async.testing.services import (
     generation,
     rng_of,
     sampled_tokens,
+    with_topk,
 )
 from spot_async.tools.simulate.services import SharedProcessor
 from spot_async.types import (
@@ -326,9 +327,8 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
             token_ids[span.start : span.end] = rng.integers(2, VOCAB_SIZE, tokens)
             logprobs[span.start : span.end] = -rng.random(tokens)
         token_ids[-1] = last  # how long it gets is the first weights' to decide
-        return msgspec.structs.replace(
-            generation(token_ids, logprobs, finish_reason=finish_reason(token_ids)), version_spans=spans
-        )
+        found = generation(token_ids, logprobs, finish_reason=finish_reason(token_ids))
+        return with_topk(msgspec.structs.replace(found, version_spans=spans), top_k)
 
     async def candidate_logprobs(self, request: ScoreRequest, *asked: Any, **settings: Any) -> FloatArray:
         """Score candidates. That it is another process shows before the weights that it holds, as with real servers."""

@@ -1,0 +1,57 @@
+"""A recipe whose responses two models wrote continues where it was killed, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from crashes.run import crashing_run
+from kill_drill import ROOT, command, weights
+from recipes import RECIPES, simulated_recipe
+
+from spot_async.run_directory.manifest import committed
+
+KEYS = (
+    "training.iterations=6",
+    "training.checkpoint_every=2",
+    "training.batch_size=8",
+    "training.mini_batch_size=4",
+    "evaluation=null",
+)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness: int) -> None:
+    found = [
+        crashing_run(seed, lambda: simulated_recipe("speculative_kd"), max_staleness=max_staleness) for seed in range(6)
+    ]
+    resumed = [each.witness for each in found if len(each.lives) > 1]
+    assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
+
+
+@pytest.mark.long
+def test_real_processes_train_a_recipe_and_continue_to_the_same_bits_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "examples/recipes")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+
+    def begin(directory: Path) -> list[str]:
+        return command("train", str(RECIPES / "speculative_kd.yaml"), f"run.directory={directory}", *KEYS)
+
+    subprocess.run(begin(whole), check=True, cwd=ROOT, capture_output=True)
+    with subprocess.Popen(begin(run), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while not committed(run):
+            assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    subprocess.run(command("train", "--resume", str(run)), check=True, cwd=ROOT, capture_output=True)
+
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 48
+    assert any(None in [version for *_, version in each.get("writers", [])] for each in samples)
+    assert weights(run) == weights(whole)
