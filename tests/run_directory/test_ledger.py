@@ -91,7 +91,7 @@ def test_a_kill_at_any_moment_leaves_what_was_written(tmp_path):
         assert states(found) == {0: "batched"}
 
 
-def test_a_second_process_a_newer_format_and_a_damaged_file_are_one_line_each(tmp_path, ledger):
+def test_a_second_process_other_formats_and_a_damaged_file_are_one_line_each(tmp_path, ledger):
     with pytest.raises(DataError, match=r"ledger.sqlite is in use by another process"):
         Ledger.open(tmp_path)
     newer = tmp_path / "newer"
@@ -99,6 +99,13 @@ def test_a_second_process_a_newer_format_and_a_damaged_file_are_one_line_each(tm
     Ledger.open(newer).close()
     with closing(sqlite3.connect(newer / FILE)) as connection, connection:
         connection.execute("update about set value = 99")
+    older = tmp_path / "older"  # its queued samples would lose their teacher in silence
+    older.mkdir()
+    Ledger.open(older).close()
+    with closing(sqlite3.connect(older / FILE)) as connection, connection:
+        connection.execute("update about set value = 1")
+    with pytest.raises(DataError, match=r"has format 1, .* continues runs of format 2 only: finish the run"):
+        Ledger.open(older)
     with pytest.raises(DataError, match="has format 99, newer than this spot-async can read"):
         Ledger.open(newer)
     (newer / FILE).write_bytes(b"this is no database, whatever its name says" * 99)

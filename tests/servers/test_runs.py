@@ -150,7 +150,11 @@ def test_a_student_teaches_itself_behind_the_solution(
     served = {"kind": kind, "launch": request.getfixturevalue(f"{kind}_launch").model_dump()}
     config = write_config(tmp_path, models, tmp_path / "solved.jsonl", served, served)
     own = "prompt.teacher={text: '{problem} {instruction} {solution}', max_tokens: 256}"
-    run("train", str(config), f"teacher.model={models.student}", "policy={kind: opd}", "evaluation=null", own)
+    policy = "policy={kind: distill, pull: 1.0, divergence: jsd, top_k: 8}"
+    run("train", str(config), f"teacher.model={models.student}", policy, "evaluation=null", own)
+    for row in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert 0 < row["train/teacher_mass"] < 1  # the rest is compared as a tail
+        assert 0 < row["train/student_mass"] < 1
     tokenizer = Vocabulary.load(models.student).tokenizer
     for sample in read_lines(tmp_path / "run" / "samples.jsonl")[:BATCH]:  # of the weights that teach
         response, read = np.array(sample["response_ids"]), sample["teacher_prompt"]
