@@ -12,38 +12,40 @@ template can be sent again for another prompt, with other seeds and in another s
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError
-from spot_async.models.common_vocabulary import EndTokens
 from spot_async.protocols import Policy, PromptStages
 from spot_async.stages.plugin_contract import supervise
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.totals import GENERATING
 from spot_async.tools.simulate.lengths import RecordedPrompt
-from spot_async.types import (
-    Capabilities,
-    ChatTurn,
-    FloatArray,
-    Generation,
-    IntArray,
-    Judgement,
-    Prompt,
-    ScoredPositions,
-    TokenScores,
-    WeightVersion,
-)
+from spot_async.tools.simulate.reading import RESPONSES
+from spot_async.types import Generation, Prompt, TokenScores
 
-T = TypeVar("T")
 Ask = Callable[[PromptStages], Awaitable[Any]]
+
+# The stage of each method of `PromptStages` that makes requests.
+STAGE_OF = {
+    "rollout": "rollout",
+    "teacher_response": "teacher_response",
+    "score": "score",
+    "score_at": "score",
+    "teacher_candidates": "score",
+    "reference_logprobs": "reference",
+    "candidate_logprobs": "candidates",
+    "probe": "probe",
+    "verify": "verify",
+}
 
 
 @dataclass(frozen=True)
@@ -71,102 +73,33 @@ class Request:
 
 
 class NotedStages:
-    """`protocols.PromptStages` that passes requests on, and notes those that were sent and answered."""
+    """One prompt's `protocols.PromptStages`, of which requests that were sent and answered are noted."""
 
     def __init__(self, stages: PromptStages, prompt: Prompt, templates: list[Template]) -> None:
         self._stages = stages
         self._prompt = prompt
         self._templates = templates
 
-    @property
-    def student(self) -> Capabilities | None:
-        return self._stages.student
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._noted, name) if name in STAGE_OF else getattr(self._stages, name)
 
-    @property
-    def teacher(self) -> Capabilities | None:
-        return self._stages.teacher
+    async def _noted(self, name: str, *given: Any, **asked: Any) -> Any:
+        """Pass a request on, and note it."""
 
-    @property
-    def ends(self) -> EndTokens:
-        return self._stages.ends
+        def ask(stages: PromptStages) -> Awaitable[Any]:
+            request: Awaitable[Any] = getattr(stages, name)(*given, **asked)
+            return request
 
-    def written_response(self) -> Generation:
-        return self._stages.written_response()
-
-    def decode(self, token_ids: IntArray) -> str:
-        return self._stages.decode(token_ids)
-
-    async def rollout(self, **asked: Any) -> Generation:
-        return await self._noted("rollout", lambda stages: stages.rollout(**asked), asked)
-
-    async def teacher_response(self, **asked: Any) -> Generation:
-        return await self._noted("teacher_response", lambda stages: stages.teacher_response(**asked), asked)
-
-    def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
-        return self._stages.teacher_prompt(*turns)
-
-    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
-        read_ids = self._prompt.read_by_teacher if prompt_ids is None else prompt_ids
-        return await self._noted(
-            "score", lambda stages: stages.score(response_ids, top_k=top_k, prompt_ids=prompt_ids), read_ids=read_ids
-        )
-
-    async def score_at(
-        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
-    ) -> ScoredPositions:
-        return await self._noted(
-            "score", lambda stages: stages.score_at(response_ids, positions, top_k=top_k, prompt_ids=prompt_ids)
-        )
-
-    async def teacher_candidates(
-        self,
-        response_ids: IntArray,
-        positions: IntArray,
-        candidate_ids: IntArray,
-        *,
-        prompt_ids: IntArray | None = None,
-    ) -> FloatArray:
-        return await self._noted(
-            "score",
-            lambda stages: stages.teacher_candidates(response_ids, positions, candidate_ids, prompt_ids=prompt_ids),
-        )
-
-    async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
-        return await self._noted("reference", lambda stages: stages.reference_logprobs(response_ids))
-
-    async def candidate_logprobs(
-        self,
-        response_ids: IntArray,
-        positions: IntArray,
-        candidate_ids: IntArray,
-        *,
-        version: WeightVersion | None = None,
-    ) -> FloatArray:
-        return await self._noted(
-            "candidates",
-            lambda stages: stages.candidate_logprobs(response_ids, positions, candidate_ids, version=version),
-        )
-
-    async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
-        return await self._noted("probe", lambda stages: stages.probe(response_ids, position, candidate_id, n=n))
-
-    async def verify(self, response_ids: IntArray) -> Judgement:
-        return await self._noted("verify", lambda stages: stages.verify(response_ids))
-
-    async def _noted(
-        self,
-        stage: str,
-        ask: Callable[[PromptStages], Awaitable[T]],
-        asked: Mapping[str, Any] | None = None,
-        read_ids: IntArray | None = None,
-    ) -> T:
-        """Pass a request on. `asked` is of one that generates, `read_ids` the prompt before what the teacher scores."""
-        answer = await ask(self._stages)
+        answer, stage = await ask(self._stages), STAGE_OF[name]
         # A probe with nothing left to sample is answered without a request.
         if not (isinstance(answer, Generation) and not answer.version_spans):
-            begins = asked is not None and not asked.keys() & {"prompt_ids", "prefix_ids"}
-            read = len(self._prompt.token_ids if read_ids is None else read_ids)
-            self._templates.append(Template(stage, self._prompt, ask, tokens_of(answer, read), begins, read))
+            begins = stage in RESPONSES and not asked.keys() & {"prompt_ids", "prefix_ids"}
+            read_ids = self._prompt.token_ids
+            if name == "score":
+                own = asked.get("prompt_ids")
+                read_ids = self._prompt.read_by_teacher if own is None else own
+            tokens = tokens_of(answer, len(read_ids))
+            self._templates.append(Template(stage, self._prompt, ask, tokens, begins, len(read_ids)))
         return answer
 
 
@@ -189,9 +122,11 @@ async def note_requests(policy: Policy, stages: Stages, prompts: Sequence[Prompt
     Raises what a failed request raised, and ConfigError if there are none.
     """
     templates: list[Template] = []
-    await gather(
-        supervise(policy, prompt, NotedStages(stages.for_prompt(prompt), prompt, templates)) for prompt in prompts
-    )
+
+    def noted(prompt: Prompt) -> PromptStages:
+        return cast(PromptStages, NotedStages(stages.for_prompt(prompt), prompt, templates))
+
+    await gather(supervise(policy, prompt, noted(prompt)) for prompt in prompts)
     if not templates:
         raise ConfigError(f"policy {type(policy).__name__} asks no server for these prompts, so there is none to tune")
     return templates
