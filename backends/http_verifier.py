@@ -13,7 +13,7 @@ import random
 from contextlib import AsyncExitStack
 from contextvars import Token
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import httpx
 import msgspec
@@ -21,7 +21,7 @@ import pydantic
 from pydantic import Field
 
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, RetryPolicy
-from spot_async.base.tasks import sent_again
+from spot_async.base.tasks import Opened, sent_again
 from spot_async.config import PositiveInt
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
@@ -59,7 +59,7 @@ class Reply(msgspec.Struct, forbid_unknown_fields=True):
     feedback: str | None = None
 
 
-class HttpVerifier:
+class HttpVerifier(Opened):
     """Judges by asking a server. It is a pool of itself, in which requests wait for their turn before their time runs.
 
     Each request has a connection of its own: one that serves several could give a late reply to the next question.
@@ -105,27 +105,18 @@ class HttpVerifier:
             route=Route(proxy=proxy_for(SECTION, base, settings.proxy), keeps_open=False),
             api_key=settings.api_key(SECTION),
         )
-        self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: AsyncExitStack) -> None:
         """Connect, and ask about a sum, so that a server that gives no judgements is known before a run begins."""
         deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._endpoint)
-            await sent_again(
-                lambda: self.verify(*ASKED_FIRST, deadline=deadline),
-                RetryPolicy(attempts=1),  # only where it asks for a pause
-                deadline,
-                jitter=random.random,
-                what="start",
-            )
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.__aexit__(kind, error, trace)
+        await stack.enter_async_context(self._endpoint)
+        await sent_again(
+            lambda: self.verify(*ASKED_FIRST, deadline=deadline),
+            RetryPolicy(attempts=1),  # only where it asks for a pause
+            deadline,
+            jitter=random.random,
+            what="start",
+        )
 
     async def lease(self, errand: object) -> Lease:
         """Wait until the account's limits let another request leave: that is no part of its time."""

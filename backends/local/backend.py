@@ -21,13 +21,13 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from spot_async.base import wire
+from spot_async.base.tasks import Opened
 from spot_async.config import backend_section
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.serving import api
@@ -59,7 +59,7 @@ from .server import LocalServer, LocalSettings
 T = TypeVar("T")
 
 
-class LocalBackend:
+class LocalBackend(Opened):
     """A `Generator`, `Scorer`, `CandidateScorer`, `WeightSink` and `HealthCheck` around one server."""
 
     class Settings(LocalSettings):
@@ -77,7 +77,6 @@ class LocalBackend:
         )
         self._held: HeldWeights
         self._capabilities: Capabilities
-        self._exit_stack: contextlib.AsyncExitStack
         self._coalescer = Coalescer()
         self._client = LocalClient(self._name, self._section)
         self._adapters: Adapters | None = None
@@ -87,23 +86,20 @@ class LocalBackend:
                 self._client, lora, name=self._name, base=Path(model), directory=directory, unloads=lives_on
             )
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._server)
-            async with self._connection({}) as stranger:
-                await self._server.until_ready(lambda deadline: stranger.get(api.HEALTH, deadline=deadline))
-                deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
-                found = await self._first_health(stranger, deadline)
-            self._held = HeldWeights(self._name, found.version)
-            # Requests name this process, so that another one at its address, with other weights, refuses them.
-            known = self._connection({api.INSTANCE_HEADER: found.instance})
-            self._client.endpoint = await stack.enter_async_context(known)
-            self._capabilities = await self.capabilities(deadline=deadline)
-            if self._adapters is not None:
-                stack.push_async_callback(self._adapters.close)
-                await self._load_first(self._adapters, deadline)
-            self._exit_stack = stack.pop_all()
-        return self
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        await stack.enter_async_context(self._server)
+        async with self._connection({}) as stranger:
+            await self._server.until_ready(lambda deadline: stranger.get(api.HEALTH, deadline=deadline))
+            deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+            found = await self._first_health(stranger, deadline)
+        self._held = HeldWeights(self._name, found.version)
+        # Requests name this process, so that another one at its address, with other weights, refuses them.
+        known = self._connection({api.INSTANCE_HEADER: found.instance})
+        self._client.endpoint = await stack.enter_async_context(known)
+        self._capabilities = await self.capabilities(deadline=deadline)
+        if self._adapters is not None:
+            stack.push_async_callback(self._adapters.close)
+            await self._load_first(self._adapters, deadline)
 
     async def _first_health(self, stranger: HttpEndpoint, deadline: float) -> api.HealthReply:
         """Ask the server for its health and version. Raises `ConfigError` if it is of another kind."""
@@ -122,11 +118,6 @@ class LocalBackend:
             await adapters.start(deadline=deadline)
         except PermanentError as error:
             raise ConfigError(f"{self._section}: the server does not take this run's adapters: {error}") from None
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit_stack.__aexit__(kind, error, trace)
 
     async def watch(self) -> None:
         """Run for as long as the child lives. Raises `ProcessDiedError` when it ends by itself."""

@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 import pydantic
@@ -18,7 +17,7 @@ from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.gpus import torch_has_gpus
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.base.tasks import while_alive
+from spot_async.base.tasks import Opened, while_alive
 from spot_async.config import BackendSettings, OneOrMore, Place, PositiveFloat, PositiveInt, Section, as_list
 from spot_async.errors import ConfigError, ProcessDiedError
 from spot_async.serving.api import Credentials
@@ -167,7 +166,7 @@ class Address(NamedTuple):
     uds: str | None = None
 
 
-class LocalServer:
+class LocalServer(Opened):
     """One server. Entering starts it, if we start it, and returns once it answers. Leaving ends it."""
 
     def __init__(self, settings: LocalSettings, assignment: Assignment) -> None:
@@ -175,26 +174,17 @@ class LocalServer:
         self._name = assignment.name
         self._assignment = assignment
         self._child: ChildProcess | LaunchedServer | None = None
-        self._exit_stack: contextlib.AsyncExitStack
         self.address: Address
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the server and wait for it. Raises `ProcessDiedError` if it ends, or is not ready in time."""
         if len(self._settings.servers()) > 1:
             raise ConfigError(f"{self._name}: several servers in place of one: give each its own settings")
-        async with contextlib.AsyncExitStack() as stack:
-            where = self._settings.where
-            if isinstance(where, str):
-                self.address = Address(where, Credentials.of_environment())
-            else:
-                self.address = await (self._start(stack) if where is None else self._launch(where, stack))
-            self._exit_stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit_stack.__aexit__(kind, error, trace)
+        where = self._settings.where
+        if isinstance(where, str):
+            self.address = Address(where, Credentials.of_environment())
+        else:
+            self.address = await (self._start(stack) if where is None else self._launch(where, stack))
 
     async def watch(self) -> None:
         """Run for as long as the server does, or for ever if we did not start it."""

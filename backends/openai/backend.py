@@ -10,8 +10,7 @@ import asyncio
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -125,15 +124,6 @@ class OpenAIBackend(RemoteBackend):
         self._texts: TokenTexts | None = None  # None where all tokens are sent and received as ids
         self._noise_nats = 0.0
         self._refuses_bias = False
-
-    async def __aenter__(self) -> Self:
-        await self._server.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._server.__aexit__(kind, error, trace)
 
     async def ping(self, *, deadline: float) -> None:
         """Ask for the list of models, which costs nothing.

@@ -15,8 +15,7 @@ import subprocess
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -26,7 +25,7 @@ from spot_async.base.processes.child import ChildProcess, foreign_environment
 from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
-from spot_async.base.tasks import while_alive
+from spot_async.base.tasks import Opened, while_alive
 from spot_async.errors import ConfigError, ProcessDiedError, RequestError, TransientError
 from spot_async.serving.api import new_secret
 
@@ -130,7 +129,7 @@ MakeCommand = Callable[[Any, Path, Doorway], Command]  # given the kind's own se
 Ask = Callable[[float], Awaitable[object]]  # given a deadline; raises a `RequestError` while the server is not ready
 
 
-class LaunchedServer:
+class LaunchedServer(Opened):
     """A server as our child process. Entering starts it; `until_ready` waits until it answers; leaving ends it."""
 
     def __init__(
@@ -142,28 +141,24 @@ class LaunchedServer:
         self._assignment = assignment
         self._make_command = make_command
         self._child: ChildProcess
-        self._exit_stack: contextlib.AsyncExitStack
         self.key = key or new_secret()  # the user's key, or one that only this object knows
         self.url: str
         self.uds: str | None
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the server. Raises `ConfigError` for an interpreter, package or port that cannot be used."""
         section = f"{self._role}.backend.launch"
         if self._settings.resources and not self._settings.prefix:
             raise ConfigError(f"{section}.resources: this command places no servers: train, eval and check do")
         self._settings.check_machine(section)
-        async with contextlib.AsyncExitStack() as stack:
-            start = self._start_there if self._settings.is_elsewhere else self._start_here
-            try:
-                command, port = await start(stack)
-            except ConfigError as error:
-                raise type(error)(str(error).replace("launch", section, 1)) from None
-            self.uds = command.uds
-            self.url = f"http://{self._settings.address}:{port}" if command.uds is None else "http://localhost"
-            stack.push_async_callback(self._child.stop)
-            self._exit_stack = stack.pop_all()
-        return self
+        start = self._start_there if self._settings.is_elsewhere else self._start_here
+        try:
+            command, port = await start(stack)
+        except ConfigError as error:
+            raise type(error)(str(error).replace("launch", section, 1)) from None
+        self.uds = command.uds
+        self.url = f"http://{self._settings.address}:{port}" if command.uds is None else "http://localhost"
+        stack.push_async_callback(self._child.stop)
 
     async def _start_here(self, stack: contextlib.AsyncExitStack) -> tuple[Command, int]:
         directory, given = stack.enter_context(private_directory("spot-server-")), self._settings.port
@@ -223,11 +218,6 @@ class LaunchedServer:
             version = installed(settings, command.package).version
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
         return replace(command, environment={**command.environment, **settings.variables})
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit_stack.__aexit__(kind, error, trace)
 
     async def watch(self) -> None:
         """Run for as long as the server lives. Raises `ProcessDiedError` when it ends, with the log's last lines."""

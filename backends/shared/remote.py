@@ -15,12 +15,12 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from spot_async.base.tasks import Opened
 from spot_async.config import backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles, read_model
@@ -63,7 +63,7 @@ class ServerKind:
     read_error: ReadError | None = None
 
 
-class RemoteServer:
+class RemoteServer(Opened):
     """One server: the connection to it, and its process if we started it. Enter it before use."""
 
     def __init__(
@@ -87,22 +87,13 @@ class RemoteServer:
         self._kind = kind
         self._launched: LaunchedServer | None = None
         self._steps = StepRunner()
-        self._exit_stack: contextlib.AsyncExitStack
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            if not isinstance(self._where, str):
-                self._launched = await stack.enter_async_context(self._launch(self._where))
-            self.endpoint = await stack.enter_async_context(self.connection({}))
-            if self._launched is not None:
-                await self._launched.until_ready(self.ask_whether_ready)
-            self._exit_stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit_stack.__aexit__(kind, error, trace)
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        if not isinstance(self._where, str):
+            self._launched = await stack.enter_async_context(self._launch(self._where))
+        self.endpoint = await stack.enter_async_context(self.connection({}))
+        if self._launched is not None:
+            await self._launched.until_ready(self.ask_whether_ready)
 
     @property
     def section(self) -> str:
@@ -253,10 +244,13 @@ class RemoteServer:
         )
 
 
-class RemoteBackend:
+class RemoteBackend(Opened):
     """A base class with what backends pass on from their server unchanged."""
 
     _server: RemoteServer
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        await stack.enter_async_context(self._server)
 
     async def watch(self) -> None:
         await self._server.watch()

@@ -20,8 +20,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, get_args
 
 from spot_async.errors import ConfigError, PermanentError, RequestError
 from spot_async.types import BehindUrl, ScoreRequest, TokenScores, WeightSnapshot, WeightVersion
@@ -84,7 +83,7 @@ class ServedWeights:
             yield adapter.name, adapter.version
 
 
-class StudentBackend(RemoteBackend, abc.ABC):
+class StudentBackend(RemoteBackend):
     """Base of a `Generator`, `Scorer`, `WeightSink`, `Sleeper` and `HealthCheck` around one server."""
 
     SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `discovery.py`
@@ -111,26 +110,17 @@ class StudentBackend(RemoteBackend, abc.ABC):
         self._served = ServedWeights(self._names, self._adapters)
         self._standstill = Standstill()
         self._asleep: set[Part] = set()
-        self._exit_stack: contextlib.AsyncExitStack
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._server)
-            deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
-            try:
-                await self._discover(stack, deadline)
-                if self._adapters is not None:
-                    stack.push_async_callback(self._adapters.close)
-                    await self._adapters.start(deadline=deadline)
-            except PermanentError as error:  # the first requests show wrong flags, a wrong key or another model
-                raise ConfigError(str(error)) from None
-            self._exit_stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._exit_stack.__aexit__(kind, error, trace)
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        await super()._open(stack)
+        deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
+        try:
+            await self._discover(stack, deadline)
+            if self._adapters is not None:
+                stack.push_async_callback(self._adapters.close)
+                await self._adapters.start(deadline=deadline)
+        except PermanentError as error:  # the first requests show wrong flags, a wrong key or another model
+            raise ConfigError(str(error)) from None
 
     @abc.abstractmethod
     async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
