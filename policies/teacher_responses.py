@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from spot_async.base import wire
-from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.base.files import writing
+from spot_async.errors import ConfigError, DataError
 from spot_async.models.common_vocabulary import swap_tokens
 from spot_async.models.vocabulary import tokenizer_fingerprint
 from spot_async.types import Generation, IntArray, Judgement, PolicyContext, TokenScores, Verdict
@@ -128,16 +129,13 @@ class ResponseFile:
 
     def append(self, response: TeacherResponse) -> None:
         """Write a response to the end of the file. Raises StorageError when that fails."""
-        try:
-            with self._path.open("ab") as file:
-                if self._unfinished_bytes:
-                    file.truncate(file.tell() - self._unfinished_bytes)
-                    self._unfinished_bytes = 0
-                if file.tell() == 0:
-                    file.write(_frame(self._header))
-                file.write(_frame(response))
-        except OSError as error:
-            raise StorageError(f"cannot write {self._path}: {error.strerror}") from None
+        with writing(self._path), self._path.open("ab") as file:
+            if self._unfinished_bytes:
+                file.truncate(file.tell() - self._unfinished_bytes)
+                self._unfinished_bytes = 0
+            if file.tell() == 0:
+                file.write(_frame(self._header))
+            file.write(_frame(response))
 
     def read(self) -> dict[str, TeacherResponse]:
         """Return all responses by problem. Raises ConfigError or DataError if the file does not fit this run."""

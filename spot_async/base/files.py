@@ -12,13 +12,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from spot_async.base.text import first_line
-from spot_async.errors import DataError
+from spot_async.errors import DataError, StorageError
 
 T = TypeVar("T")
 
@@ -26,6 +27,24 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what `git clone` le
 MAX_JSON_BYTES = 16 << 20
 MAX_VALUES = 1_000_000  # of one JSON file: each takes up to 100 bytes as a Python object, and may take two in the file
 MAX_LINE_BYTES = 16 << 20  # a sample with a long response and many probes has about 8 MiB
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise an OSError of the `with` block as DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError of the `with` block as StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 class _Versioned(msgspec.Struct):
@@ -84,10 +103,8 @@ def read_json(path: Path, kind: type[T], *, newest_format: int | None = None, ot
     `otherwise` is what the message says of a file with another content.
     """
     where = f"{path}: {otherwise}"
-    try:
+    with reading(path):
         data = read_bounded(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if newest_format is not None:
         found = decode_json(data, _Versioned, where).format
         if isinstance(found, int) and found > newest_format:

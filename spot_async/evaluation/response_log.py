@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from spot_async.base.files import reading, writing
 from spot_async.base.text import first_line
 from spot_async.config import Config
-from spot_async.errors import DataError, StorageError
+from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory.layout import RunDirectory
@@ -140,10 +141,8 @@ def _shown(value: Any) -> str:
 def read_responses(directory: RunDirectory, name: str) -> dict[ResponseKey, JudgedResponse]:
     """Return the responses of a complete file. Raises DataError if it is gone, or naming a damaged line."""
     path = directory.path / name
-    try:
+    with reading(path):
         lines = enumerate(path.read_bytes().splitlines(), start=1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     responses = [_decode(line, JudgedResponse, f"{path}:{number}", "evaluate again") for number, line in lines]
     return {response.key: response for response in responses}
 
@@ -208,11 +207,8 @@ class ResponseLog:
 
     def _sync(self) -> None:
         path = self._directory.path / self._partial
-        try:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from None
+        with writing(path), path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def count_kept(path: Path) -> int:
@@ -230,15 +226,13 @@ def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
     cut nobody could make it again.
     """
     path, new = directory.path / name, directory.path / f".{name}.new"
-    try:
+    with writing(path):
         with new.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
         flush_to_disk(directory.path)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 BLOCK_BYTES = 1 << 16
@@ -290,7 +284,7 @@ def prompts_fingerprint(benchmark: Benchmark) -> str:
 def model_fingerprint(directory: Path) -> str:
     """Return a digest of a model directory: names, sizes and evenly spread blocks of its files. Raises DataError."""
     digest = hashlib.sha256()
-    try:
+    with reading(directory):
         for path in sorted(each for each in directory.iterdir() if each.is_file() and not each.name.startswith(".")):
             size = path.stat().st_size
             digest.update(os.fsencode(path.name) + f"\t{size}\n".encode())
@@ -299,6 +293,4 @@ def model_fingerprint(directory: Path) -> str:
                 for offset in range(0, size, step):
                     file.seek(offset)
                     digest.update(file.read(BLOCK_BYTES))
-    except OSError as error:
-        raise DataError(f"{directory}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()[:16]

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from spot_async.base.files import decode_json, read_bounded, refuse_pointer
+from spot_async.base.files import decode_json, read_bounded, reading, refuse_pointer
 from spot_async.base.text import shortened
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
@@ -75,10 +75,8 @@ def refuse_large(directory: Path) -> None:
     """Raise `DataError` for a small file that is none, or whose values would take gigabytes of memory."""
     for path in small_files(directory):
         refuse_pointer(path)
-        try:
+        with reading(path):
             data = read_bounded(path, MAX_SMALL_BYTES)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
         if max(map(data.count, (b",", b"[", b"{", b"\n"))) > MAX_SMALL_VALUES:
             raise DataError(f"{path}: has more than {MAX_SMALL_VALUES:,} values")
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from spot_async.base.files import decode_json, open_regular, read_json, refuse_pointer
+from spot_async.base.files import decode_json, open_regular, read_json, reading, refuse_pointer
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
 from spot_async.types import WeightFile, WeightSnapshot
@@ -107,17 +107,14 @@ def file_headers(path: Path) -> dict[str, Header]:
     Raises `DataError` for what is none: as safetensors has it, tensors follow each other without holes, to the end.
     """
     where = f"{path}: is no safetensors file"
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if length > size:
-                raise DataError(f"{where}: its header would be longer than the file")
-            if length > MAX_HEADER_BYTES:
-                raise DataError(f"{where}: its header has more than {MAX_HEADER_BYTES:,} bytes")
-            found = decode_json(file.read(length), dict[str, msgspec.Raw], where)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    with reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if length > size:
+            raise DataError(f"{where}: its header would be longer than the file")
+        if length > MAX_HEADER_BYTES:
+            raise DataError(f"{where}: its header has more than {MAX_HEADER_BYTES:,} bytes")
+        found = decode_json(file.read(length), dict[str, msgspec.Raw], where)
     found.pop("__metadata__", None)
     tensors = {name: decode_json(bytes(each), _Tensor, f"{where}: {name!r}") for name, each in found.items()}
     end = 0

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from spot_async.base.files import writing
 from spot_async.base.text import counted
-from spot_async.errors import RequestError, StorageError
+from spot_async.errors import RequestError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.types import Prompt
 
@@ -80,14 +81,12 @@ def settle_letters(run: Path, dead: Iterable[DeadLetter]) -> None:
     settled = [*found.values(), *(row_bytes(each) + b"\n" for number, each in wanted.items() if number not in found)]
     if settled != lines:
         new = run / f".{FILE_NAME}.new"
-        try:
+        with writing(path):
             if settled:
                 new.write_bytes(b"".join(settled))
                 new.replace(path)
             else:
                 path.unlink()
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def described(letters: Sequence[DeadLetter]) -> str:

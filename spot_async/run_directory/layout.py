@@ -42,7 +42,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from spot_async.base.files import decode_json, open_regular, read_bounded
+from spot_async.base.files import decode_json, open_regular, read_bounded, writing
 from spot_async.base.processes.resources import usable_cores
 from spot_async.base.text import visible
 from spot_async.base.writers import refuse_foreign_writers
@@ -284,24 +284,19 @@ class RunDirectory:
         """Append rows to a JSONL file. Raises StorageError, such as on a full disk, and then appends none of them."""
         data = b"".join(row_bytes(row) + b"\n" for row in rows)
         path = self.path / name
-        try:
-            with path.open("ab", buffering=0) as file:
-                append_whole(file, data)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from None
+        with writing(path), path.open("ab", buffering=0) as file:
+            append_whole(file, data)
 
     def flush_rows(self) -> None:
         """Return once the rows that were appended, and the names of all files, would outlive a power cut.
 
         Raises StorageError.
         """
-        try:
+        with writing(self.path):
             for name in APPENDED:
                 if (self.path / name).exists():
                     flush_to_disk(self.path / name)
             flush_to_disk(self.path)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror}") from None
 
     def cut_after(self, iteration: int) -> None:
         """Cut the files that have rows of each iteration behind this one, and a row that a kill tore.
@@ -326,11 +321,9 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         path, new = self.path / SUMMARY, self.path / f".{SUMMARY}.new"
-        try:
+        with writing(path):
             new.write_bytes(_json(summary))
             new.replace(path)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _end_of(path: Path, iteration: int) -> int:

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from spot_async.base.files import all_numbered, numbered, open_regular, read_json
+from spot_async.base.files import all_numbered, numbered, open_regular, read_json, writing
 from spot_async.base.writers import refuse_foreign_writers
-from spot_async.errors import DataError, StorageError
+from spot_async.errors import DataError
 from spot_async.models.weight_files import flush_to_disk
 
 DIRECTORY = "checkpoints"
@@ -75,7 +75,7 @@ def commit(directory: Path, manifest: Manifest) -> tuple[CheckpointFile, ...]:
 
     When this returns the checkpoint counts, also after a power cut.
     """
-    try:
+    with writing(directory / FILE):
         files = tuple(_described(path) for path in sorted(directory.iterdir()) if _is_of_checkpoint(path))
         manifest = msgspec.structs.replace(manifest, files=files)
         new, final = directory / f".{FILE}", directory / FILE
@@ -84,8 +84,6 @@ def commit(directory: Path, manifest: Manifest) -> tuple[CheckpointFile, ...]:
         new.replace(final)
         for each in (directory, directory.parent, directory.parent.parent):
             flush_to_disk(each)
-    except OSError as error:
-        raise StorageError(f"cannot write {directory / FILE}: {error.strerror}") from None
     return files
 
 

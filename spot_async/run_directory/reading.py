@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from spot_async.base.files import decode_json, lines_of, open_regular, read_json
+from spot_async.base.files import decode_json, lines_of, open_regular, read_json, reading
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import ROLES, local_path
@@ -355,7 +355,7 @@ def _lines_at(
         return
     decoder = msgspec.json.Decoder(kind)
     offset = 0
-    try:
+    with reading(path):
         for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path)), start=1):
             try:
                 yield offset, decoder.decode(line)
@@ -365,5 +365,3 @@ def _lines_at(
             except RecursionError:
                 raise DataError(f"{path}:{number}: lists or objects stand too deep within each other") from None
             offset += len(line)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None

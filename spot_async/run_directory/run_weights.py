@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from spot_async.base.files import all_numbered, numbered
+from spot_async.base.files import all_numbered, numbered, writing
 from spot_async.errors import StorageError
 from spot_async.models.weight_files import (
     complete_directory,
@@ -69,12 +69,10 @@ class RunWeights:
 
     def flush(self) -> None:
         """Return once all weights in `weights/` would outlive a power cut. Raises StorageError."""
-        try:
+        with writing(self._kept):
             for each in all_numbered(self._kept, "step"):
                 with contextlib.suppress(FileNotFoundError):  # the trainer deletes it meanwhile
                     flush_directory(each)
-        except OSError as error:
-            raise StorageError(f"cannot write {self._kept}: {error.strerror}") from None
 
     def point_student_to(self, directory: Path) -> None:
         """Let the link `student` point to the newest published weights. The switch is atomic."""
@@ -121,12 +119,10 @@ class RunWeights:
 
     def _point(self, name: str, directory: Path) -> None:
         new = self._run / f".{name}.new"
-        try:
+        with writing(self._run / name):
             new.unlink(missing_ok=True)
             new.symlink_to(os.path.relpath(directory, self._run))
             new.replace(self._run / name)
-        except OSError as error:
-            raise StorageError(f"cannot write {self._run / name}: {error.strerror}") from None
 
 
 def _link_or_copy(source: str, destination: str) -> None:

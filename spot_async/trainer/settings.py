@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import Field
 
+from spot_async.base.files import writing
 from spot_async.config import PositiveFloat, PositiveInt, Section, TrainingConfig
-from spot_async.errors import StorageError
 
 # Attention functions, by their names in transformers.
 PER_DOCUMENT = "spot_per_document"
@@ -73,11 +73,9 @@ class TrainerSettings(Section):
         """Write the settings to `trainer.json` in the run directory; return its path."""
         directory = Path(self.run_directory)
         path = directory / "trainer.json"
-        try:
+        with writing(path):
             directory.mkdir(parents=True, exist_ok=True)
             path.write_text(self.model_dump_json(indent=2) + "\n")
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from None
         return path
 
     @classmethod

@@ -21,11 +21,12 @@ from typing import BinaryIO
 
 import structlog
 
+from spot_async.base.files import writing
 from spot_async.base.processes import guard
 from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.last_words import error_in, headline, readable
 from spot_async.base.secrets import SECRETS, pattern
-from spot_async.errors import ProcessDiedError, StorageError
+from spot_async.errors import ProcessDiedError
 
 LOG_TAIL_BYTES = 4096
 LOG_SEARCH_BYTES = 1 << 16  # the end of a log that is searched for earlier errors
@@ -214,11 +215,9 @@ async def _spawn(
 
 
 def _open_log(path: Path) -> BinaryIO:
-    try:
+    with writing(path):
         path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was removed is not made again
         return path.open("ab")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def tree_cpu_s(root: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.base.files import lines_of
+from spot_async.base.files import lines_of, reading
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model
@@ -202,7 +202,7 @@ def _slices(path: Path) -> list[Slice]:
     if not path.exists():
         return found
     decoder = msgspec.json.Decoder(Slice)
-    try:
+    with reading(path):
         for line in lines_of(path):
             if line.startswith(b'{"ph":"X"'):
                 try:
@@ -212,8 +212,6 @@ def _slices(path: Path) -> list[Slice]:
                 if each.name.startswith("iteration ") and "requests" in each.args:
                     break
                 found.append(each)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     return found
 
 

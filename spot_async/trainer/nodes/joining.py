@@ -17,10 +17,11 @@ from pathlib import Path
 
 import structlog
 
+from spot_async.base.files import writing
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.config import ClusterConfig, Config
-from spot_async.errors import ConfigError, ProcessDiedError, SpotError, StorageError, TrainerError
+from spot_async.errors import ConfigError, ProcessDiedError, SpotError, TrainerError
 from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, Purpose, Seals
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
 from spot_async.trainer.nodes.gate import UnknownSecretError, knock
@@ -171,10 +172,8 @@ class JoiningNode:
         settings_path = channel_directory / "trainer.json"
         settings_path.write_text(settings)
         logs = Path(TrainerSettings.model_validate_json(settings).run_directory) / "logs"
-        try:
+        with writing(logs):
             logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot write {logs}: {error.strerror}") from None
         return await ChildProcess.start(
             "trainer",
             [
