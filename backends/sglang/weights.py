@@ -247,8 +247,8 @@ class SglangTransport(WeightTransport, Protocol):
         ...
 
 
-class DiskTransport:
-    """An `SglangTransport`: the server reads the published directory itself."""
+class DiskTransport(SglangTransport):
+    """The server reads the published directory itself. Nothing is kept between updates."""
 
     mixed = False  # if the server cannot read all of the new weights, it reads the old ones again
 
@@ -271,9 +271,6 @@ class DiskTransport:
             # The weights are loaded. Only the flush, and the name that follows it, are left to do.
             await self._control.flush(deadline)
             await self._control.name(snapshot.version, deadline)
-
-    async def close(self) -> None:
-        """Do nothing: nothing is kept between updates."""
 
 
 class DistributedTransport:

@@ -83,7 +83,7 @@ class ServedWeights:
             yield adapter.name, adapter.version
 
 
-class StudentBackend(RemoteBackend):
+class StudentBackend(RemoteBackend, abc.ABC):
     """Base of a `Generator`, `Scorer`, `WeightSink`, `Sleeper` and `HealthCheck` around one server."""
 
     SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `discovery.py`

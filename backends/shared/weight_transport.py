@@ -99,7 +99,7 @@ class WeightTransport(Protocol):
 
     async def close(self) -> None:
         """Release what is kept between updates."""
-        ...
+        return None
 
 
 class Tensor(NamedTuple):

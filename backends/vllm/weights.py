@@ -39,25 +39,19 @@ class VllmTransport(WeightTransport, Protocol):
 
     async def prepare(self, *, deadline: float) -> None:
         """Do whatever can fail before any weights are touched."""
-        ...
+        return None
 
 
-class DiskTransport:
-    """A `VllmTransport`: the server reads the published directory itself."""
+class DiskTransport(VllmTransport):
+    """The server reads the published directory itself. Nothing is prepared, or kept between updates."""
 
     def __init__(self, server: RemoteServer) -> None:
         self._server = server
-
-    async def prepare(self, *, deadline: float) -> None:
-        """Do nothing: nothing needs to be prepared."""
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         path = {"weights_path": snapshot.directory}
         await post(self._server, "/collective_rpc", {"method": "reload_weights", "kwargs": path}, deadline)
         await post(self._server, "/update_weight_version", {"new_version": str(snapshot.version)}, deadline)
-
-    async def close(self) -> None:
-        """Do nothing: nothing is kept between updates."""
 
 
 class WeightUpdater:

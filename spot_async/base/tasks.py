@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import structlog
@@ -158,14 +156,13 @@ async def running(*resources: AbstractAsyncContextManager[Any]) -> AsyncIterator
         await settle(leave(resource) for resource in entered)
 
 
-class Opened(abc.ABC):
+class Opened:
     """Base of an async context manager that is made of others. They are left with it, or if it cannot be opened."""
 
     _stack: AsyncExitStack
 
-    @abc.abstractmethod
     async def _open(self, stack: AsyncExitStack) -> None:
-        """Enter what it is made of onto the stack."""
+        """Enter what it is made of onto the stack: by default nothing."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -173,10 +170,8 @@ class Opened(abc.ABC):
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self._stack.__aexit__(*exc_info)
 
 
 async def sent_again(

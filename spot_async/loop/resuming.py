@@ -51,20 +51,8 @@ class Checkpoints(Protocol):
         ...
 
 
-class NoLedger:
-    """Keeps nothing: the `PromptLedger` of runs that are not resumed, as in tests and programs."""
-
-    def admit(self, ordinal: int, problem_id: str) -> None:
-        pass
-
-    def finish(self, ordinal: int, samples: Sequence[Sample]) -> None:
-        pass
-
-    def give_up(self, ordinal: int, state: str, reason: str) -> None:
-        pass
-
-    def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool]) -> None:
-        pass
+class NoLedger(PromptLedger):
+    """Keeps nothing: the ledger of runs that are not resumed, as in tests and programs."""
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from spot_async.base.tasks import Opened
 from spot_async.config import TeacherConfig
 from spot_async.errors import ConfigError, DataError, ReplayMissError
 from spot_async.models.files import ModelFiles
@@ -32,7 +34,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files that servers read weights from
 
 
-class TeacherCache:
+class TeacherCache(Opened):
     """A run's view of a `ScoreCache`. The teacher is in every key, so `identify` comes before any scores."""
 
     def __init__(self, cache: ScoreCache, teacher: TeacherConfig, files: ModelFiles) -> None:
@@ -43,14 +45,10 @@ class TeacherCache:
         self._files = files
         self._identity: bytes
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: AsyncExitStack) -> None:
         weights = await asyncio.to_thread(weights_digest, self._files.directory) if self._is_ours else None
         self._identity = teacher_identity(self._teacher, self._files, weights)
-        await self.cache.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.cache.__aexit__()
+        await stack.enter_async_context(self.cache)
 
     async def identify(self, said: Capabilities) -> KeptScores:
         """Return the teacher's kept scores. What it `said` of itself is part of the keys, and is kept for replays."""
@@ -89,18 +87,14 @@ class KeptScores:
         return await self._cache.fetch(digest(kind.__name__, self._fingerprint, plain), kind, ask, what=what)
 
 
-class ReplayedTeacher:
+class ReplayedTeacher(Opened):
     """The teacher's backend in a replay. It starts nothing, and refuses every request, since stages ask the cache."""
 
     def __init__(self, cache: TeacherCache) -> None:
         self._cache = cache
 
-    async def __aenter__(self) -> Self:
-        await self._cache.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._cache.__aexit__(*exc_info)
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self._cache)
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return await self._cache.recall()

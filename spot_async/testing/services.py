@@ -13,12 +13,13 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.base.tasks import Opened
 from spot_async.errors import VersionMismatchError
 from spot_async.types import (
     Capabilities,
@@ -191,17 +192,11 @@ class SimulatedTeacher:
 
 
 @dataclass
-class SimulatedVerifier:
+class SimulatedVerifier(Opened):
     """A simulated verifier, which finds `share_correct` of the responses correct, depending on their text."""
 
     latency_s: float = 0.002
     share_correct: float = 0.4
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         await asyncio.sleep(self.latency_s)

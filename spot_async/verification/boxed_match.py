@@ -6,8 +6,7 @@ needs no worker process and no timeout, and it never fails.
 
 from __future__ import annotations
 
-from typing import Self
-
+from spot_async.base.tasks import Opened
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
 from spot_async.verification.normalization import extract_boxed, is_oversized, normal_form, same_answer, strip_answer
@@ -28,7 +27,7 @@ def boxed_match(gold: str, response_text: str) -> Verdict:
     return Verdict.CORRECT if same_answer(gold, answer) else Verdict.WRONG
 
 
-class BoxedMatch:
+class BoxedMatch(Opened):
     """`boxed_match` as a verifier."""
 
     class Settings(PluginSettings):
@@ -44,9 +43,3 @@ class BoxedMatch:
         if not problem.answer:
             return Verdict.UNJUDGED
         return boxed_match(problem.answer, response_text)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass

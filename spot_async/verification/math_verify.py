@@ -22,12 +22,13 @@ from __future__ import annotations
 import re
 import sys
 from collections import OrderedDict
+from contextlib import AsyncExitStack
 from decimal import Decimal
 from pathlib import Path
-from typing import Self
 
 from pydantic import Field
 
+from spot_async.base.tasks import Opened
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
 from spot_async.types import Problem, Verdict
 from spot_async.verification.normalization import (
@@ -60,7 +61,7 @@ _PRIME = re.compile(r"[A-Za-z)]\s*(?:'|\^\s*\{?\s*\\prime)")
 _CONSTANTS = frozenset("ei")
 
 
-class MathVerify:
+class MathVerify(Opened):
     """Math-Verify in processes that can be killed. Outcomes are cached, missing evidence is not."""
 
     class Settings(PluginSettings):
@@ -86,12 +87,8 @@ class MathVerify:
         self._tolerance = Decimal(str(settings.relative_tolerance))
         self._outcomes: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
 
-    async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._pool.__aexit__(*exc_info)
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self._pool)
 
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         """Judge the response's last box against `problem.answer`.

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from string import ascii_uppercase
-from typing import Self
 
+from spot_async.base.tasks import Opened
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
 from spot_async.verification.normalization import extract_boxed, is_oversized, normalize_answer, same_answer
@@ -61,7 +61,7 @@ def _only(choices: tuple[str, ...], is_meant: Callable[[str], bool]) -> int | No
     return meant[0] if len({choices[index] for index in meant}) == 1 else None
 
 
-class MultipleChoice:
+class MultipleChoice(Opened):
     """`chosen_option` as a verifier of problems with options, whose answer is a letter."""
 
     class Settings(PluginSettings):
@@ -88,9 +88,3 @@ class MultipleChoice:
         gold = ascii_uppercase.index(problem.answer)
         same = chosen == gold or problem.choices[chosen] == problem.choices[gold]
         return Verdict.CORRECT if same else Verdict.WRONG
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass

@@ -81,7 +81,7 @@ def run(url, folder, *, replay=False, cache=None, **settings):
             finally:
                 log.write()
                 if kept is not None and not replay:
-                    await kept.__aexit__()
+                    await kept.__aexit__(None, None, None)
         return run
 
     run = asyncio.run(ask())

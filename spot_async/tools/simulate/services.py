@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import Opened
 from spot_async.testing.services import (
     END_TOKEN,
     INITIAL_VERSION,
@@ -185,7 +186,7 @@ class _Begun:
     updates: int
 
 
-class RatedServer:
+class RatedServer(Opened):
     """A simulated server: requests wait for a slot, and those that have one share its processor."""
 
     def __init__(
@@ -203,12 +204,6 @@ class RatedServer:
         self._processor = SharedProcessor(cache(lambda requests: rates.tokens_per_s_of_one(requests) / workload.grain))
         self._slots = asyncio.Semaphore(rates.slots or UNLIMITED)
         self._updates: list[tuple[float, WeightVersion]] = [(0.0, INITIAL_VERSION)]  # by what the processor had done
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        pass
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
