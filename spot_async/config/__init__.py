@@ -4,90 +4,43 @@ Other rooms import the sections of the schema from here. `loading.py` reads YAML
 into one line.
 """
 
-from spot_async.config.base import (
-    NonNegativeFloat,
-    OneOrMore,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Section,
-    as_list,
-    leaves,
-)
-from spot_async.config.evaluation import BenchmarkConfig, EvaluationConfig
-from spot_async.config.plugins import BackendSettings, Place, PluginSettings, backend_section
-from spot_async.config.problems import (
-    DataConfig,
-    Duplicates,
-    ProblemSetConfig,
-    PromptConfig,
-    TeacherPromptConfig,
-    TemplateConfig,
-)
-from spot_async.config.schema import (
-    CONFIG_VERSION,
-    Config,
-    ModelConfig,
-    QueueConfig,
-    RunConfig,
-    SamplingConfig,
-    ScoreStageConfig,
-    ServingConfig,
-    StageConfig,
-    StagesConfig,
-    TeacherConfig,
-    TelemetryConfig,
-    WandbConfig,
-    resources_of,
-)
-from spot_async.config.training import (
-    ClusterConfig,
-    KeptCheckpoints,
-    LoraConfig,
-    LossAggregation,
-    TrainingConfig,
-    nearest_divisor,
-)
-
-__all__ = [
-    "CONFIG_VERSION",
-    "BackendSettings",
-    "BenchmarkConfig",
-    "ClusterConfig",
-    "Config",
-    "DataConfig",
-    "Duplicates",
-    "EvaluationConfig",
-    "KeptCheckpoints",
-    "LoraConfig",
-    "LossAggregation",
-    "ModelConfig",
-    "NonNegativeFloat",
-    "OneOrMore",
-    "Place",
-    "PluginSettings",
-    "PositiveFloat",
-    "PositiveInt",
-    "Probability",
-    "ProblemSetConfig",
-    "PromptConfig",
-    "QueueConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "ScoreStageConfig",
-    "Section",
-    "ServingConfig",
-    "StageConfig",
-    "StagesConfig",
-    "TeacherConfig",
-    "TeacherPromptConfig",
-    "TelemetryConfig",
-    "TemplateConfig",
-    "TrainingConfig",
-    "WandbConfig",
-    "as_list",
-    "backend_section",
-    "leaves",
-    "nearest_divisor",
-    "resources_of",
-]
+from spot_async.config.base import NonNegativeFloat as NonNegativeFloat
+from spot_async.config.base import OneOrMore as OneOrMore
+from spot_async.config.base import PositiveFloat as PositiveFloat
+from spot_async.config.base import PositiveInt as PositiveInt
+from spot_async.config.base import Probability as Probability
+from spot_async.config.base import Section as Section
+from spot_async.config.base import as_list as as_list
+from spot_async.config.base import leaves as leaves
+from spot_async.config.evaluation import BenchmarkConfig as BenchmarkConfig
+from spot_async.config.evaluation import EvaluationConfig as EvaluationConfig
+from spot_async.config.plugins import BackendSettings as BackendSettings
+from spot_async.config.plugins import Place as Place
+from spot_async.config.plugins import PluginSettings as PluginSettings
+from spot_async.config.plugins import backend_section as backend_section
+from spot_async.config.problems import DataConfig as DataConfig
+from spot_async.config.problems import Duplicates as Duplicates
+from spot_async.config.problems import ProblemSetConfig as ProblemSetConfig
+from spot_async.config.problems import PromptConfig as PromptConfig
+from spot_async.config.problems import TeacherPromptConfig as TeacherPromptConfig
+from spot_async.config.problems import TemplateConfig as TemplateConfig
+from spot_async.config.schema import CONFIG_VERSION as CONFIG_VERSION
+from spot_async.config.schema import Config as Config
+from spot_async.config.schema import ModelConfig as ModelConfig
+from spot_async.config.schema import QueueConfig as QueueConfig
+from spot_async.config.schema import RunConfig as RunConfig
+from spot_async.config.schema import SamplingConfig as SamplingConfig
+from spot_async.config.schema import ScoreStageConfig as ScoreStageConfig
+from spot_async.config.schema import ServingConfig as ServingConfig
+from spot_async.config.schema import StageConfig as StageConfig
+from spot_async.config.schema import StagesConfig as StagesConfig
+from spot_async.config.schema import TeacherConfig as TeacherConfig
+from spot_async.config.schema import TelemetryConfig as TelemetryConfig
+from spot_async.config.schema import WandbConfig as WandbConfig
+from spot_async.config.schema import resources_of as resources_of
+from spot_async.config.training import ClusterConfig as ClusterConfig
+from spot_async.config.training import KeptCheckpoints as KeptCheckpoints
+from spot_async.config.training import LoraConfig as LoraConfig
+from spot_async.config.training import LossAggregation as LossAggregation
+from spot_async.config.training import TrainingConfig as TrainingConfig
+from spot_async.config.training import nearest_divisor as nearest_divisor

@@ -6,30 +6,15 @@ A test of a policy begins with one of two names: `ScriptedStages` for one prompt
 `simulated_run` for a whole run.
 """
 
-from spot_async.testing.services import capabilities, generation, token_scores
-from spot_async.testing.simulation import (
-    ScriptedStages,
-    SimulatedRun,
-    advantages_of,
-    make_policy,
-    make_run,
-    policy_context,
-    simulated_prompts,
-    simulated_run,
-)
-from spot_async.testing.virtual_time import run_on_virtual_time
-
-__all__ = [
-    "ScriptedStages",
-    "SimulatedRun",
-    "advantages_of",
-    "capabilities",
-    "generation",
-    "make_policy",
-    "make_run",
-    "policy_context",
-    "run_on_virtual_time",
-    "simulated_prompts",
-    "simulated_run",
-    "token_scores",
-]
+from spot_async.testing.services import capabilities as capabilities
+from spot_async.testing.services import generation as generation
+from spot_async.testing.services import token_scores as token_scores
+from spot_async.testing.simulation import ScriptedStages as ScriptedStages
+from spot_async.testing.simulation import SimulatedRun as SimulatedRun
+from spot_async.testing.simulation import advantages_of as advantages_of
+from spot_async.testing.simulation import make_policy as make_policy
+from spot_async.testing.simulation import make_run as make_run
+from spot_async.testing.simulation import policy_context as policy_context
+from spot_async.testing.simulation import simulated_prompts as simulated_prompts
+from spot_async.testing.simulation import simulated_run as simulated_run
+from spot_async.testing.virtual_time import run_on_virtual_time as run_on_virtual_time
