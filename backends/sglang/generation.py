@@ -10,9 +10,7 @@ among the tokens below. Padding rows are hardly ever sampled, so nearly every re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import takewhile
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -23,24 +21,13 @@ from spot_async.types import Generation, IntArray, SamplingSettings
 
 from ..shared.replies import check_generation
 from .replies import NextToken
+from .requests import SglangRequests
 
 MASKED_TOKENS = 32  # so many tokens are sampled with a bias before the next try without one
 
 
-class Server(Protocol):
-    """The requests that are needed here; see `requests.SglangRequests`."""
-
-    async def sample(
-        self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int, deadline: float
-    ) -> Generation: ...
-
-    async def next_tokens(
-        self, asked: Iterable[tuple[IntArray, IntArray | None]], top_k: int, temperature: float, deadline: float
-    ) -> list[NextToken]: ...
-
-
 async def generate_below(
-    server: Server,
+    server: SglangRequests,
     prompt_ids: IntArray,
     sampling: SamplingSettings,
     vocab_size: int,
@@ -91,7 +78,7 @@ def _is_complete(parts: list[Generation], sampling: SamplingSettings) -> bool:
 
 
 async def _unmasked(
-    server: Server,
+    server: SglangRequests,
     context_ids: IntArray,
     sampling: SamplingSettings,
     masked: Generation,
