@@ -19,8 +19,9 @@ from pydantic import Field, model_validator
 from spot_async.base.tasks import both
 from spot_async.config import PluginSettings, PositiveInt
 from spot_async.errors import ConfigError, DataError, PermanentError
+from spot_async.models.responses import foreign
 from spot_async.protocols import PromptStages
-from spot_async.terms import compared, forward_kl, row_bytes, written
+from spot_async.terms import compared, forward_kl, on_policy, row_bytes, written
 from spot_async.types import (
     Generation,
     PolicyContext,
@@ -28,7 +29,6 @@ from spot_async.types import (
     Prompt,
     Sample,
     SoftTargets,
-    Supervision,
     TokenScores,
 )
 
@@ -138,15 +138,6 @@ class KdPolicy:
     def _sample(self, prompt: Prompt, stages: PromptStages, taught: TeacherResponse) -> Sample:
         taught = taught.respelled(stages.ends.ours)
         response, scores = taught.response, taught.scores
-        supervision = Supervision(
-            prompt_ordinal=prompt.ordinal,
-            problem_id=prompt.problem.id,
-            prompt_ids=prompt.token_ids,
-            response_ids=response.token_ids,
-            behavior_logprobs=response.logprobs,
-            version=None,  # no student sampled it
-            soft_targets=self._terms(taught),
-        )
         metrics = {
             "teacher/tokens": float(len(response.token_ids)),
             "teacher/truncated": float(response.finish_reason == "length"),
@@ -156,7 +147,7 @@ class KdPolicy:
         if verdict.reward is not None:
             metrics["teacher/accuracy"] = verdict.reward
         return Sample(
-            supervision=supervision,
+            supervision=on_policy(prompt, foreign(response), soft_targets=self._terms(taught)),
             metrics=metrics,
             record=response_record(prompt, stages, response, taught.judgement)
             | (teacher_record(scores) if scores is not None else {}),
