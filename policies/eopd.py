@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 from pydantic import Field
 
 from spot_async.base.tasks import both
@@ -52,8 +51,7 @@ class EopdPolicy:
         scores, judgement = await both(
             stages.score(rollout.token_ids, top_k=self.settings.top_k), stages.verify(rollout.token_ids)
         )
-        known = np.ones(len(scores.entropy), np.bool_) if scores.valid is None else scores.valid
-        gate = known & (scores.entropy > self.settings.tau_nats)
+        gate = scores.known & (scores.entropy > self.settings.tau_nats)
         forward = compared(
             scores, forward_kl(), top_k=self.settings.top_k, where=gate, weight=self.settings.alpha, has_tail=False
         )
@@ -61,7 +59,7 @@ class EopdPolicy:
             prompt, stages, rollout, judgement, scores, pulls=(pull(scores),), soft_targets=(forward,)
         )
         sample.metrics["eopd/gated"] = len(forward.positions) / len(scores.entropy)
-        sample.metrics["eopd/uncertain"] = float((known & self._uncertain(scores, stages)).mean())
+        sample.metrics["eopd/uncertain"] = float((scores.known & self._uncertain(scores, stages)).mean())
         sample.record["gated_positions"] = forward.positions
         return [sample]
 

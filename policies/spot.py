@@ -177,7 +177,7 @@ class SpotPolicy:
         if self._probeable is None:
             return NOTHING_SELECTED
         probeable = self._probeable[rollout.token_ids]  # (T,)
-        eligible = np.flatnonzero(probeable if scores.valid is None else probeable & scores.valid)
+        eligible = np.flatnonzero(probeable & scores.known)
         if len(eligible) == 0:
             return NOTHING_SELECTED
         if self._estimates(stages):

@@ -99,8 +99,7 @@ def compared(
     renormalises the student too.
     """
     tokens = len(scores.logprobs)
-    known = np.ones(tokens, np.bool_) if scores.valid is None else scores.valid
-    positions = np.flatnonzero(known if where is None else known & where)
+    positions = np.flatnonzero(scores.known if where is None else scores.known & where)
     weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
     k = scores.topk_ids.shape[1] if top_k is None else top_k
     tails = tails_with(scores.tail_logprobs, scores.topk_logprobs[:, k:])

@@ -224,6 +224,11 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     # the server does not say. What the top-k's probabilities leave of 1 would be rounding where the model is sure.
     tail_logprobs: FloatArray | None = None
 
+    @property
+    def known(self) -> BoolArray:
+        """Where something is known (T,)."""
+        return np.ones(len(self.logprobs), np.bool_) if self.valid is None else self.valid
+
 
 class ScoredPositions(msgspec.Struct, frozen=True, kw_only=True):
     """A model's distributions at a few response positions, in more detail than in `TokenScores`."""

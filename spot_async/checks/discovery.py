@@ -134,9 +134,8 @@ async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_to
     for n in range(len(asked.prompts)):
         if score_top_k:
             scores = await _score(server, asked, n, top_k=score_top_k)
-            unknown = slice(0) if scores.valid is None else ~scores.valid
             values = np.column_stack([scores.logprobs, scores.topk_logprobs])
-            values[unknown] = np.nan
+            values[~scores.known] = np.nan
             rows.append(values)
         if generation_top_k:
             reply = await _generate(server, asked.prompts[n], asked, seed=SEED, max_tokens=1, top_k=generation_top_k)
@@ -165,7 +164,7 @@ async def explained(scorer: Scorer, asked: Asked, prompts: Sequence[IntArray]) -
     scores = await gather(
         asked.scores(scorer, prompt, response) for prompt, response in zip(prompts, asked.responses, strict=True)
     )
-    rows = [np.where(True if each.valid is None else each.valid, each.logprobs, np.nan) for each in scores]
+    rows = [np.where(each.known, each.logprobs, np.nan) for each in scores]
     parts = (np.concatenate([row[part] for row in rows]) for part in (slice(1), slice(1, None)))
     return Explained(*(float(np.nanmean(part)) if np.isfinite(part).any() else None for part in parts))
 
@@ -218,7 +217,7 @@ async def spoken_and_scored(
     async def one(n: int, prompt: IntArray) -> tuple[FloatArray, FloatArray]:
         reply = await _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens, top_k=top_k)
         scores = await asked.scores(scorer, prompt, reply.token_ids, top_k=max(top_k, 1))
-        known = slice(None) if scores.valid is None else scores.valid
+        known = scores.known
         spoken, scored = reply.logprobs[known, None], scores.logprobs[known, None]
         if top_k and reply.topk_ids is not None and reply.topk_logprobs is not None:
             same = (reply.topk_ids == scores.topk_ids)[known]
@@ -278,8 +277,7 @@ async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float 
     widths = []
     for n in range(len(asked.prompts)):
         scores = await _score(scorer, asked, n, top_k=top_k)
-        known = slice(None) if scores.valid is None else scores.valid
-        widths.append((scores.entropy_upper - scores.entropy_lower)[known])
+        widths.append((scores.entropy_upper - scores.entropy_lower)[scores.known])
     together = np.concatenate(widths)
     return float(together.mean()) if together.size else None
 
@@ -327,8 +325,7 @@ def _convention(at_one: FloatArray, cool: FloatArray) -> LogprobTemperature | No
 
 def _values(scores: TokenScores) -> FloatArray:
     """Return all values of known positions that should repeat."""
-    known = slice(None) if scores.valid is None else scores.valid
-    return np.concatenate([scores.logprobs[known], scores.topk_logprobs[known].ravel()])
+    return np.concatenate([scores.logprobs[scores.known], scores.topk_logprobs[scores.known].ravel()])
 
 
 async def _score(scorer: Scorer, asked: Asked, n: int, *, top_k: int, temperature: float = 1.0) -> TokenScores:

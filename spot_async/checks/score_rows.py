@@ -23,7 +23,7 @@ from spot_async.checks.discovery import Asked
 from spot_async.errors import PermanentError
 from spot_async.models.precision import NOISE_MARGIN
 from spot_async.protocols import Scorer
-from spot_async.types import BoolArray, Float64Array, IntArray, TokenScores
+from spot_async.types import Float64Array, IntArray, TokenScores
 
 RIGHT = "right"
 MOST_MASKED = 0.5  # share of positions
@@ -62,7 +62,7 @@ class Rows:
 
     @classmethod
     def of(cls, texts: Sequence[_Text], scores: Sequence[TokenScores]) -> Rows:
-        masks = [known(each) for each in scores]
+        masks = [each.known for each in scores]
         pairs = list(zip(masks, scores, strict=True))
         return cls(
             np.concatenate([text.given[mask] for text, mask in zip(texts, masks, strict=True)]),
@@ -98,7 +98,7 @@ async def check_score_rows(
     found = RowFindings()
     texts = [_Text.of(prompt, response) for prompt, response in zip(asked.prompts, asked.responses, strict=True)]
     scores = [await text.scored(scorer, asked, top_k) for text in texts]
-    of_responses = np.concatenate([known(each)[text.response_from :] for text, each in zip(texts, scores, strict=True)])
+    of_responses = np.concatenate([each.known[text.response_from :] for text, each in zip(texts, scores, strict=True)])
     if of_responses.size:
         found.masked = 1.0 - float(of_responses.mean())
     rows = Rows.of(texts, scores)
@@ -126,11 +126,6 @@ async def check_score_rows(
         if found.order != RIGHT:
             found.faults.append(f"{found.order}; {USE_ANOTHER}")
     return found
-
-
-def known(scores: TokenScores) -> BoolArray:
-    """Return (T,) which positions have a row."""
-    return np.ones(len(scores.logprobs), np.bool_) if scores.valid is None else scores.valid
 
 
 def value_fault(rows: Rows, vocab_size: int, noise_nats: float) -> str | None:
@@ -211,7 +206,7 @@ def _changes(
 
     Those before a token that is as good as certain come last, since its row may stay as it is.
     """
-    has_row, best = known(scores), scores.topk_logprobs[:, 0]
+    has_row, best = scores.known, scores.topk_logprobs[:, 0]
     places = [at for at in range(1, len(text.given) - 1) if has_row[at] and has_row[at + 1]]
     places.sort(key=lambda at: (best[at + 1] > -SURE_NATS, abs(at - len(text.given) // 2)))
     for at in places:
@@ -254,7 +249,7 @@ def order_words(offset: float) -> str:
 def differences(one: TokenScores, other: TokenScores) -> Float64Array:
     """Return (T,) by how much the top-k of each row differ, in nats; NaN where a row is unknown."""
     nats = np.full(len(one.logprobs), np.nan)
-    for t in np.flatnonzero(known(one) & known(other)).tolist():
+    for t in np.flatnonzero(one.known & other.known).tolist():
         first, second = _row(one, t), _row(other, t)
         shared = [abs(first[token] - second[token]) for token in first.keys() & second.keys()]
         # A token that only one row shows is less likely in the other than all that this one shows.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from spot_async.errors import SpotError
-from spot_async.types import BoolArray, Capabilities, Float64Array, Int64Array, TokenScores
+from spot_async.types import Capabilities, Float64Array, Int64Array, TokenScores
 
 if TYPE_CHECKING:
     from spot_async.testing.conformance.subject import Subject
@@ -190,14 +190,9 @@ def largest_of_topk(exact: Rows, topk_ids: npt.ArrayLike, topk_logprobs: npt.Arr
     return max(largest(served, of_tokens(exact, topk_ids)), largest(served, best))
 
 
-def known(scores: TokenScores) -> BoolArray:
-    """Return which positions (T,) the server could score; an endpoint that reads text may tokenise some differently."""
-    return np.ones(len(scores.logprobs), np.bool_) if scores.valid is None else scores.valid
-
-
 def inner(scores: TokenScores) -> Int64Array:
-    """Return the `known` positions but the first and the last, which have checks of their own."""
-    positions = np.flatnonzero(known(scores))
+    """Return the known positions but the first and the last, which have checks of their own."""
+    positions = np.flatnonzero(scores.known)
     return positions[(positions > 0) & (positions < len(scores.logprobs) - 1)]
 
 

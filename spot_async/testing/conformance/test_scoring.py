@@ -17,7 +17,6 @@ from spot_async.testing.conformance.contract import (
     check,
     entropy,
     inner,
-    known,
     largest,
     largest_of_topk,
     not_offered,
@@ -39,7 +38,7 @@ async def test_score_parity(subject: Subject) -> Finding:
     """Log-probabilities of the response's tokens are right at every position but the first and the last."""
     nats, tokens, masked = 0.0, 0, 0
     for (_, response), scores, exact in await _score(subject):
-        tokens, masked = tokens + len(response), masked + len(response) - int(known(scores).sum())
+        tokens, masked = tokens + len(response), masked + len(response) - int(scores.known.sum())
         here = inner(scores)
         nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
     require_close(nats, subject.tolerance_nats, "log-probabilities of given tokens")
@@ -53,14 +52,14 @@ async def test_score_boundary(subject: Subject) -> Finding:
     nats, one_off = 0.0, 0.0
     ends = 0
     for (_, response), scores, exact in await _score(subject):
-        here = [row for row in ENDS if known(scores)[row]]
+        here = [row for row in ENDS if scores.known[row]]
         ends += len(here)
         nats = max(nats, largest(scores.logprobs[here], of_tokens(exact, response)[here]))
         shifted = np.array([exact[1, response[0]], exact[-2, response[-1]]])
         one_off = max(one_off, largest(scores.logprobs[here], shifted[here]))
     prompt, single = subject.prompt(0), subject.tokens(1, seed=5)
     alone = await subject.score(prompt, single)
-    if known(alone)[0]:
+    if alone.known[0]:
         nats = max(nats, largest(alone.logprobs, of_tokens(await subject.exact(prompt, single), single)))
     require(ends > 0, "all first and last positions are masked")
     require_close(nats, subject.tolerance_nats, "log-probabilities of first and last tokens")
@@ -73,11 +72,11 @@ async def test_score_top_k(subject: Subject) -> Finding:
     """The likeliest tokens and their log-probabilities come in order, as many as the capabilities say."""
     nats = 0.0
     for _, scores, exact in await _score(subject):
-        here = known(scores)
+        here = scores.known
         nats = max(nats, largest_of_topk(exact[here], scores.topk_ids[here], scores.topk_logprobs[here]))
     prompt, response = _responses(subject)[0]
     most = await subject.score(prompt, response, top_k=subject.capabilities.max_top_k)
-    exact, here = await subject.exact(prompt, response), known(most)
+    exact, here = await subject.exact(prompt, response), most.known
     nats = max(nats, largest_of_topk(exact[here], most.topk_ids[here], most.topk_logprobs[here]))
     require_close(nats, subject.tolerance_nats, "top-K log-probabilities or ids")
     return Finding(f"top-{subject.score_top_k}, and the largest: top-{subject.capabilities.max_top_k}", nats)
@@ -90,7 +89,7 @@ async def test_score_tail(subject: Subject) -> Finding:
     for _, scores, exact in await _score(subject):
         if scores.tail_logprobs is None or subject.score_top_k == subject.capabilities.vocab_size:
             raise not_offered("no tails of rows")
-        here, others = known(scores), exact.copy()
+        here, others = scores.known, exact.copy()
         np.put_along_axis(others, scores.topk_ids.astype(np.int64), -np.inf, axis=1)
         nats = max(nats, largest(scores.tail_logprobs[here], np.logaddexp.reduce(others, axis=1)[here]))
     require_close(nats, subject.tolerance_nats, "log-probabilities of the tokens outside of the top-K")
@@ -102,7 +101,7 @@ async def test_score_entropy(subject: Subject) -> Finding:
     """The bounds hold the exact entropy, and are equal to it if the capabilities call it exact."""
     outside, width, nats = 0.0, 0.0, 0.0
     for _, scores, exact in await _score(subject):
-        here = known(scores)
+        here = scores.known
         true, lower, upper = entropy(exact)[here], scores.entropy_lower[here], scores.entropy_upper[here]
         outside = max(outside, float(np.maximum(lower - true, true - upper).max(initial=0.0)))
         width = max(width, float((upper - lower).max(initial=0.0)))
