@@ -33,6 +33,6 @@ class Kdrl:
         samples = []
         for (rollout, judgement, scores), given in zip(group, advantages, strict=True):
             reward, teacher = np.full_like(scores.logprobs, given), spot.pull(scores, self.settings.alpha)
-            terms = {"advantages": reward, "pulls": (teacher,)}
+            terms = {"advantages": reward, "pulls": (teacher,), "policy_mask": None}  # rewards are of all tokens
             samples.append(spot.student_sample(prompt, stages, rollout, judgement, scores, **terms))
         return samples

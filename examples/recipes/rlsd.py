@@ -1,11 +1,10 @@
 """RLSD (arXiv 2604.03128): the reward says in which direction, the privileged self how far.
 
 paper: A_t = sign(A_group) |log p(y_t | x, y*, y_<t) - log p(y_t | x, y_<t)|, p the frozen student
-ours:  advantages of two scores; the teacher is the student's directory, and reads x and y* by `prompt.teacher.text`,
-       or x alone by `prompt_ids`
+ours:  advantages of two scores of the student's directory: behind `prompt.teacher.text` with y*, and by `prompt_ids`
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -21,11 +20,14 @@ class Rlsd:
         self.samples = n = settings.samples
         self.needs = spot.PolicyNeeds(teacher_top_k=1, samples_per_prompt=n, scores_per_prompt=2 * n)
 
+    def check(self, prompts: Iterable[spot.Prompt]) -> None:
+        if any(prompt.teacher_ids is None for prompt in prompts):
+            raise spot.ConfigError("prompt.teacher.text: RLSD compares two contexts; give one that names {solution}")
+
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
         async def attempt(n: int) -> tuple:
-            rollout = await stages.rollout(n=n)
-            y, x = rollout.token_ids, prompt.token_ids
-            scores = spot.both(stages.score(y, top_k=0), stages.score(y, top_k=0, prompt_ids=x))
+            y = (rollout := await stages.rollout(n=n)).token_ids
+            scores = spot.both(stages.score(y, top_k=0), stages.score(y, top_k=0, prompt_ids=prompt.token_ids))
             (informed, plain), judgement = await spot.both(scores, stages.verify(y))
             size = np.abs(informed.logprobs - plain.logprobs)
             return rollout, judgement, informed, size if plain.valid is None else size * plain.valid

@@ -76,8 +76,9 @@ def with_topk(found: Generation, top_k: int) -> Generation:
     """Return a response with the top-k at each token, if one was asked for."""
     if not top_k:
         return found
-    ids = (found.token_ids[:, None] + np.arange(top_k)) % VOCAB_SIZE  # the sampled token is the likeliest
-    lower = found.logprobs[:, None] - 5 * np.arange(top_k)
+    ranks = np.arange(min(top_k, VOCAB_SIZE))
+    ids = (found.token_ids[:, None] + ranks) % VOCAB_SIZE  # the sampled token is the likeliest
+    lower = found.logprobs[:, None] - 5 * ranks
     return msgspec.structs.replace(found, topk_ids=ids.astype(np.int32), topk_logprobs=lower.astype(np.float32))
 
 

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from recipes import RECIPES
 
+from spot_async.checks.plan import plan_training
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError
+
 FILES = sorted(RECIPES.glob("*.py"))
 
 
@@ -31,3 +35,24 @@ def test_the_table_has_every_recipe_and_each_has_a_configuration_for_its_class()
         assert kind is not None
         assert kind[1] == path.stem
         assert re.search(rf"^class {kind[2]}:$", path.read_text(), flags=re.M)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("rlsd", "prompt.teacher=null", "prompt.teacher.text: RLSD compares two contexts"),
+        (
+            "sdft",
+            "data.train.fields={}",
+            "has no solution to show; give data.train.fields.solution",
+        ),
+    ],
+)
+def test_a_recipe_without_its_context_is_refused(
+    name: str, given: str, said: str, few_problems: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.chdir(RECIPES.parents[1])
+    problems = f"data.train.path={few_problems}" if name == "sdft" else f"data.train={few_problems}"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plan_training(load_config(RECIPES / f"{name}.yaml", [problems, given]))

@@ -33,6 +33,7 @@ from spot_async.testing.services import (
     SimulatedVerifier,
     capabilities,
     generation,
+    with_topk,
 )
 from spot_async.tools.simulate.lengths import GRAINS, Asked, Workload
 from spot_async.tools.simulate.rates import ClusterRates, ServerRates, TrainerRates, of_one
@@ -242,7 +243,7 @@ class RatedServer(Opened):
         reply = generation(
             token_ids, -rng.random(length, dtype=np.float32), finish_reason="stop" if length < most else "length"
         )
-        return msgspec.structs.replace(reply, version_spans=self._spans(begun, length))
+        return with_topk(msgspec.structs.replace(reply, version_spans=self._spans(begun, length)), top_k)
 
     @property
     def worked(self) -> float:
