@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 from pydantic import Field
 
 from spot_async import PluginSettings, PolicyContext, PolicyNeeds, Prompt, Sample, both, pull, student_sample
@@ -23,7 +22,6 @@ class ConfidentOpd:
         rollout = await stages.rollout()
         scores, judgement = await both(stages.score(rollout.token_ids, top_k=1), stages.verify(rollout.token_ids))
         sure = scores.entropy <= self.settings.max_entropy_nats  # (T,)
-        known = np.ones(len(sure), dtype=np.bool_) if scores.valid is None else scores.valid
         sample = student_sample(prompt, stages, rollout, judgement, scores, pulls=(pull(scores, sure),))
-        sample.metrics["confident_opd/sure"] = float((known & sure).mean())
+        sample.metrics["confident_opd/sure"] = float((scores.known & sure).mean())
         return [sample]

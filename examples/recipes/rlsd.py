@@ -29,8 +29,8 @@ class Rlsd:
             y = (rollout := await stages.rollout(n=n)).token_ids
             scores = spot.both(stages.score(y, top_k=0), stages.score(y, top_k=0, prompt_ids=prompt.token_ids))
             (informed, plain), judgement = await spot.both(scores, stages.verify(y))
-            size = np.abs(informed.logprobs - plain.logprobs)
-            return rollout, judgement, informed, size if plain.valid is None else size * plain.valid
+            size = np.abs(informed.logprobs - plain.logprobs) * plain.known
+            return rollout, judgement, informed, size
 
         group = await spot.gather(attempt(n) for n in range(self.samples))
         signs = np.sign(spot.group_advantages([judgement.reward for _, judgement, *_ in group]))

@@ -27,6 +27,6 @@ class Scope:
         if judgement.verdict is spot.Verdict.CORRECT:
             likelihood = spot.written(y, np.exp(-rollout.logprobs.mean()))
             return [spot.student_sample(prompt, stages, rollout, judgement, scores, soft_targets=(likelihood,))]
-        known = scores.logprobs if scores.valid is None else scores.logprobs[scores.valid]
+        known = scores.logprobs[scores.known]
         pulls = (spot.pull(scores, np.exp(known.sum() / max(1, len(known)))),)
         return [spot.student_sample(prompt, stages, rollout, judgement, scores, pulls=pulls)]
