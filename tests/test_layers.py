@@ -41,7 +41,7 @@ BESIDE = {  # rooms next to the floors, and what each may import
     "backends": GROUND | {"protocols", "spending", "serving"},
 }
 SIMULATING = {"tools": {"testing"}}  # `simulate` runs on virtual time; no run does
-FACADES = {"__init__", "__main__"}  # the package's own: what it shows, and its command
+FACADES = {"__init__", "__main__", "public"}  # the package's own: what it shows, and its command
 
 
 def modules() -> Iterator[tuple[str, Path]]:
