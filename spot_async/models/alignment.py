@@ -30,17 +30,8 @@ def branch_prefix_length(prompt_length: int, position: int) -> int:
     return decision_row(prompt_length, position) + 1
 
 
-def branch_prefix(prompt_ids: IntArray, response_ids: IntArray, position: int) -> IntArray:
-    """Return the context c_t: the token ids of prompt + response that come before the decision at `position`."""
-    return np.concatenate([prompt_ids, _until(prompt_ids, response_ids, position)])
-
-
 def branch_root(prompt_ids: IntArray, response_ids: IntArray, position: int, candidate_id: int) -> IntArray:
     """Return the context c_t with a candidate for response position `position` behind it, as int32."""
     chosen = np.array([candidate_id], np.int32)
-    return np.concatenate([prompt_ids, _until(prompt_ids, response_ids, position), chosen]).astype(np.int32, copy=False)
-
-
-def _until(prompt_ids: IntArray, response_ids: IntArray, position: int) -> IntArray:
-    """Return the part of the response that is in c_t."""
-    return response_ids[: branch_prefix_length(len(prompt_ids), position) - len(prompt_ids)]
+    before = response_ids[: branch_prefix_length(len(prompt_ids), position) - len(prompt_ids)]
+    return np.concatenate([prompt_ids, before, chosen]).astype(np.int32, copy=False)

@@ -231,8 +231,7 @@ class BoundStages:
         added_ids = self._stages.ends.summed_with_last(response_ids)
         stage = _given(self._stages.score, self._stages.services.teacher, "teacher_top_k")
 
-        async def score(scorer: Scorer, deadline: float) -> TokenScores:
-            request = self._request(read_ids, scored_ids, deadline)
+        async def score(scorer: Scorer, request: ScoreRequest) -> TokenScores:
             scores = await scorer.score(request, top_k=top_k)
             if not len(added_ids):
                 return scores
@@ -247,9 +246,7 @@ class BoundStages:
         scores = await self._kept(
             TokenScores,
             (read_ids, scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
-            lambda: stage.ask(
-                (self._prompt.ordinal,), score, session=self._session, tokens=len(read_ids) + len(scored_ids)
-            ),
+            lambda: self._ask(stage, read_ids, scored_ids, score),
         )
         return msgspec.structs.replace(scores, topk_ids=self._stages.ends.swapped(scores.topk_ids))
 
@@ -262,13 +259,12 @@ class BoundStages:
         rows = await self._kept(
             ScoredPositions,
             (read_ids, scored_ids, top_k, positions),
-            lambda: stage.ask(
-                (self._prompt.ordinal,),
-                lambda scorer, deadline: _scoring_positions(scorer).score_at(
-                    self._request(read_ids, scored_ids, deadline), positions, top_k=top_k
-                ),
-                session=self._session,
-                tokens=len(positions) * (len(read_ids) + len(scored_ids)),
+            lambda: self._ask(
+                stage,
+                read_ids,
+                scored_ids,
+                lambda scorer, request: _scoring_positions(scorer).score_at(request, positions, top_k=top_k),
+                times=len(positions),
                 kind="score_at",  # positions share prefixes, so a token takes far less time than in `score`
             ),
         )
@@ -295,8 +291,7 @@ class BoundStages:
         read_ids = self._read_by_teacher(prompt_ids)
         stage = _given(self._stages.score, self._stages.chooser, "teacher_candidates")
 
-        async def choose(scorer: Scorer, deadline: float) -> TeacherCandidates:
-            request = self._request(read_ids, scored_ids, deadline)
+        async def choose(scorer: Scorer, request: ScoreRequest) -> TeacherCandidates:
             return TeacherCandidates(
                 await _scoring_candidates(scorer).candidate_logprobs(
                     request, positions, asked_ids, expected_version=None
@@ -306,13 +301,7 @@ class BoundStages:
         answer = await self._kept(
             TeacherCandidates,
             (read_ids, scored_ids, positions, asked_ids),
-            lambda: stage.ask(
-                (self._prompt.ordinal,),
-                choose,
-                session=self._session,
-                tokens=len(read_ids) + len(scored_ids),
-                kind="teacher_candidates",
-            ),
+            lambda: self._ask(stage, read_ids, scored_ids, choose, kind="teacher_candidates"),
         )
         self._note_read(read_ids, response_ids)
         return answer.logprobs
@@ -330,17 +319,13 @@ class BoundStages:
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         services = self._stages.services
 
-        def score(reference: Any, deadline: float) -> Awaitable[TokenScores]:
+        def score(reference: Any, request: ScoreRequest) -> Awaitable[TokenScores]:
             ask = reference.score_base if services.reference_is_base else reference.score
-            scores: Awaitable[TokenScores] = ask(self._request(self._prompt.token_ids, response_ids, deadline), top_k=1)
+            scores: Awaitable[TokenScores] = ask(request, top_k=1)
             return scores
 
-        scores = await _given(self._stages.reference, services.reference, "reference").ask(
-            (self._prompt.ordinal,),
-            score,
-            session=self._session,
-            tokens=self._tokens_with(response_ids),
-        )
+        stage = _given(self._stages.reference, services.reference, "reference")
+        scores = await self._ask(stage, self._prompt.token_ids, response_ids, score)
         if scores.valid is not None and not scores.valid.all():
             raise PermanentError(
                 f"reference.backend gave no log-probabilities of {int((~scores.valid).sum())} of {len(scores.valid)} "
@@ -357,16 +342,13 @@ class BoundStages:
         version: WeightVersion | None = None,
     ) -> FloatArray:
         expected = None if self._stages.settings.weights_may_change else version
-        return await self._stages.candidates.ask(
-            (self._prompt.ordinal,),
-            lambda student, deadline: student.candidate_logprobs(
-                self._request(self._prompt.token_ids, response_ids, deadline),
-                positions,
-                candidate_ids,
-                expected_version=expected,
+        return await self._ask(
+            self._stages.candidates,
+            self._prompt.token_ids,
+            response_ids,
+            lambda student, request: student.candidate_logprobs(
+                request, positions, candidate_ids, expected_version=expected
             ),
-            session=self._session,
-            tokens=self._tokens_with(response_ids),
         )
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
@@ -447,6 +429,26 @@ class BoundStages:
             work=_tokens_generated,
         )
 
+    def _ask(
+        self,
+        stage: Stage[S],
+        read_ids: IntArray,
+        response_ids: IntArray,
+        score: Callable[[S, ScoreRequest], Awaitable[T]],
+        *,
+        times: int = 1,
+        kind: str = "",
+    ) -> Coroutine[Any, Any, T]:
+        """Ask about a response behind what is read before it, so many `times` as a server counts its tokens."""
+        temperature = self._stages.settings.sampling.temperature
+        return stage.ask(
+            (self._prompt.ordinal,),
+            lambda server, deadline: score(server, ScoreRequest(read_ids, response_ids, temperature, deadline)),
+            session=self._session,
+            tokens=times * (len(read_ids) + len(response_ids)),
+            kind=kind,
+        )
+
     def _read_by_teacher(self, prompt_ids: IntArray | None) -> IntArray:
         """Return what the teacher reads before a response: the ids that a policy gives, or the prompt's."""
         if prompt_ids is None:
@@ -458,12 +460,6 @@ class BoundStages:
                 f"{stated}: write it shorter, or state more"
             )
         return prompt_ids
-
-    def _request(self, prompt_ids: IntArray, response_ids: IntArray, deadline: float) -> ScoreRequest:
-        return ScoreRequest(prompt_ids, response_ids, self._stages.settings.sampling.temperature, deadline)
-
-    def _tokens_with(self, response_ids: IntArray) -> int:
-        return len(self._prompt.token_ids) + len(response_ids)
 
     def _settings(self, max_tokens: int, *request: int | str) -> SamplingSettings:
         sampling = self._stages.settings.sampling

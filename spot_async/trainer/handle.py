@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -17,6 +17,7 @@ import zmq.asyncio
 from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess, standing_still
 from spot_async.base.processes.private_directory import private_directory
+from spot_async.base.tasks import Opened
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.messages import (
     Answer,
@@ -40,7 +41,7 @@ T = TypeVar("T")
 Told = TypeVar("Told", Published, Saved)
 
 
-class TrainerProcess:
+class TrainerProcess(Opened):
     """The trainer of a run, as an async context manager. Entering waits until all ranks are ready;
     `step` is then the number of steps behind them, and so the first iteration to train.
 
@@ -54,34 +55,27 @@ class TrainerProcess:
         self._settings = settings
         self._cores = cores
         self._nodes = nodes
-        self._resources = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            channel_directory = str(stack.enter_context(private_directory("spot-trainer-")))
-            context = stack.enter_context(zmq.asyncio.Context())
+    async def _open(self, stack: AsyncExitStack) -> None:
+        channel_directory = str(stack.enter_context(private_directory("spot-trainer-")))
+        context = stack.enter_context(zmq.asyncio.Context())
 
-            def bound(address: str) -> zmq.asyncio.Socket:
-                socket: zmq.asyncio.Socket = stack.enter_context(context.socket(zmq.PAIR))
-                socket.linger = 0
-                socket.bind(address)
-                return socket
+        def bound(address: str) -> zmq.asyncio.Socket:
+            socket: zmq.asyncio.Socket = stack.enter_context(context.socket(zmq.PAIR))
+            socket.linger = 0
+            socket.bind(address)
+            return socket
 
-            self._socket = bound(endpoint(channel_directory))
-            self._published_socket = bound(published_endpoint(channel_directory))
-            self._saved_socket = bound(saved_endpoint(channel_directory))
-            if self._nodes is not None:
-                await self._nodes.begin(self._settings.model_dump_json())
-            self._child = await self._start(channel_directory)
-            stack.push_async_callback(self._child.stop)
-            if self._nodes is not None:
-                stack.push_async_callback(self._nodes.stop)
-            self.step = (await self._while_it_lives(self._ready(), "the trainer was not ready")).step
-            self._resources = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._resources.aclose()
+        self._socket = bound(endpoint(channel_directory))
+        self._published_socket = bound(published_endpoint(channel_directory))
+        self._saved_socket = bound(saved_endpoint(channel_directory))
+        if self._nodes is not None:
+            await self._nodes.begin(self._settings.model_dump_json())
+        self._child = await self._start(channel_directory)
+        stack.push_async_callback(self._child.stop)
+        if self._nodes is not None:
+            stack.push_async_callback(self._nodes.stop)
+        self.step = (await self._while_it_lives(self._ready(), "the trainer was not ready")).step
 
     async def watch(self) -> None:
         """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""
