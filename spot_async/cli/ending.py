@@ -25,7 +25,7 @@ from spot_async.base.processes.resources import raise_open_file_limit, tune_gc
 from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, in_time, root_cause
 from spot_async.base.text import counted, visible
-from spot_async.config import Config
+from spot_async.config import ROLES, Config
 from spot_async.errors import (
     BudgetSpentError,
     ConfigError,
@@ -37,7 +37,7 @@ from spot_async.errors import (
 )
 from spot_async.evaluation.response_log import count_kept
 from spot_async.loop.resuming import StopRequest
-from spot_async.models.hub import ROLES, with_downloads
+from spot_async.models.hub import with_downloads
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
 from spot_async.run_directory.manifest import committed
 from spot_async.telemetry.screen import Screen

@@ -26,11 +26,10 @@ from spot_async.cli.ending import (
     saved,
     screen,
 )
-from spot_async.config import Config
+from spot_async.config import ROLES, Config
 from spot_async.config.loading import dump_yaml, load_config
 from spot_async.errors import ConfigError, DataError, SpotError, StorageError
 from spot_async.loop.resuming import StopRequest
-from spot_async.models.hub import ROLES
 from spot_async.run_directory.layout import RunDirectory, name_of
 
 if TYPE_CHECKING:  # these import transformers, and --help must not wait for that

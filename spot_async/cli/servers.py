@@ -13,9 +13,9 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import root_cause
 from spot_async.cli.arguments import ConfigPath, Overrides
 from spot_async.cli.ending import downloaded, exit_code, fail, screen
+from spot_async.config import ROLES
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, SpotError
-from spot_async.models.hub import ROLES
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.telemetry.run_log import log_events_to
 

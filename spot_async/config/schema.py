@@ -28,6 +28,7 @@ from spot_async.config.problems import DataConfig, PromptConfig
 from spot_async.config.training import ClusterConfig, TrainingConfig
 
 CONFIG_VERSION = 1  # raised when a file of the version before can no longer be read as it is
+ROLES = ("student", "teacher", "reference")
 
 
 class RunConfig(Section):
@@ -277,8 +278,7 @@ class Config(Section):
         return self
 
     def _check_resources(self) -> None:
-        models = {"student": self.student, "teacher": self.teacher, "reference": self.reference}
-        asked = resources_of({role: model for role, model in models.items() if model is not None})
+        asked = resources_of(self.models)
         if asked and self.cluster.kind != "ray":
             raise ValueError(f"launch.resources of {next(iter(asked))}: needs cluster.kind=ray")
         if self.cluster.kind == "ray" and not asked and not self.cluster.placed_nodes:
@@ -303,6 +303,11 @@ class Config(Section):
     @property
     def _batches_at_once(self) -> int:
         return self.max_staleness + 1
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that the configuration names, by role."""
+        return {role: model for role in ROLES if (model := getattr(self, role)) is not None}
 
     @property
     def queue_capacity_prompts(self) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
-from spot_async.config import Config, ModelConfig
+from spot_async.config import ROLES, Config, ModelConfig
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import CONFIG_FILE, is_small
 from spot_async.models.weight_files import ADAPTER_CONFIG, INDEX_FILE, SINGLE_FILE, weight_files
@@ -29,7 +29,6 @@ HUB = "https://huggingface.co"
 CONNECT_TIMEOUT_S = 10.0
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 COMMIT = re.compile("[0-9a-f]{40}")
-ROLES = ("student", "teacher", "reference")
 FOLDERS = ("models", "runs")  # where our documents keep directories: no name in them is ever asked for
 PATH = "give the path of a Hugging Face model directory"
 
@@ -97,10 +96,8 @@ def with_downloads(config: Config, say: Say | None = None, *, weights: Collectio
     DataError, in one line.
     """
     changes = {}
-    for role in ROLES:
-        model: ModelConfig | None = getattr(config, role)
-        name = None if model is None else hub_name(model.model)
-        if model is not None and name is not None:
+    for role, model in config.models.items():
+        if (name := hub_name(model.model)) is not None:
             needed = role in weights and (role == "student" or not is_elsewhere(model))
             changes[role] = model.model_copy(update={"model": str(_downloaded(role, name, needed, say))})
     return config.model_copy(update=changes) if changes else config

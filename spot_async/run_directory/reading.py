@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from spot_async.base.files import decode_json, lines_of, open_regular, read_json, reading
+from spot_async.config import ROLES
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
-from spot_async.models.hub import ROLES, local_path
+from spot_async.models.hub import local_path
 from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
 from spot_async.run_directory.layout import (
     ATTEMPTS_FAILED,

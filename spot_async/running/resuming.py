@@ -15,11 +15,11 @@ from spot_async.base.processes.private_directory import remove_abandoned
 from spot_async.base.tasks import in_thread
 from spot_async.checks.plan import TrainPlan, plan_training
 from spot_async.checks.resuming import check_same_numbers, check_same_prompts, digest_of_keys, digest_of_prompts
-from spot_async.config import Config
+from spot_async.config import ROLES, Config
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError, TrainerLostError
 from spot_async.loop.resuming import Resumption
-from spot_async.models.hub import ROLES, Say, with_downloads
+from spot_async.models.hub import Say, with_downloads
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.ledger import Ledger

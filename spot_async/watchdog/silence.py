@@ -160,9 +160,7 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     if timeout_s == 0:
         return None
     recoveries = {
-        f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s
-        for role in ("student", "teacher", "reference")
-        if (model := getattr(config, role)) is not None
+        f"{role}.serving.recovery_timeout_s": model.serving.recovery_timeout_s for role, model in config.models.items()
     }
     longest, recovery_s = max(recoveries.items(), key=lambda each: each[1])
     chain = _prompt_chain(config.stages, needs) | {longest: recovery_s}

@@ -25,7 +25,7 @@ from spot_async.base.processes.gpus import GPUS
 from spot_async.checks.capabilities import longest_prompt
 from spot_async.checks.device_shares import ServerOnDevice, servers_on_devices
 from spot_async.checks.served import served_models
-from spot_async.config import Config
+from spot_async.config import ROLES, Config
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from spot_async.config.loading import laid_over, validate_as
 from spot_async.errors import ConfigError, DataError
@@ -35,7 +35,6 @@ from spot_async.stages.services import requests_per_prompt
 from spot_async.types import PolicyNeeds
 
 Tree = dict[str, Any]
-ROLES = ("student", "teacher", "reference")
 RATES = ("tokens_per_s", "tokens_per_s_each")
 Levels = Annotated[dict[PositiveInt, PositiveFloat], Field(min_length=1)]  # a server's speed by requests in flight
 

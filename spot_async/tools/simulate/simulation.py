@@ -20,7 +20,7 @@ from spot_async.base import registry
 from spot_async.base.events import Event
 from spot_async.base.tasks import watched
 from spot_async.checks.device_shares import sleeps_while_training
-from spot_async.config import Config
+from spot_async.config import ROLES, Config
 from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.events import IterationFinished
 from spot_async.protocols import Policy
@@ -32,7 +32,7 @@ from spot_async.testing.services import VOCAB_SIZE
 from spot_async.testing.simulation import make_run, policy_context
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import Asked, Workload
-from spot_async.tools.simulate.rates import ROLES, ClusterRates, reference_is_base, served_roles
+from spot_async.tools.simulate.rates import ClusterRates, reference_is_base, served_roles
 from spot_async.tools.simulate.services import (
     RatedServer,
     RatedStudent,
@@ -257,9 +257,8 @@ def _servers(role: str, rates: ClusterRates, workload: Workload) -> list[RatedSe
 
 
 def _pool(role: str, config: Config, servers: Sequence[RatedServer]) -> ReplicaPool[RatedServer]:
-    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
     made = {f"{role}-{number}": partial(_same, server) for number, server in enumerate(servers, 1)}
-    return ReplicaPool(role, made, (models[role] or config.student).serving)
+    return ReplicaPool(role, made, config.models.get(role, config.student).serving)
 
 
 def _same(server: RatedServer) -> RatedServer:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from spot_async.config import Config
+from spot_async.config import ROLES, Config
 from spot_async.errors import DataError
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.tools.pages.series import seconds, short_number
@@ -23,7 +23,6 @@ from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt, W
 from spot_async.tools.simulate.measured import ENOUGH, Ramp, Recommendation, rates_of_ramps, running_medians
 from spot_async.tools.simulate.rates import (
     RATES,
-    ROLES,
     ClusterRates,
     Tree,
     cluster_rates,

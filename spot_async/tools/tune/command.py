@@ -74,11 +74,9 @@ def without_files(config: Config) -> Config:
 
 def paid_keys(config: Config) -> dict[str, list[str]]:
     """Return the keys, by role, that say that a backend's requests cost money or are counted."""
-    models = {"student": config.student, "teacher": config.teacher, "reference": config.reference}
     found = {
         role: [f"{role}.backend.{key}" for key in PAID_KEYS if getattr(model.backend, key, None) is not None]
-        for role, model in models.items()
-        if model is not None
+        for role, model in config.models.items()
     }
     found["verifier"] = [f"verifier.{key}" for key in PAID_KEYS if getattr(config.verifier, key, None) is not None]
     return {role: keys for role, keys in found.items() if keys}
