@@ -1,7 +1,7 @@
 """RLSD (arXiv 2604.03128): the reward says in which direction, the privileged self how far.
 
 paper: A_t = sign(A_group) |log p(y_t | x, y*, y_<t) - log p(y_t | x, y_<t)|, p the frozen student
-ours:  advantages of two scores of the student's directory: behind `prompt.teacher.text` with y*, and by `prompt_ids`
+ours:  advantages of two scores of the student's directory, behind `prompt.teacher.text` and `prompt_ids`, not clipped
 """
 
 from collections.abc import Iterable, Sequence
