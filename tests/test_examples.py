@@ -85,6 +85,7 @@ def test_the_custom_methods_own_tests_pass() -> None:
     assert re.search(r"^\d+ passed", said, re.MULTILINE), said
 
 
+@pytest.mark.long
 def test_the_custom_backend_is_installed_found_by_its_name_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:

@@ -67,6 +67,7 @@ async def test_a_server_behind_ssh_is_started_waited_for_spoken_to_and_stopped_w
     assert not list(tmp_path.glob(".seen-*"))
 
 
+@pytest.mark.long
 async def test_a_server_that_is_killed_there_is_told_of_and_its_place_can_be_taken_at_once(tmp_path, ssh):
     port = free_port()
     for _ in range(2):

@@ -78,6 +78,7 @@ async def receive(port: int, group: str, *shapes: tuple[int, ...]) -> list[float
     return [float(line) for line in output.split()]
 
 
+@pytest.mark.long
 async def test_a_snapshots_tensors_arrive_in_the_order_that_was_agreed(model: Path, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 

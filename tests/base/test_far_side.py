@@ -133,6 +133,7 @@ async def test_nothing_outlives_an_orchestrator_that_is_killed(ssh, server):
     assert await gone([guard, far_guard, *pids])
 
 
+@pytest.mark.long
 async def test_the_far_side_ends_by_itself_when_it_hears_nothing_and_not_before(server):
     child, pids, far_guard = await start(PREFIXES["joined"], server, str(DEPTH), "polite", silence_s=0.6)
     await asyncio.sleep(1.5)

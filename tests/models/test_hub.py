@@ -158,6 +158,7 @@ def test_ctrl_c_ends_a_command_that_downloads_at_once(tmp_path):
         assert process.stderr.read().startswith("stopped by SIGINT")
 
 
+@pytest.mark.long
 def test_the_commands_take_models_of_the_hub(hub, monkeypatch, files):
     hub.repositories["org/teacher"] = hub_stand_in.Repository()
     teacher = EXAMPLE / "teacher"

@@ -75,6 +75,7 @@ def run(directory: Path, *overrides: str):
     return [(s["problem_id"], s["response_ids"], s["selected_positions"]) for s in samples], metrics
 
 
+@pytest.mark.long
 def test_a_run_on_truncated_distributions_probes_the_positions_of_one_on_whole_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "truncated_servers.py").write_text(TRUNCATED)

@@ -142,6 +142,7 @@ def test_a_resumed_run_publishes_again_what_is_gone_and_says_so(
     assert kept(resumed) == ["step-000007"]
 
 
+@pytest.mark.long
 @on_threads
 def test_the_best_student_is_kept_in_the_run_directory(run: Callable[..., Path], memory: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"

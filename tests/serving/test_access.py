@@ -112,6 +112,7 @@ def test_the_key_is_the_users_where_one_is_set_and_else_made_for_each_server(mon
     assert third.update_token not in (None, "chosen")
 
 
+@pytest.mark.long
 async def test_a_started_server_has_its_secrets_where_only_its_user_can_read_them(
     random_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -146,6 +147,7 @@ async def test_a_started_server_has_its_secrets_where_only_its_user_can_read_the
     _assert_in_no_file(tmp_path / "run", secrets)
 
 
+@pytest.mark.long
 def test_another_process_cannot_replace_the_student_of_a_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

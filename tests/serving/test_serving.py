@@ -346,6 +346,7 @@ async def test_a_killed_server_is_named_and_its_requests_fail(
     assert is_empty(short_temporary_directory)
 
 
+@pytest.mark.long
 async def test_leaving_stops_a_busy_server_and_leaves_nothing_behind(
     model_directory: Path, tmp_path: Path, short_temporary_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -507,6 +507,7 @@ def test_prompts_full_of_unknown_tokens_are_a_warning_of_the_dry_run(tmp_path: P
     assert "warning" not in CliRunner().invoke(app, dry).output
 
 
+@pytest.mark.long
 def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(
     tmp_path: Path, monkeypatch: Any, trainer_on_thread: None
 ) -> None:

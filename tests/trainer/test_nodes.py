@@ -252,6 +252,7 @@ async def test_another_configuration_ends_both_and_another_run_only_itself(
             await nodes.begin(settings)
 
 
+@pytest.mark.long
 async def test_two_runs_at_one_address_and_two_nodes_of_one_rank_are_refused(run: Run, settings: str) -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as group, run.nodes().open() as nodes:
         with pytest.raises(ConfigError, match=r"cannot listen at 127.*: Address already in use: give"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os
 import torch
@@ -36,6 +38,7 @@ for keeps_on_cpu in (False, True):
 """
 
 
+@pytest.mark.long
 def test_they_do_with_the_last_pass_unless_they_leave_the_device() -> None:
     """Told by the collectives of four ranks on two nodes, of which three are made up."""
     found = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout.split(

@@ -281,8 +281,9 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
     assert list((tmp_path / "weights").iterdir()) == []
 
 
+@pytest.mark.long
 @needs_proc
-@pytest.mark.parametrize("is_beside", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_beside", [False, True])
 async def test_a_full_disk_is_one_clear_line_and_older_weights_still_load(
     student: Path, tmp_path: Path, trainer_settings: MakeSettings, unequal_batch: UnequalBatch, is_beside: bool
 ) -> None:

@@ -339,6 +339,7 @@ async def test_a_relative_tolerance_is_kept_whatever_the_spelling() -> None:
         assert [await judge(gold, rf"\boxed{{{answer}}}") for gold, answer in far] == [Verdict.WRONG] * 5
 
 
+@pytest.mark.long
 async def test_a_hostile_answer_times_out_while_the_loop_runs_on() -> None:
     async with math_verify(workers=1, timeout_s=2.0) as judge:
         judging, turns = asyncio.create_task(judge("5", HOSTILE)), 0
@@ -351,6 +352,7 @@ async def test_a_hostile_answer_times_out_while_the_loop_runs_on() -> None:
         assert await judge("5", r"\boxed{\frac{10}{2}}") is Verdict.CORRECT
 
 
+@pytest.mark.long
 @needs_proc
 async def test_hostile_answers_are_never_right_and_leave_nothing_behind(tmp_path: Path) -> None:
     code = f"__import__('pathlib').Path('{tmp_path}/hacked').touch()"

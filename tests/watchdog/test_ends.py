@@ -132,7 +132,7 @@ def test_what_cannot_be_ended_in_order_is_ended_with_its_children(tmp_path, how,
 @pytest.mark.parametrize(
     ("how", "culprit"),
     [
-        ("wait_for_a_disk", r"the event loop is blocked at .*pathlib.*"),
+        pytest.param("wait_for_a_disk", r"the event loop is blocked at .*pathlib.*", marks=pytest.mark.long),
         pytest.param(
             "wait_for_a_disk_in_a_thread",
             r"the run has been start for \d+ s; a thread is at .*pathlib.*",
