@@ -32,6 +32,7 @@ from spot_async.terms import (
 )
 from spot_async.types import (
     Divergence,
+    FloatArray,
     Generation,
     Judgement,
     PolicyContext,
@@ -155,6 +156,7 @@ class Attempt:
     scores: TokenScores | None
     rows: tuple[SoftTargets, ...]
     judgement: Judgement
+    reference_logprobs: FloatArray | None  # (T,) for `training.reference_kl`
 
 
 class DistillPolicy:
@@ -175,6 +177,7 @@ class DistillPolicy:
             rollout_top_k=self._k if of_student else 0,
             teacher_responses=settings.samples if others and settings.written_by == "teacher" else 0,
             written_responses=others and settings.written_by == "data",
+            reference=context.reference_kl,
             samples_per_prompt=settings.samples,
             rounds=2 if of_student else 1,
             outcomes=settings.reward > 0,
@@ -191,7 +194,8 @@ class DistillPolicy:
     async def _attempt(self, n: int, prompt: Prompt, stages: PromptStages) -> Attempt:
         response = await self._response(n, prompt, stages)
         (scores, rows), judgement = await both(self._compared(response, stages), stages.verify(response.token_ids))
-        return Attempt(response, scores, rows, judgement)
+        reference = await stages.reference_logprobs(response.token_ids) if self.needs.reference else None
+        return Attempt(response, scores, rows, judgement, reference)
 
     async def _response(self, n: int, prompt: Prompt, stages: PromptStages) -> Generation:
         coin = np.random.default_rng(derive_seed(self._run_seed, prompt.ordinal, "who writes", n))
@@ -240,6 +244,7 @@ class DistillPolicy:
     def _sample(self, prompt: Prompt, stages: PromptStages, attempt: Attempt, advantage: float) -> Sample:
         settings, response, scores = self.settings, attempt.response, attempt.scores
         terms: dict[str, Any] = {"soft_targets": attempt.rows, "policy_mask": None}
+        terms["reference_logprobs"] = attempt.reference_logprobs
         if scores is not None and settings.pull_weight:
             clip = None if settings.pull_clip is None else (settings.pull_clip[0], settings.pull_clip[1])
             terms |= {"pulls": (pull(scores, settings.pull_weight, clip=clip),), "policy_mask": scores.valid}

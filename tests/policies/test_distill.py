@@ -141,3 +141,12 @@ def test_whole_vocabularies_are_compared_at_a_temperature_of_the_loss() -> None:
     (prompt,) = simulated_prompts(1)
     assert generation([1]).token_ids.tolist() == [1]
     assert asyncio.run(asyncio.sleep(0, prompt)) is prompt
+
+
+def test_a_run_with_a_reference_kl_asks_the_reference_about_every_response() -> None:
+    policy = make_policy(DistillPolicy, policy_context(reference_kl=True), divergence="jsd", student_share=0.5)
+    trained = simulated_run(policy, iterations=1).trained
+    assert len({each.version is None for each in trained}) == 2
+    for each in trained:
+        assert each.reference_logprobs is not None
+        assert len(each.reference_logprobs) == len(each.response_ids)
