@@ -99,7 +99,7 @@ def compared(
     renormalises the student too.
     """
     tokens = len(scores.logprobs)
-    positions = np.flatnonzero(scores.known if where is None else scores.known & where)
+    positions = np.flatnonzero(scores.known if where is None else scores.known & _mask(where, tokens))
     weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
     k = scores.topk_ids.shape[1] if top_k is None else top_k
     tails = tails_with(scores.tail_logprobs, scores.topk_logprobs[:, k:])
@@ -131,6 +131,8 @@ def soft_targets(
     them.
     """
     raw = np.asarray(logprobs, dtype=np.float64)
+    if raw.size and raw.min() > 0:  # noise may put some above 0
+        raise ValueError(f"logprobs are all above 0, {raw.max():.3g} at most: give natural logs, not probabilities")
     if divergence is not None and divergence.temperature != 1.0:
         raw = raw / divergence.temperature
     tails = None
@@ -161,7 +163,7 @@ def written(response_ids: IntArray, weight: npt.ArrayLike = 1.0, *, where: BoolA
     `where` (T,) keeps only some positions, and `weight` is a number or (T,).
     """
     tokens = len(response_ids)
-    positions = np.arange(tokens) if where is None else np.flatnonzero(where)
+    positions = np.arange(tokens) if where is None else np.flatnonzero(_mask(where, tokens))
     weights = np.broadcast_to(np.asarray(weight, dtype=np.float64) / tokens, (tokens,))
     return SoftTargets(
         positions=positions.astype(np.int32),
@@ -169,6 +171,14 @@ def written(response_ids: IntArray, weight: npt.ArrayLike = 1.0, *, where: BoolA
         probabilities=np.ones((len(positions), 1), np.float32),
         weights=weights[positions].astype(np.float32),
     )
+
+
+def _mask(where: BoolArray, tokens: int) -> BoolArray:
+    if where.dtype != np.bool_ or where.shape != (tokens,):
+        raise ValueError(
+            f"where is {where.dtype} of shape {where.shape}: give a mask of bool, ({tokens},), not positions"
+        )
+    return where
 
 
 def renormalised(logprobs: npt.ArrayLike) -> Float64Array:

@@ -25,7 +25,7 @@ from spot_async.errors import (
 )
 from spot_async.protocols import Policy, PromptStages, Verifier
 from spot_async.stages.stage import Stage
-from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, Sample, Supervision, Verdict
+from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, Pull, Sample, SoftTargets, Supervision, Verdict
 
 T = TypeVar("T")
 
@@ -70,6 +70,12 @@ async def supervise(policy: Policy, prompt: Prompt, stages: PromptStages) -> Seq
                 f"{name} returned a Sample whose supervision is {_shown(sample.supervision)}; give a Supervision, or "
                 "None for a trajectory that is not trained on"
             )
+        for field, kind in (("pulls", Pull), ("soft_targets", SoftTargets)):
+            terms = getattr(sample.supervision, field, ())
+            if not isinstance(terms, tuple) or not all(isinstance(each, kind) for each in terms):
+                raise PluginError(
+                    f"{name}: {field} is {_shown(terms)}; give a tuple of {kind.__name__}, also of one: (term,)"
+                )
     return samples
 
 

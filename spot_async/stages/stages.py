@@ -455,7 +455,7 @@ class BoundStages:
             return self._prompt.read_by_teacher
         stated = self._stages.teacher_prompt_tokens
         if len(prompt_ids) > max(stated, len(self._prompt.token_ids), len(self._prompt.read_by_teacher)):
-            raise PermanentError(
+            raise (PermanentError if stated else ContractError)(
                 f"a teacher's prompt has {len(prompt_ids)} tokens, and PolicyNeeds.teacher_prompt_tokens states "
                 f"{stated}: write it shorter, or state more"
             )

@@ -157,13 +157,13 @@ def mismatch_words(metrics: Mapping[str, float], precision: Precision) -> str:
 def stale_words(samples: Sequence[Sample], policy: str) -> str:
     """Return what goes stale in advantages that a policy computes token by token; empty if they do not vary so."""
     for each in (sample.supervision for sample in samples):
-        if each is None or each.pulls or each.advantages is None:
+        if each is None or each.advantages is None:
             continue
         known = each.advantages if each.policy_mask is None else each.advantages[each.policy_mask]
         if (known != known[:1]).any():
             return (
                 f"policy {policy} gives each token an advantage of its own beside a teacher. With max_staleness, a "
-                "difference to log pi_old is that of older weights there: give pulls, which the trainer recomputes"
+                "difference to log pi_old would be that of older weights: give a pull, which the trainer recomputes"
             )
     return ""
 

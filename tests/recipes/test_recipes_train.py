@@ -178,8 +178,9 @@ def rethinking_opd(one: Response, group: Group) -> Tensor:
 
 
 def rlsd(one: Response, group: Group) -> Tensor:
-    sign = math.copysign(1, group_advantage(group, one)) if group_advantage(group, one) else 0.0
-    return one.policy(sign * (one.of(one.informed) - one.old).abs())
+    advantage = group_advantage(group, one)
+    sign = math.copysign(1, advantage) if advantage else 0.0
+    return one.policy(advantage * (sign * (one.of(one.informed) - one.old)).exp().clamp(0.8, 1.2))
 
 
 def speculative_kd(one: Response, group: Group) -> Tensor:

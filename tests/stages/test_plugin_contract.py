@@ -70,6 +70,10 @@ def wrong_logprobs(samples: Any) -> Any:
     return [msgspec.structs.replace(samples[0], supervision=supervision)]
 
 
+def with_terms(sample: Any, **terms: Any) -> Any:
+    return msgspec.structs.replace(sample, supervision=msgspec.structs.replace(sample.supervision, **terms))
+
+
 @pytest.mark.parametrize(
     ("policy", "verifier", "said"),
     [
@@ -80,6 +84,16 @@ def wrong_logprobs(samples: Any) -> Any:
             Theirs(lambda samples: [msgspec.structs.replace(samples[0], supervision={})]),
             None,
             "returned a Sample whose supervision is a dict; give a Supervision",
+        ),
+        (
+            Theirs(lambda samples: [with_terms(samples[0], pulls=samples[0].supervision.pulls[0])]),
+            None,
+            "policy Theirs.supervise: pulls is a Pull; give a tuple of Pull, also of one: (term,)",
+        ),
+        (
+            Theirs(lambda samples: [with_terms(samples[0], soft_targets=samples[0].supervision.pulls)]),
+            None,
+            "policy Theirs.supervise: soft_targets is a tuple; give a tuple of SoftTargets",
         ),
         (AtOnce(), None, "policy AtOnce.supervise returned a list at once; write it as `async def`"),
         (Theirs(), SaysTrue(), "verifier SaysTrue.verify returned True; return a Verdict, such as Verdict.CORRECT"),

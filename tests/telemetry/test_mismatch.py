@@ -82,6 +82,6 @@ def advantages(*values: float, **fields: Any) -> Sample:
 def test_advantages_that_vary_within_a_response_go_stale_and_rewards_and_pulls_do_not() -> None:
     reward, left_out = advantages(0.5, 0.5, 0.5), Sample(supervision=None, metrics={}, record={})
     masked = advantages(0.5, 0.0, 0.5, policy_mask=np.array([True, False, True]))
-    beside = advantages(0.5, 0.1, 0.5, pulls=(Pull(logprobs=np.zeros(3, np.float32)),))
+    beside = advantages(0.5, 0.5, 0.5, pulls=(Pull(logprobs=np.zeros(3, np.float32)),))
     assert stale_words([left_out, reward, masked, beside], "mine") == ""
     assert stale_words([reward, advantages(0.5, 0.1, 0.5)], "mine").startswith("policy mine gives each token")

@@ -345,3 +345,12 @@ def test_normalised_advantages_have_mean_0_and_deviation_1_over_the_iteration_af
     np.testing.assert_allclose(after, (before - before.mean()) / before.std(), atol=1e-5)
     assert metrics["advantage_mean"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["kl_to_teacher"] == pytest.approx(-before.mean(), rel=1e-5)
+
+
+def test_what_is_no_log_probability_and_no_mask_is_refused_where_terms_are_made() -> None:
+    ids = np.arange(3, dtype=np.int32)[None]
+    with pytest.raises(ValueError, match=r"logprobs are all above 0, 0\.7 at most: give natural logs, not prob"):
+        soft_targets([0], ids, np.array([[0.7, 0.2, 0.05]], np.float32), [1.0], forward_kl())
+    scores = token_scores([-0.5, -0.5, -0.2])
+    with pytest.raises(ValueError, match=r"where is int64 of shape \(3,\): give a mask of bool, \(3,\), not positions"):
+        compared(scores, forward_kl(), where=np.array([2, 0, 1]), top_k=1)
