@@ -105,7 +105,9 @@ class DistillSettings(PluginSettings):
         description="true: all other tokens together are compared too; false: the teacher is renormalised, which "
         "teaches that there are no others; `conditional`: both are renormalised, so others are left alone",
     )
-    clip: PositiveFloat | None = Field(None, description="the most that a token adds to the divergence, in nats")
+    clip: PositiveFloat | None = Field(
+        None, description="the most that a cell, a token or the tail, adds to the divergence, in nats"
+    )
     temperature: PositiveFloat = Field(1.0, description="of both distributions, beside `sampling.temperature`")
     samples: PositiveInt = Field(1, description="responses per prompt")
     reward: NonNegativeFloat = Field(0.0, description="weight of GRPO's advantage, over the prompt's responses")
@@ -186,10 +188,14 @@ class DistillPolicy:
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         attempts = await gather(self._attempt(n, prompt, stages) for n in range(self.settings.samples))
-        advantages = group_advantages([each.judgement.reward for each in attempts])
-        return [
-            self._sample(prompt, stages, each, advantage) for each, advantage in zip(attempts, advantages, strict=True)
-        ]
+        rewards = [each.judgement.reward for each in attempts]
+        samples = []
+        for n, (each, advantage) in enumerate(zip(attempts, group_advantages(rewards), strict=True)):
+            samples.append(self._sample(prompt, stages, each, advantage))
+            if self.settings.reward:
+                of_group = {"sample": n, "reward": rewards[n], "advantage": round(advantage, 6)}
+                samples[-1].record.update(of_group, group_rewards=rewards)
+        return samples
 
     async def _attempt(self, n: int, prompt: Prompt, stages: PromptStages) -> Attempt:
         response = await self._response(n, prompt, stages)

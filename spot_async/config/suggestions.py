@@ -121,12 +121,13 @@ NOT_THERE: Mapping[str, str] = {
     ),
     "deepspeed": "DeepSpeed is not built in: `training.sharding: fsdp2` shards, `training.offload` offloads",
     "hedge_after_s": "hedged requests were removed: take it out",
-    "lmbda": "`policy: opd` learns from the student's responses alone, and `policy: kd` from the teacher's",
+    "lmbda": "TRL's lmbda is `policy.student_share` of `policy.kind: distill` (docs/coming-from.md)",
     "logging_steps": "every iteration is logged",
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "a student is pushed by a command: `spot-async push RUN`"),
 }
 # What users of other programs give as a `kind`, and what fits. Where nothing does, the known kinds are listed.
 _OPD = "on-policy distillation by the reverse KL is 'opd'"
+_DISTILL = "divergences and their mixtures are keys of 'distill', which has presets (docs/coming-from.md)"
 _OF_TEACHER = "learning from the teacher's own responses is 'kd'"
 _REWARDS = "of methods that learn from rewards alone there is 'grpo'; one of your own is a plug-in (docs/library.md)"
 _V1 = "'openai' speaks to servers with OpenAI's routes (docs/remote-teachers.md says what these can give)"
@@ -134,9 +135,9 @@ _TORCH = "'local' computes a Hugging Face directory in torch"
 _JUDGED = "'http' asks a server that judges or runs code (docs/data.md); one of your own is a plug-in (docs/library.md)"
 OTHER_KINDS: Mapping[registry.Group, Mapping[str, str]] = {
     "policies": {
-        **dict.fromkeys(("gkd", "minillm", "on_policy_distillation", "reverse_kl", "rkl"), _OPD),
+        **dict.fromkeys(("minillm", "on_policy_distillation"), _OPD),
+        **dict.fromkeys(("gkd", "jsd", "opsd", "forward_kl", "reverse_kl", "rkl"), _DISTILL),
         **dict.fromkeys(("seqkd", "seq_kd", "sft"), _OF_TEACHER),
-        "forward_kl": "the forward KL is part of 'kd', on the teacher's responses, and of 'eopd', on the student's",
         **dict.fromkeys(("dapo", "dpo", "gspo", "kto", "orpo", "ppo", "reinforce", "rloo"), _REWARDS),
         **dict.fromkeys(("gold", "uld"), "models with different tokenizers are not built (docs/not-built.md)"),
     },

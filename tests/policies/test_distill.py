@@ -76,6 +76,9 @@ def test_a_reward_and_a_pull_stand_side_by_side_and_responses_of_a_prompt_are_co
             assert each.advantages is not None
             assert advantages_of(each) == pytest.approx(each.advantages + 0.5 * difference, abs=1e-5)
     assert any(each.advantages is not None and each.advantages.any() for each in run.trained)
+    for record in (sample.record for sample in run.samples):  # as GRPO's, so that `inspect` shows it
+        assert record["reward"] == record["group_rewards"][record["sample"]]
+        assert len(record["group_rewards"]) == 4
 
 
 def test_the_students_own_top_k_is_what_is_compared_where_its_support_is_asked_for() -> None:
