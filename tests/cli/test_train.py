@@ -98,6 +98,7 @@ def test_check_counts_adapters_that_are_published_alone(monkeypatch):
     assert whole["published_kept_bytes"] == 4 * whole["publish_bytes"]
 
 
+@pytest.mark.long
 def test_check_counts_weights_in_memory_apart_from_the_disk(monkeypatch, tmp_path):
     monkeypatch.setattr("spot_async.checks.machine.is_in_memory", lambda directory: True)
     monkeypatch.setattr("spot_async.tools.check.view.is_in_memory", lambda directory: True)

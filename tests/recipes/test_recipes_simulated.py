@@ -32,7 +32,12 @@ lengths: {median: 50, sigma: 0.4}
 """
 
 
-@pytest.mark.parametrize("name", NAMES)
+OFTEN = ("kdrl", "rethinking_opd", "speculative_kd")  # a group, chosen tokens, rounds
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in OFTEN else [pytest.mark.long]) for each in NAMES]
+)
 def test_simulate_foretells_its_run(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.chdir(RECIPES.parents[1])

@@ -391,6 +391,7 @@ def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
+@pytest.mark.long
 def test_settings_that_cannot_be_served_are_one_line_and_exit_code_2(
     model_directory: Path, tmp_path: Path, short_temporary_directory: Path
 ) -> None:
@@ -430,6 +431,7 @@ def test_the_socket_file_of_a_dead_server_is_replaced_and_private(
     assert not path.exists()
 
 
+@pytest.mark.long
 @with_backend
 async def test_other_weights_than_those_of_the_run_are_not_loaded(
     backend: LocalBackend, new_weights: Path, monkeypatch: pytest.MonkeyPatch

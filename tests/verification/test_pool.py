@@ -438,6 +438,7 @@ def sample(name: str, size: int) -> list[dict[str, Any]]:
     return random.Random(0).sample(found, min(size, len(found)))
 
 
+@pytest.mark.long
 @needs_data
 async def test_real_golds_equal_themselves_also_when_they_are_parsed() -> None:
     names = ["math500", "math_train", "minerva_math", "hmmt25"]
