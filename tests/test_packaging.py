@@ -24,7 +24,7 @@ def source_modules() -> set[str]:
     return modules
 
 
-@pytest.mark.parametrize("with_links", [True, False])
+@pytest.mark.parametrize("with_links", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_wheel_built_from_the_sdist_holds_every_module_once(tmp_path, with_links):
     checkout = tmp_path / "checkout"
     shutil.copytree(

@@ -235,7 +235,10 @@ def test_grpo_leaves_thinking_to_the_template_and_the_others_end_it():
 
 @pytest.mark.parametrize(
     ("recipe", "servers", "frozen"),
-    [("spot", [], "teacher   sglang"), ("grpo", ["vllm-grpo.yaml"], "reference vllm")],
+    [
+        ("spot", [], "teacher   sglang"),
+        pytest.param("grpo", ["vllm-grpo.yaml"], "reference vllm", marks=pytest.mark.long),
+    ],
 )
 def test_a_dry_run_shows_the_estimate_with_its_assumptions(recipe, servers, frozen, tmp_path):
     over = with_servers(tmp_path, f"table1/qwen3-0.6b-{recipe}.yaml", *servers)

@@ -30,6 +30,7 @@ def fuzzer() -> Any:
             sys.modules.pop(name, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "openai", "local"])
 async def test_damaged_replies_are_read_rightly_or_refused_with_their_class(fuzzer: Any, dialect: str) -> None:
     with fuzzer.model_directory() as model, np.errstate(all="ignore"):

@@ -74,7 +74,12 @@ def test_check_says_before_what_a_run_keeps(finished_run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("keys", "is_said"), [((), True), (("training.device=cpu",), False), (("training.offload=optimizer",), False)]
+    ("keys", "is_said"),
+    [
+        ((), True),
+        pytest.param(("training.device=cpu",), False, marks=pytest.mark.long),
+        pytest.param(("training.offload=optimizer",), False, marks=pytest.mark.long),
+    ],
 )
 def test_check_says_what_a_checkpoint_takes_of_the_host(keys, is_said, monkeypatch):
     shown = invoke(monkeypatch, *CHECK, "evaluation=null", *keys)

@@ -203,6 +203,7 @@ def test_a_prompt_whose_requests_are_never_answered_is_replaced():
     assert [each.prompt_ordinal for each in run.trained] == [o for o in range(98) if o not in dead]
 
 
+@pytest.mark.long
 def test_a_dead_endpoint_ends_the_run_within_a_minute_whatever_the_batch():
     class Dead(SimulatedTeacher):
         async def score(self, request, **rest):

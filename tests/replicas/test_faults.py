@@ -64,7 +64,7 @@ class UnreliableTeacher(SimulatedTeacherReplica):
         await super()._work(tokens, rng)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 2))])
 def test_replies_that_fail_or_never_come_cost_no_prompt_and_leave_the_limit_as_it_is(seed):
     """With one deadline for all attempts, those that never came had one attempt, and the next ones the only place."""
 

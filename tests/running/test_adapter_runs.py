@@ -87,6 +87,7 @@ def test_no_response_of_an_asynchronous_run_meets_an_update(run: Run) -> None:
     assert all(len(reply.version_spans) == 1 for reply in answered)
 
 
+@pytest.mark.long
 def test_the_students_servers_answer_for_the_reference_with_their_base(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def test_the_general_path_has_the_same_bits_at_every_concurrency() -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 16), (4, 4, 8)], ids=["4 queries a key", "1 query a key"])
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_neighbours_of_any_length_leave_the_bits_alone(
     fast: bool, heads: tuple[int, int, int], random_model: Callable[..., Path]
 ) -> None:

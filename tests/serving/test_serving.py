@@ -329,6 +329,7 @@ def is_empty(directory: Path) -> bool:
     return not list(directory.iterdir())
 
 
+@pytest.mark.long
 async def test_a_killed_server_is_named_and_its_requests_fail(
     model_directory: Path, tmp_path: Path, short_temporary_directory: Path
 ) -> None:

@@ -83,6 +83,7 @@ async def failing(faulty: Any, model_directory: Path, scratch: Path, names: set[
     return failed
 
 
+@pytest.mark.long
 def test_the_local_backend_keeps_the_contract(
     model_directory: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

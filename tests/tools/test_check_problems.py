@@ -192,6 +192,7 @@ def canonical(name, layout="auto"):
     return read(CANONICAL / f"{name}.jsonl.gz", layout=layout).problems
 
 
+@pytest.mark.long
 @needs_data
 def test_real_overlaps_are_those_that_are_known():
     dapo = canonical("dapo_en", "dapo")

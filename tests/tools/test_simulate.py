@@ -252,7 +252,9 @@ class SerialTeacher(SimulatedTeacher):
     [
         (SpotPolicy, {"tokens_per_s": 600.0, "slots": 64, "request_s": 0.05}, 150.0, 12),
         # On virtual time, requests that have been on their way for equally long arrive in any order.
-        (OpdPolicy, {"tokens_per_s": 250.0, "slots": 4, "request_s": 0.0}, 400.0, 48),
+        pytest.param(
+            OpdPolicy, {"tokens_per_s": 250.0, "slots": 4, "request_s": 0.0}, 400.0, 48, marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_strict_run_s_files_give_back_its_servers_and_foretell_an_asynchronous_one(
