@@ -65,6 +65,7 @@ def rows(path):
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 def test_a_whole_run_from_a_program_says_only_what_the_program_says(folder):
     first, second, third = python(folder, "whole_run.py").splitlines()
     assert first.startswith("2 iterations; the student is ")

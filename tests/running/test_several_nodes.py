@@ -38,6 +38,7 @@ DATA = ROOT / "examples" / "running_sum"
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @needs_proc
 def test_a_node_is_killed_another_comes_in_its_place_and_the_weights_are_those_of_one_machine(tmp_path: Path) -> None:
     keys = ("training.iterations=4", "training.sharding=fsdp2")

@@ -156,6 +156,7 @@ def test_the_best_student_is_kept_in_the_run_directory(run: Callable[..., Path],
 
 
 @pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="has no memory with a name")
 def test_a_killed_run_goes_on_and_removes_what_it_left_in_memory(tmp_path: Path, run: Callable[..., Path]) -> None:
     keys = (*KEYS, "training.iterations=6", "training.weights_directory=/dev/shm")
