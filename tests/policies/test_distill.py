@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from spot_async.policies.distill import PRESETS, DistillPolicy, DistillSettings
 from spot_async.policies.opd import OpdPolicy
 from spot_async.testing import (
+    ScriptedStages,
     advantages_of,
     generation,
     make_policy,
@@ -19,6 +20,7 @@ from spot_async.testing import (
     policy_context,
     simulated_prompts,
     simulated_run,
+    token_scores,
 )
 from spot_async.types import Divergence, Supervision
 
@@ -107,6 +109,15 @@ def test_responses_of_the_data_are_learnt_from_without_asking_the_student() -> N
     policy = make_policy(DistillPolicy, divergence="forward_kl", student_share=0.0, written_by="data")
     assert policy.needs.written_responses
     assert policy.needs.teacher_responses == 0
+
+    class Written(ScriptedStages):
+        rollout = teacher_response = None  # type: ignore[assignment]
+
+    stages = Written(generation([5, 6, 7]), token_scores([-0.5, -0.5, -2.0], topk_logprobs=-0.5))
+    (sample,) = asyncio.run(policy.supervise(next(simulated_prompts()), stages))
+    assert sample.supervision.response_ids.tolist() == [5, 6, 7]
+    assert sample.supervision.version is None
+    assert len(sample.supervision.soft_targets[0].positions) == 3
 
 
 @pytest.mark.parametrize("preset", [*PRESETS])
