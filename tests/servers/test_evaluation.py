@@ -140,6 +140,7 @@ def evaluate_until(run: Path, problems: Path, kept: int, options: Sequence[str])
     assert process.wait() == -signal.SIGKILL, f"it ended by itself when it had kept {kept} responses"
 
 
+@pytest.mark.nightly
 def test_killed_at_random_moments_and_continued_it_writes_the_same_file(tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     problems.write_text("\n".join((EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()[:20]) + "\n")

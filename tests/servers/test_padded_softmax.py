@@ -34,8 +34,8 @@ COMMON, PADDED = 48, 64
 NATS = 2e-4  # in float32, as in `test_runs.py`
 BATCH = 4
 SIDES = ("student", "teacher")
-# The wide side of each run that is not nightly: these ask for all that padding could bend.
-OFTEN = {("vllm", "spot"): "teacher", ("sglang", "spot"): "student"}
+# The wide side of each run that is not nightly: it asks for all that padding could bend.
+OFTEN = {("vllm", "spot"): "teacher"}
 CASES = [
     pytest.param(kind, method, wide, marks=[] if OFTEN.get((kind, method)) == wide else [pytest.mark.nightly])
     for kind, first in (("vllm", 0), ("sglang", 1))
