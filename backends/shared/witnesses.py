@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ import structlog
 
 from spot_async.base.text import first_line
 from spot_async.errors import DataError, PoisonedReplyError, RequestError
-from spot_async.models.weight_files import names_in_model, weight_files
+from spot_async.models.weight_files import Header, file_headers, names_in_model, weight_files
 from spot_async.types import WeightSnapshot
 
 SMALL_BYTES = 32 << 20  # of the small tensors together
@@ -40,23 +39,21 @@ Ask: TypeAlias = Callable[[], Awaitable[Mapping[str, str]]]  # a report of all t
 
 
 class StoredTensor(NamedTuple):
-    """Where a file has a tensor."""
+    """A tensor in a file."""
 
     path: Path
-    begin: int
-    size_bytes: int
-    dtype: str  # as safetensors spells it
+    header: Header
 
     def read(self, dtype: str) -> Bytes | None:
         """Return the tensor's bytes as numbers of a type, or None if they cannot be converted to it."""
         with self.path.open("rb") as file:
-            file.seek(self.begin)
-            data = np.frombuffer(file.read(self.size_bytes), np.uint8)
-        if dtype == self.dtype:
+            file.seek(self.header.begin)
+            data = np.frombuffer(file.read(self.header.size_bytes), np.uint8)
+        if dtype == self.header.dtype:
             return data
-        if (self.dtype, dtype) == ("BF16", "F32"):
+        if (self.header.dtype, dtype) == ("BF16", "F32"):
             return (data.view(np.uint16).astype(np.uint32) << 16).view(np.uint8)
-        if (self.dtype, dtype) == ("F32", "BF16"):  # to the nearest, and to the even one between two
+        if (self.header.dtype, dtype) == ("F32", "BF16"):  # to the nearest, and to the even one between two
             words = data.view(np.uint32)
             return ((words + ((words >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16).view(np.uint8)
         return None
@@ -140,7 +137,7 @@ def file_digests(directory: Path) -> dict[str, str]:
     """
     with contextlib.suppress(DataError):
         chosen = _chosen(_stored(directory))
-        return {name: sha256(data) for name, each in chosen if (data := each.read(each.dtype)) is not None}
+        return {name: sha256(data) for name, each in chosen if (data := each.read(each.header.dtype)) is not None}
     return {}
 
 
@@ -150,7 +147,7 @@ def _found(report: Mapping[str, str], directory: Path) -> Iterator[tuple[str, Wi
     for key in report:
         keys.setdefault(key.rpartition(":")[2], []).append(key)
     for name, tensor in _chosen(_in_model(_stored(directory), keys.keys())):
-        for dtype in dict.fromkeys((tensor.dtype, "F32", "BF16")):
+        for dtype in dict.fromkeys((tensor.header.dtype, "F32", "BF16")):
             data = tensor.read(dtype)
             if data is None:
                 continue
@@ -164,29 +161,18 @@ def _chosen(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTen
     """Yield the small tensors, and the first of each larger kind."""
     kinds: set[str] = set()
     total = 0
-    for name, tensor in sorted(stored.items(), key=lambda each: (each[1].size_bytes, len(each[0]), each[0])):
-        total += tensor.size_bytes
+    for name, tensor in sorted(stored.items(), key=lambda each: (each[1].header.size_bytes, len(each[0]), each[0])):
+        total += tensor.header.size_bytes
         kind = ALIKE.sub("#", name)
-        if total <= SMALL_BYTES or (kind not in kinds and tensor.size_bytes <= LARGEST_BYTES):
+        if total <= SMALL_BYTES or (kind not in kinds and tensor.header.size_bytes <= LARGEST_BYTES):
             kinds.add(kind)
             yield name, tensor
 
 
 def _stored(directory: Path) -> dict[str, StoredTensor]:
     """Return where a directory's files have its tensors. Raises `DataError`."""
-    found: dict[str, StoredTensor] = {}
-    for path in weight_files(directory):
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, path.stat().st_size)))
-            header.pop("__metadata__", None)
-            for name, each in header.items():
-                begin, end = each["data_offsets"]
-                found[name] = StoredTensor(path, 8 + length + begin, end - begin, each["dtype"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: cannot be read: {first_line(error)}") from None
-    return found
+    files = weight_files(directory)
+    return {name: StoredTensor(path, header) for path in files for name, header in file_headers(path).items()}
 
 
 def _in_model(stored: Mapping[str, StoredTensor], names: Collection[str]) -> dict[str, StoredTensor]:

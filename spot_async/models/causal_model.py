@@ -85,7 +85,7 @@ def check_files(directory: Path, model: PreTrainedModel) -> None:
     own = model.state_dict(keep_vars=True)
     names = names_in_model(headers, own)
     for name, file_name in names.items():
-        kind, shape = headers[file_name]
+        kind, shape = headers[file_name][:2]
         if name in own and shape != tuple(own[name].shape):
             raise _misshapen(directory, file_name, shape, own[name].shape)
         if name in own and own[name].is_floating_point() and kind not in FLOATING:

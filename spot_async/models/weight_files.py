@@ -59,6 +59,8 @@ class Header(NamedTuple):
 
     dtype: str  # as safetensors spells it, such as BF16
     shape: tuple[int, ...]
+    begin: int = 0  # where the file has its bytes
+    size_bytes: int = 0
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -130,7 +132,12 @@ def file_headers(path: Path) -> dict[str, Header]:
         raise DataError(f"{path}: is cut off: it has {size} of {8 + length + end} bytes")
     if size > 8 + length + end:
         raise DataError(f"{where}: it has {size} bytes, and by its header {8 + length + end}")
-    return {name: Header(each.dtype, each.shape) for name, each in tensors.items()}
+    return {
+        name: Header(
+            each.dtype, each.shape, 8 + length + each.data_offsets[0], each.data_offsets[1] - each.data_offsets[0]
+        )
+        for name, each in tensors.items()
+    }
 
 
 def weight_shapes(directory: Path) -> Shapes:
