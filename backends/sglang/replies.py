@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.errors import PoisonedReplyError, TransientError
-from spot_async.types import FinishReason, FloatArray, Generation, IntArray, VersionSpan, WeightVersion
+from spot_async.types import FinishReason, FloatArray, Generation, IntArray, WeightVersion
 
 from ..shared.bodies import Steps
-from ..shared.held_weights import ReadName
+from ..shared.held_weights import NamedSpan, ReadName, version_spans
 
 Entry = tuple[float, int, Any]  # log-probability, token, its text or null
 FirstEntry = tuple[float | None, int, Any]  # the same for input tokens, of which the first has no log-probability
@@ -35,18 +35,12 @@ class Finish(msgspec.Struct):
     message: str | None = None
 
 
-class Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
 class MetaInfo(msgspec.Struct):
     """The fields of `meta_info` that are read. A field is None if the reply lacks it."""
 
     finish_reason: Finish | None = None
     weight_version: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[NamedSpan] | None = None  # from 0.5.19 on; before, one version samples a whole response
     input_token_logprobs: list[FirstEntry] | None = None
     output_token_logprobs: list[Entry] | None = None
     output_token_ids_logprobs: list[list[Entry] | None] | None = None
@@ -109,7 +103,7 @@ def read_generation(body: bytes, names: ReadName, *, top_k: int) -> Steps[Genera
         token_ids=np.array(reply.output_ids, np.int32),
         logprobs=np.array([logprob for logprob, _, _ in entries], np.float32),
         finish_reason=_finish_reason(meta),
-        version_spans=_version_spans(meta, names, count),
+        version_spans=version_spans(names, meta.weight_versions, count, meta.weight_version),
         topk_ids=None if top is None else top.ids,
         topk_logprobs=None if top is None else top.logprobs,
     )
@@ -142,7 +136,7 @@ def read_next_token(body: bytes, names: ReadName, candidate_ids: Sequence[int] |
     reply = _read(body)
     meta = reply.meta_info
     _finish_reason(meta)
-    version = _version_spans(meta, names, len(reply.output_ids))[0].version
+    version = version_spans(names, meta.weight_versions, len(reply.output_ids), meta.weight_version)[0].version
     if candidate_ids is None:
         top = yield from _top(meta, "output")
         _require(len(top.ids) == 1, f"{len(top.ids)} rows of a single position")
@@ -177,13 +171,6 @@ def _finish_reason(meta: MetaInfo) -> FinishReason:
         raise TransientError(f"the server aborted the request: {finish.message or 'no reason given'}")
     _require(finish.type in ("stop", "length"), f"unknown finish reason {finish.type!r}")
     return "stop" if finish.type == "stop" else "length"
-
-
-def _version_spans(meta: MetaInfo, names: ReadName, count: int) -> tuple[VersionSpan, ...]:
-    """Read which weights sampled which tokens. Servers before 0.5.19 name only one version, and use only one."""
-    if not meta.weight_versions:
-        return (VersionSpan(0, count, names(meta.weight_version)),)
-    return tuple(VersionSpan(span.start, span.end, names(span.version)) for span in meta.weight_versions)
 
 
 def _top(meta: MetaInfo, side: str) -> Steps[TopK]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import msgspec
 
 from spot_async.errors import ServerRestartedError, VersionMismatchError
-from spot_async.types import WeightVersion
+from spot_async.types import VersionSpan, WeightVersion
 
 INITIAL = WeightVersion(0, 0)
 
@@ -110,3 +112,23 @@ class WeightNames:
                 f"{self._server}: the server calls its weights {name!r}, which this run never sent: was it restarted?"
             ) from None
         return self._held.check(version, since)
+
+
+class NamedSpan(msgspec.Struct):
+    """Tokens [start, end) were sampled by the weights that the server names `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+def version_spans(
+    names: ReadName, spans: Sequence[NamedSpan] | None, count: int, name: str | None = None
+) -> tuple[VersionSpan, ...]:
+    """Return the version spans of a reply of `count` tokens.
+
+    Without `spans`, which servers had not always, one `name` is of all of them; None if the server names no weights.
+    """
+    if not spans:
+        return (VersionSpan(0, count, names(name)),)
+    return tuple(VersionSpan(span.start, span.end, names(span.version)) for span in spans)

@@ -31,7 +31,7 @@ from spot_async.types import (
     WeightVersion,
 )
 
-from ..shared.held_weights import INITIAL, ReadName
+from ..shared.held_weights import INITIAL, NamedSpan, ReadName, version_spans
 from ..shared.launch_settings import LaunchSettings
 from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_candidates, check_generation, scored_positions
@@ -51,7 +51,6 @@ from .client import (
 from .discovery import SAYINGS, ServerFacts, discover
 from .lora import VllmLora, check_flags
 from .process import PACKAGE, Uses, vllm_command
-from .replies import NamedSpan, version_spans
 from .transfer import make_updater, transfer_config
 
 LAUNCHED_MAX_LOGPROBS = 64

@@ -21,9 +21,10 @@ from spot_async.spending.prices import Size
 from spot_async.types import FloatArray, IntArray, ScoreRequest
 
 from ..shared.bodies import Steps
+from ..shared.held_weights import NamedSpan
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_logprobs, check_rows
-from .replies import Answer, CompletionsRoute, Dialect, GenerateRoute, NamedSpan, read_npy, read_prompt_row, read_table
+from .replies import Answer, CompletionsRoute, Dialect, GenerateRoute, read_npy, read_prompt_row, read_table
 
 UNFINISHED = frozenset({"abort", "error"})  # finish reasons of incomplete responses in replies of status 200
 SCALE_OUT = b"--enable-scale-out"

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from spot_async.errors import PoisonedReplyError
-from spot_async.types import FloatArray, IntArray, VersionSpan
+from spot_async.types import FloatArray, IntArray
 
 from ..shared.bodies import Steps
-from ..shared.held_weights import ReadName
+from ..shared.held_weights import NamedSpan
 from ..shared.replies import only
 from ..shared.token_texts import TOKEN_ID_PREFIX
 
@@ -30,21 +30,6 @@ NPY_HEADER = re.compile(
     rb"'shape': \((?P<rows>[0-9]{1,9}), (?P<columns>[0-9]{1,9})\), \} *\n",
     re.DOTALL,
 )
-
-
-class NamedSpan(msgspec.Struct):
-    """Tokens [start, end) were sampled by the weights that the server names `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
-def version_spans(names: ReadName, spans: Sequence[NamedSpan], count: int) -> tuple[VersionSpan, ...]:
-    """Return the version spans of a reply of `count` tokens; only one if the server names no weights."""
-    if not spans:
-        return (VersionSpan(0, count, names(None)),)
-    return tuple(VersionSpan(span.start, span.end, names(span.version)) for span in spans)
 
 
 @dataclass(frozen=True)
