@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from pydantic import Field
 
 from spot_async.base.tasks import both, gather
 from spot_async.config import PluginSettings
 from spot_async.protocols import PromptStages
-from spot_async.terms import on_policy
 from spot_async.types import (
     FloatArray,
     Generation,
@@ -27,7 +27,7 @@ from spot_async.types import (
     Sample,
 )
 
-from .samples import rollout_metrics, rollout_record
+from .samples import student_sample
 
 STANDARD_DEVIATION_FLOOR = 1e-6
 
@@ -81,32 +81,27 @@ class GrpoPolicy:
         advantage: float,
         of_group: dict[str, Any],
     ) -> Sample:
-        rollout = attempt.rollout
-        supervision = None
+        sample = student_sample(
+            prompt,
+            stages,
+            attempt.rollout,
+            attempt.judgement,
+            advantages=np.full(len(attempt.rollout.token_ids), advantage, dtype=np.float32),
+            reference_logprobs=attempt.reference_logprobs,
+        )
         # Missing evidence is not a reward of 0: such a response is not trained on.
         is_left_out = attempt.judgement.reward is None
+        sample.metrics["grpo/left_out"] = float(is_left_out)
         if not is_left_out:
-            supervision = on_policy(
-                prompt,
-                rollout,
-                advantages=np.full(len(rollout.token_ids), advantage, dtype=np.float32),
-                reference_logprobs=attempt.reference_logprobs,
-            )
-        metrics = rollout_metrics(rollout, attempt.judgement) | {"grpo/left_out": float(is_left_out)}
-        if not is_left_out:
-            metrics["grpo/no_signal"] = float(advantage == 0.0)
-        return Sample(
-            supervision=supervision,
-            metrics=metrics,
-            record=rollout_record(prompt, stages, rollout, attempt.judgement)
-            | {
-                "sample": n,
-                "reward": attempt.judgement.reward,
-                "advantage": None if is_left_out else round(advantage, 6),
-                "left_out": f"verifier: {attempt.judgement.verdict.value}" if is_left_out else None,
-            }
-            | of_group,
+            sample.metrics["grpo/no_signal"] = float(advantage == 0.0)
+        sample.record.update(
+            sample=n,
+            reward=attempt.judgement.reward,
+            advantage=None if is_left_out else round(advantage, 6),
+            left_out=f"verifier: {attempt.judgement.verdict.value}" if is_left_out else None,
+            **of_group,
         )
+        return msgspec.structs.replace(sample, supervision=None) if is_left_out else sample
 
 
 def group_advantages(rewards: Sequence[float | None]) -> list[float]:
