@@ -76,7 +76,7 @@ async def make_backend(stack: AsyncExitStack, uds: str, directory: Path) -> Loca
     """Return a local backend that talks to the stub instead of starting a server."""
     settings = LocalBackend.Settings()
     backend = LocalBackend(settings, role="student", model=str(EXAMPLE / "student"), run_directory=directory)
-    backend._client.endpoint = await stack.enter_async_context(HttpEndpoint("student", URL, route=Route(uds)))
+    backend._server.endpoint = await stack.enter_async_context(HttpEndpoint("student", URL, route=Route(uds)))
     backend._capabilities = Capabilities(
         model="stub",
         vocab_size=VOCAB,
@@ -105,7 +105,7 @@ async def ways_to_ask(stack: AsyncExitStack, uds: str, backend: LocalBackend) ->
         await client.post(URL + api.GENERATE, content=BODY)
 
     async def by_endpoint() -> None:
-        await backend._client.endpoint.post(api.GENERATE, BODY, content_type=api.CONTENT_TYPE, deadline=soon())
+        await backend._server.endpoint.post(api.GENERATE, BODY, content_type=api.CONTENT_TYPE, deadline=soon())
 
     async def by_backend() -> None:
         await backend.generate(PROMPT, SAMPLING, deadline=soon())

@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.backends.local.client import read_error
+from spot_async.backends.local.server import read_error
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.openai.dialect import Dialect
 from spot_async.backends.sglang.backend import SglangBackend
@@ -296,8 +296,8 @@ def local_cases(wire_: Wire, model: Path) -> Iterator[Case]:
     )  # fmt: skip
     backend = LocalBackend(LocalBackend.Settings(), role="student", model=str(model), run_directory=model)
     reads = functools.partial(read_error, "server")
-    backend._client.endpoint = HttpEndpoint("server", "http://server", read_error=reads)
-    backend._client.endpoint._transport = wire_  # type: ignore[assignment]
+    backend._server.endpoint = HttpEndpoint("server", "http://server", read_error=reads)
+    backend._server.endpoint._transport = wire_  # type: ignore[assignment]
     backend._held = HeldWeights("student", V0)
     backend._capabilities = capabilities()
 

@@ -378,7 +378,7 @@ def servers_on_threads() -> Iterator[None]:
     from spot_async.backends.local.server import LocalServer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalServer, "_start", server_on_thread.start)
+        patch.setattr(LocalServer, "_launch", server_on_thread.launch)
         yield
 
 

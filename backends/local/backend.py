@@ -7,11 +7,11 @@ sees it, with what is in `shared/`:
 * `replies.py` checks that the numbers in a reply can be true.
 * `lora.py` serves a student's versions as LoRA adapters beside its base model.
 * `held_weights.py` notices a server that was restarted, or updated by somebody else.
-* `remote.py` and `settings.py` add what JSON servers have in common: a server started in its own environment, billing.
+* `remote.py` starts a server as a child process, unless the settings name one that is running, and connects to it.
+* `remote.py` and `settings.py` also add what JSON servers have in common, such as billing.
 * `student_backend.py` is the base of backends for such servers that may serve a student: sleep, health, new weights.
 
-Entering starts the server as a child process, unless the settings name one that is running. Leaving ends it
-(`server.py`). Inference itself happens in the server (`spot_async.serving`).
+Leaving the backend ends the server. Inference itself happens in the server (`spot_async.serving`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,8 +27,6 @@ import msgspec
 import numpy as np
 
 from spot_async.base import wire
-from spot_async.base.tasks import Opened
-from spot_async.config import backend_section
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, TransientError
 from spot_async.serving import api
 from spot_async.types import (
@@ -39,7 +37,6 @@ from spot_async.types import (
     SamplingSettings,
     ScoreRequest,
     TokenScores,
-    Traffic,
     WeightSnapshot,
     WeightVersion,
 )
@@ -47,106 +44,93 @@ from spot_async.types import (
 from ..shared.bodies import largest_reply_bytes
 from ..shared.discovery import may_be_other, other_kind
 from ..shared.held_weights import INITIAL, HeldWeights
-from ..shared.http import HttpEndpoint
-from ..shared.launch import Assignment
 from ..shared.lora import Adapters
+from ..shared.remote import RemoteBackend
 from ..shared.replies import check_candidates, check_generation, check_scores
 from ..shared.witnesses import file_digests
-from .client import LocalClient, error_of, get, largest_generation, take_frames, time_left
 from .coalescing import Batch, Coalescer, Outcome
-from .server import LocalServer, LocalSettings
+from .server import LocalServer, error_of, largest_generation, take_frames, time_left
+from .settings import LocalSettings
 
 T = TypeVar("T")
 
 
-class LocalBackend(Opened):
+class LocalBackend(RemoteBackend):
     """A `Generator`, `Scorer`, `CandidateScorer`, `WeightSink` and `HealthCheck` around one server."""
 
     class Settings(LocalSettings):
         """See `LocalSettings`."""
 
+    _server: LocalServer
+
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings
-        self._name = settings.server_name(role)
-        self._section = backend_section(role, self._name)
+        self._server = server = LocalServer(settings, role=role, model=model, run_directory=run_directory)
+        self._name = server.name
         self._is_student = role == "student"
-        log_path = run_directory / "logs" / f"{self._name}.log"
-        reads = run_directory if self._is_student else None
-        self._server = LocalServer(
-            settings, Assignment(role, self._name, Path(model), log_path, reads=reads, cores=settings.cores)
-        )
         self._held: HeldWeights
         self._capabilities: Capabilities
         self._coalescer = Coalescer()
-        self._client = LocalClient(self._name, self._section)
         self._adapters: Adapters | None = None
         if (lora := settings.adapters(role)) is not None:
-            directory, lives_on = run_directory / "weights", settings.url is not None
+            directory, lives_on = run_directory / "weights", settings.is_attached
             self._adapters = Adapters(
-                self._client, lora, name=self._name, base=Path(model), directory=directory, unloads=lives_on
+                server, lora, name=self._name, base=Path(model), directory=directory, unloads=lives_on
             )
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        await stack.enter_async_context(self._server)
-        async with self._connection({}) as stranger:
-            await self._server.until_ready(lambda deadline: stranger.get(api.HEALTH, deadline=deadline))
-            deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
-            found = await self._first_health(stranger, deadline)
+        await super()._open(stack)
+        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        found = await self._first_health(deadline)
         self._held = HeldWeights(self._name, found.version)
         # Requests name this process, so that another one at its address, with other weights, refuses them.
-        known = self._connection({api.INSTANCE_HEADER: found.instance})
-        self._client.endpoint = await stack.enter_async_context(known)
+        self._server.endpoint.headers[api.INSTANCE_HEADER] = found.instance
         self._capabilities = await self.capabilities(deadline=deadline)
         if self._adapters is not None:
             stack.push_async_callback(self._adapters.close)
             await self._load_first(self._adapters, deadline)
 
-    async def _first_health(self, stranger: HttpEndpoint, deadline: float) -> api.HealthReply:
+    async def _first_health(self, deadline: float) -> api.HealthReply:
         """Ask the server for its health and version. Raises `ConfigError` if it is of another kind."""
+        server = self._server
         try:
-            return await get(stranger, api.HEALTH, api.HealthReply, deadline=deadline)
+            return await server.get(api.HEALTH, api.HealthReply, deadline=deadline)
         except (PermanentError, PoisonedReplyError) as error:
             if not may_be_other(error) and not _is_of_others(error):
                 raise
             expected, others = "`spot-async serve`", "vllm, sglang or openai"
             raise await other_kind(
-                stranger, self._section, error, expected=expected, others=others, deadline=deadline
+                server.endpoint, server.section, error, expected=expected, others=others, deadline=deadline
             ) from None
 
     async def _load_first(self, adapters: Adapters, deadline: float) -> None:
         try:
             await adapters.start(deadline=deadline)
         except PermanentError as error:
-            raise ConfigError(f"{self._section}: the server does not take this run's adapters: {error}") from None
-
-    async def watch(self) -> None:
-        """Run for as long as the child lives. Raises `ProcessDiedError` when it ends by itself."""
-        await self._server.watch()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._client.endpoint.traffic
+            raise ConfigError(
+                f"{self._server.section}: the server does not take this run's adapters: {error}"
+            ) from None
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        found = await self._client.get(api.CAPABILITIES, Capabilities, deadline=deadline)
+        found = await self._server.get(api.CAPABILITIES, Capabilities, deadline=deadline)
         if self._is_student and self._settings.takes_adapters:
             takes = self._adapters is not None
             return msgspec.structs.replace(
                 found, weight_transport="adapter", weight_update=takes, in_flight_updates=takes
             )
         # A student's server that was already running may hold another run's weights.
-        is_unknown = self._is_student and self._settings.url is not None
+        is_unknown = self._is_student and self._settings.is_attached
         return msgspec.structs.replace(found, version=None) if is_unknown else found
 
     async def ping(self, *, deadline: float) -> None:
         """Ask for the server's health. Its event loop answers, and that is enough: if its engine fails, it ends."""
         since = self._held.now()
-        health = await self._client.get(api.HEALTH, api.HealthReply, deadline=deadline)
+        health = await self._server.get(api.HEALTH, api.HealthReply, deadline=deadline)
         self._held.check(health.version, since)
 
     async def stats(self, *, deadline: float) -> api.Stats:
         """Return the server's counters and the CPU seconds it has used."""
-        return await self._client.get(api.STATS, api.Stats, deadline=deadline)
+        return await self._server.get(api.STATS, api.Stats, deadline=deadline)
 
     async def generate(
         self,
@@ -171,7 +155,7 @@ class LocalBackend(Opened):
 
     async def _generate(self, request: api.GenerateRequest, deadline: float) -> Generation:
         check = functools.partial(self._check_generation, request, self._held.now())
-        return await self._client.post(api.GENERATE, request, Generation, check, deadline, largest_generation(request))
+        return await self._server.post(api.GENERATE, request, Generation, check, deadline, largest_generation(request))
 
     async def _generate_many(self, batch: Batch, deadline: float) -> None:
         """Send several requests as one, and hand out their replies as they come."""
@@ -182,12 +166,12 @@ class LocalBackend(Opened):
         received, since = bytearray(), self._held.now()
         answered: set[int] = set()
         body = wire.encode(api.GenerateManyRequest(requests=list(requests)))
-        reading = functools.partial(self._client.endpoint.reading, "POST", api.GENERATE_MANY, body)
+        reading = functools.partial(self._server.endpoint.reading, "POST", api.GENERATE_MANY, body)
 
         def outcome(request: api.GenerateRequest, reply: api.GenerateReply, frame: bytes) -> Outcome:
             if reply.generation is None:
                 failed = error_of(self._name, reply.error) or TransientError(f"{self._name}: {reply.error}")
-                failed.exchange = self._client.endpoint.exchange("POST", api.GENERATE_MANY, body, received=frame)
+                failed.exchange = self._server.endpoint.exchange("POST", api.GENERATE_MANY, body, received=frame)
                 return failed
             try:
                 with reading(frame):
@@ -208,7 +192,7 @@ class LocalBackend(Opened):
                     batch.settle(reply.index, outcome(requests[reply.index], reply, frame))
 
         largest = sum(map(largest_generation, requests))
-        await self._client.endpoint.stream(
+        await self._server.endpoint.stream(
             api.GENERATE_MANY, body, read, content_type=api.CONTENT_TYPE, deadline=deadline, largest=largest
         )
         if len(answered) < len(requests):
@@ -244,7 +228,7 @@ class LocalBackend(Opened):
 
             tokens = len(request.response_ids)
             largest = largest_reply_bytes(tokens, tokens * (1 + top_k))
-            return await self._client.post(api.SCORE, sent, TokenScores, check, request.deadline, largest)
+            return await self._server.post(api.SCORE, sent, TokenScores, check, request.deadline, largest)
 
     async def candidate_logprobs(
         self,
@@ -278,7 +262,7 @@ class LocalBackend(Opened):
                 return reply
 
             largest = largest_reply_bytes(logprobs=candidate_ids.size)
-            reply = await self._client.post(
+            reply = await self._server.post(
                 api.CANDIDATE_LOGPROBS, sent, api.CandidateReply, check, request.deadline, largest
             )
             return reply.logprobs
@@ -312,10 +296,7 @@ class LocalBackend(Opened):
             return reply
 
         with self._held.updating(snapshot.version):
-            await self._client.post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
-
-    def _connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
-        return self._client.connection(self._server.address, headers, by_proxy=self._settings.url is not None)
+            await self._server.post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
 
 def _is_of_others(error: RequestError) -> bool:

@@ -80,6 +80,8 @@ _chat_reply = msgspec.json.Decoder(ChatReply)
 class OpenAIBackend(RemoteBackend):
     """A `Generator`, a `HealthCheck` and, where the endpoint gives log-probabilities of prompts, a `Scorer`."""
 
+    _server: RemoteServer
+
     class Settings(AttachedSettings):
         kind: str = "openai"
         url: OneOrMore[Url] = Field(

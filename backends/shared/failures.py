@@ -1,6 +1,6 @@
 """Classifies failed requests: one pure function from what came back, or did not, to a class of `spot_async.errors`.
 
-Every 429, 5xx, broken connection and unreadable reply over HTTP gets its class here; `local/client.py` has the classes
+Every 429, 5xx, broken connection and unreadable reply over HTTP gets its class here; `local/server.py` has the classes
 that our own server names. The class decides what is done (`RetryPolicy.delay_s` in `spot_async.base.retry`). A backend
 may reword an error in its server's terms (`http.ReadError`). If its server uses a status in an unusual way, that is
 handled here.

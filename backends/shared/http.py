@@ -108,7 +108,7 @@ class HttpEndpoint:
         is_replaced = "authorization" in map(str.lower, secret_headers or {})
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key and not is_replaced else {}
         accepted = {"Accept-Encoding": "gzip, deflate"}  # the encodings that `bodies.py` decodes
-        self._headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
+        self.headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
         sent = [part for value in (secret_headers or {}).values() for part in secret_parts(value)]
         secrets = [each for each in (api_key, *sent, *(proxy.raw_auth or () if proxy else ())) if each]
         for each in secrets:
@@ -188,7 +188,7 @@ class HttpEndpoint:
         url = parsed_url(self._base_url + path)
         # With a stream httpx leaves Host and Content-Length to aiohttp, which adds them faster.
         stream = httpx.ByteStream(body or b"")
-        headers = {**self._headers, **({"Content-Type": content_type} if content_type is not None else {})}
+        headers = {**self.headers, **({"Content-Type": content_type} if content_type is not None else {})}
         request = httpx.Request(method, url, stream=stream, headers=headers)
         request.read()
         self.traffic.requests += 1

@@ -95,6 +95,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     package: str | None = None  # module that the interpreter must be able to import; None: not checked
     uds: str | None = None  # Unix socket to listen on; None: the doorway's port
+    is_ours: bool = False  # it is of this package and this environment, and ends with us by itself
     files: Mapping[str, str] = field(default_factory=dict, repr=False)  # of secrets, by name in the doorway's directory
 
 
@@ -117,7 +118,8 @@ class Doorway:
 class Assignment:
     """What a server is started for."""
 
-    role: str  # for configuration keys
+    role: str
+    section: str  # the key of what starts it, for errors: `student.backend.launch`
     name: str  # for messages, which tell a role's servers apart
     model: Path
     log_path: Path
@@ -136,7 +138,6 @@ class LaunchedServer(Opened):
         self, settings: ProcessSettings, assignment: Assignment, make_command: MakeCommand, *, key: str | None = None
     ) -> None:
         self._settings = settings
-        self._role = assignment.role
         self._name = assignment.name
         self._assignment = assignment
         self._make_command = make_command
@@ -147,7 +148,7 @@ class LaunchedServer(Opened):
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the server. Raises `ConfigError` for an interpreter, package or port that cannot be used."""
-        section = f"{self._role}.backend.launch"
+        section = self._assignment.section
         if self._settings.resources and not self._settings.prefix:
             raise ConfigError(f"{section}.resources: this command places no servers: train, eval and check do")
         self._settings.check_machine(section)
@@ -167,17 +168,20 @@ class LaunchedServer(Opened):
         for name, text in command.files.items():
             (directory / name).touch(mode=0o600)
             (directory / name).write_text(text, encoding="utf-8")
+        log_path, cores = self._assignment.log_path, self._assignment.cores
+        environment = {**self._settings.passed_environment("launch"), **command.environment}
+        if command.is_ours:
+            self._child = await ChildProcess.start(
+                self._name, command.argv, log_path=log_path, environment=environment, cores=cores
+            )
+            return command, port
         self._child = await ChildProcess.start_foreign(
             self._name,
             command.argv,
-            log_path=self._assignment.log_path,
+            log_path=log_path,
             # Servers put sockets of their own there, whose paths may not be long either.
-            environment={
-                "TMPDIR": short_temporary_directory(),
-                **self._settings.passed_environment("launch"),
-                **command.environment,
-            },
-            cores=self._assignment.cores,
+            environment={"TMPDIR": short_temporary_directory(), **environment},
+            cores=cores,
             secrets=[self.key, *self._settings.passed_secrets],
         )
         return command, port
@@ -255,10 +259,10 @@ class LaunchedServer(Opened):
             async with asyncio.timeout(self._settings.start_timeout_s):
                 await self.alongside(answered())
         except TimeoutError:
+            section, log_path = self._assignment.section, self._assignment.log_path
             late = ProcessDiedError(
                 f"{self._name} (pid {self._child.pid}) was not ready after {self._settings.start_timeout_s:g} s "
-                f"({last}): raise {self._role}.backend.launch.start_timeout_s or see the log: "
-                f"{self._assignment.log_path}"
+                f"({last}): raise {section}.start_timeout_s or see the log: {log_path}"
             )
             self._explain(late)
             raise late from None

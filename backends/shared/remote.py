@@ -1,4 +1,4 @@
-"""A remote inference server that talks JSON, either running already or started by us.
+"""One inference server, either running already or started by us. Those of others talk JSON (`RemoteServer`).
 
 It knows no server's API. A backend has a `RemoteServer` and gives it paths, bodies, and functions that read replies.
 Large replies do not hold up the event loop (`bodies.py`). Every failure is one of `spot_async.errors`.
@@ -9,6 +9,7 @@ request may leave, and what it cost (`spot_async.spending`).
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import functools
@@ -39,7 +40,7 @@ from .bodies import (
 from .connection import proxy_for
 from .http import HttpEndpoint, ReadError, Route
 from .launch import Assignment, LaunchedServer, MakeCommand
-from .launch_settings import LaunchSettings
+from .launch_settings import ProcessSettings
 from .settings import AttachedSettings
 
 JSON = "application/json"
@@ -63,30 +64,29 @@ class ServerKind:
     read_error: ReadError | None = None
 
 
-class RemoteServer(Opened):
+class Server(Opened, abc.ABC):
     """One server: the connection to it, and its process if we started it. Enter it before use."""
 
-    def __init__(
-        self,
-        settings: AttachedSettings,
-        *,
-        role: str,
-        model: str,
-        run_directory: Path,
-        kind: ServerKind = ServerKind(),
-    ) -> None:
-        self.settings = settings
-        self.role = role  # for configuration keys
-        self.name = settings.server_name(role)  # for messages and logs, which tell a role's servers apart
-        self._where = settings.where
-        self.files: ModelFiles = read_model(role, model)
+    def __init__(self, where: str | ProcessSettings, assignment: Assignment, ready_path: str = "/health") -> None:
+        self.role = assignment.role  # for configuration keys
+        self.name = assignment.name  # for messages and logs, which tell a role's servers apart
         self.endpoint: HttpEndpoint
-        self.account = settings.open_account(role) if settings.account is None else settings.account
-        self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
-        self._run_directory = run_directory
-        self._kind = kind
+        self._where = where
+        self._assignment = assignment
+        self._ready_path = ready_path
         self._launched: LaunchedServer | None = None
-        self._steps = StepRunner()
+
+    @abc.abstractmethod
+    def _launch(self, settings: ProcessSettings) -> LaunchedServer:
+        """Return the server's process, to be entered."""
+
+    @abc.abstractmethod
+    def connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
+        """Return a connection pool to the server, to be entered, with these headers besides those of the settings."""
+
+    @abc.abstractmethod
+    def _decoded(self, reply: bytes, kind: type[T]) -> T:
+        """Return a reply's body as `kind`. Raises one of `failures.UNREADABLE`."""
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         if not isinstance(self._where, str):
@@ -108,7 +108,7 @@ class RemoteServer(Opened):
     @property
     def is_elsewhere(self) -> bool:
         """Whether we start the server, and by a prefix."""
-        return isinstance(self._where, LaunchSettings) and self._where.is_elsewhere
+        return isinstance(self._where, ProcessSettings) and self._where.is_elsewhere
 
     async def watch(self) -> None:
         """Run for as long as the server does, or for ever if we did not start it."""
@@ -119,7 +119,7 @@ class RemoteServer(Opened):
 
     async def ask_whether_ready(self, deadline: float) -> None:
         """Raise a `RequestError` unless the process that answers HTTP does so."""
-        await self.endpoint.get(self._kind.ready_path, deadline=deadline)
+        await self.endpoint.get(self._ready_path, deadline=deadline)
 
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, which asks a server that nobody watches yet. If our server ends, raise that."""
@@ -128,7 +128,38 @@ class RemoteServer(Opened):
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
         reply = await self.endpoint.get(path, deadline=deadline)
         with self.endpoint.reading("GET", path, None, reply):
-            return _decoder(kind)(reply)
+            return self._decoded(reply, kind)
+
+
+class RemoteServer(Server):
+    """A server of others, asked in JSON."""
+
+    def __init__(
+        self,
+        settings: AttachedSettings,
+        *,
+        role: str,
+        model: str,
+        run_directory: Path,
+        kind: ServerKind = ServerKind(),
+    ) -> None:
+        self.settings = settings
+        self.files: ModelFiles = read_model(role, model)
+        name = settings.server_name(role)
+        assignment = Assignment(
+            role,
+            f"{role}.backend.launch",
+            name,
+            self.files.directory,
+            run_directory / "logs" / f"{name}.log",
+            reads=settings.reads(role, run_directory),
+            cores=settings.cores,
+        )
+        super().__init__(settings.where, assignment, kind.ready_path)
+        self.account = settings.open_account(role) if settings.account is None else settings.account
+        self._own_rate_limit = RateLimiter()  # has no limits of its own, only the pauses that this server asked for
+        self._kind = kind
+        self._steps = StepRunner()
 
     async def post(
         self,
@@ -141,7 +172,11 @@ class RemoteServer(Opened):
         size: Size | None = None,
     ) -> T:
         """Send a request and return its JSON reply as `kind`."""
-        return await self.ask(path, body, _decoder(kind), deadline=deadline, resend=resend, size=size)
+        decode = functools.partial(self._decoded, kind=kind)
+        return await self.ask(path, body, decode, deadline=deadline, resend=resend, size=size)
+
+    def _decoded(self, reply: bytes, kind: type[T]) -> T:
+        return msgspec.json.decode(reply, type=kind)
 
     async def ask(
         self,
@@ -215,25 +250,16 @@ class RemoteServer(Opened):
         traffic.completion_tokens += used.completion_tokens
         return reply
 
-    def _launch(self, launch: LaunchSettings) -> LaunchedServer:
+    def _launch(self, settings: ProcessSettings) -> LaunchedServer:
         if self._kind.make_command is None:
             raise ConfigError(f"{self.role}.backend.launch: {self.settings.kind} starts no server; give its url")
-        assignment = Assignment(
-            self.role,
-            self.name,
-            self.files.directory,
-            self._run_directory / "logs" / f"{self.name}.log",
-            reads=self.settings.reads(self.role, self._run_directory),
-            cores=self.settings.cores,
-        )
-        return LaunchedServer(launch, assignment, self._kind.make_command, key=self._configured_key)
+        return LaunchedServer(settings, self._assignment, self._kind.make_command, key=self._configured_key)
 
     @property
     def _configured_key(self) -> str | None:
         return self.settings.api_key(f"{self.role}.backend")
 
     def connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
-        """Return a connection pool to the server, to be entered, with these headers besides those of the settings."""
         section, url, launched = f"{self.role}.backend", self.url, self._launched
         if launched is None:
             route, key = Route(proxy=proxy_for(section, url, self.settings.proxy)), self._configured_key
@@ -247,7 +273,7 @@ class RemoteServer(Opened):
 class RemoteBackend(Opened):
     """A base class with what backends pass on from their server unchanged."""
 
-    _server: RemoteServer
+    _server: Server
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         await stack.enter_async_context(self._server)
@@ -258,8 +284,3 @@ class RemoteBackend(Opened):
     @property
     def traffic(self) -> Traffic:
         return self._server.endpoint.traffic
-
-
-def _decoder(kind: type[T]) -> Callable[[bytes], T]:
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
-    return decoder.decode

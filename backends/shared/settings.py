@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 import httpx
 import pydantic
@@ -39,10 +39,8 @@ from .connection import (
 )
 from .http import HttpEndpoint, ReadError, Route
 from .launch import check_installed
-from .launch_settings import LaunchSettings, check_together
+from .launch_settings import LaunchSettings, ProcessSettings, check_together
 from .weight_transport import WeightSettings, check_reachable
-
-T = TypeVar("T")
 
 
 class EndpointSettings(PluginSettings):
@@ -104,6 +102,7 @@ class EndpointSettings(PluginSettings):
         )
 
     def check_machine(self, section: str) -> None:
+        super().check_machine(section)
         for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
             read_secret(section, variable)
 
@@ -117,7 +116,64 @@ class EndpointSettings(PluginSettings):
     _check_headers = pydantic.field_validator("headers")(check_headers)
 
 
-class AttachedSettings(EndpointSettings, BackendSettings):
+class PlacedSettings(BackendSettings):
+    """The settings of servers that run at a url or, where there is a key `launch`, that we start."""
+
+    url: OneOrMore[Url] | None = Field(
+        None, description="address of a running server, such as http://10.0.0.5:8000; a list for several"
+    )
+
+    @property
+    def where(self) -> str | ProcessSettings:
+        """Where the only server is: its address, or how to start it. Raises `ConfigError` if there are several."""
+        places = self._places
+        if len(places) != 1:
+            raise ConfigError(f"url, launch: {len(places)} servers in place of one: give one, or each its own settings")
+        return places[0]
+
+    @property
+    def _places(self) -> list[str | ProcessSettings]:
+        return [*as_list(self.url), *(each for _, each in self._launches())]
+
+    def _launches(self) -> Iterator[tuple[str, ProcessSettings]]:
+        """Yield each server to start, with its key."""
+        launch = getattr(self, "launch", None)
+        for number, each in enumerate(as_list(launch)):
+            yield f"launch.{number}" if isinstance(launch, list) else "launch", each
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the servers were already running, so that they may hold any weights."""
+        return self.url is not None
+
+    def servers(self) -> Sequence[Self]:
+        key = "url" if self.is_attached else "launch"
+        return self.numbered([{key: each} for each in self._places])
+
+    @property
+    def place(self) -> Place | None:
+        where = self.where
+        if isinstance(where, str):
+            return Place(f"url={where}", address_of(where), is_attached=True)
+        return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port is not None else None
+
+    @property
+    def runs_here(self) -> bool:
+        return super().runs_here and not (isinstance(self.where, ProcessSettings) and self.where.is_elsewhere)
+
+    def check_machine(self, section: str) -> None:
+        super().check_machine(section)
+        for key, each in self._launches():
+            each.check_machine(f"{section}.{key}")
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _check_urls(cls, url: str | list[str] | None) -> str | list[str] | None:
+        check_different(as_list(url))
+        return url
+
+
+class AttachedSettings(EndpointSettings, PlacedSettings):
     """The settings of servers that are already running, for any API. All of a role share one account."""
 
     tokens_per_minute: PositiveFloat | None = Field(
@@ -125,9 +181,6 @@ class AttachedSettings(EndpointSettings, BackendSettings):
         description="most tokens of prompts and responses; until it is there, a response counts as its limit",
     )
     token_budget: PositiveInt | None = Field(None, description="a budget in tokens, of prompts and responses")
-    url: OneOrMore[Url] | None = Field(
-        None, description="address of a running server, such as http://10.0.0.5:8000; a list for several"
-    )
     served_model: str | None = Field(None, description="model name in requests; default: the only model that it serves")
     top_k: PositiveInt | None = Field(
         None, description="log-probabilities asked for at each scored position; more tighten entropy bounds"
@@ -147,30 +200,6 @@ class AttachedSettings(EndpointSettings, BackendSettings):
             tokens_per_minute=self.tokens_per_minute,
         )
 
-    @property
-    def where(self) -> str | LaunchSettings:
-        """Where the only server is: its address, or how to start it. Raises `ConfigError` if there are several."""
-        return _only(as_list(self.url))
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the servers were already running, so that they may hold any weights."""
-        return self.url is not None
-
-    def servers(self) -> Sequence[Self]:
-        return self.numbered([{"url": url} for url in as_list(self.url)])
-
-    @property
-    def place(self) -> Place | None:
-        where = self.where
-        return Place(f"url={where}", address_of(where), is_attached=True) if isinstance(where, str) else None
-
-    @pydantic.field_validator("url")
-    @classmethod
-    def _check_urls(cls, url: str | list[str] | None) -> str | list[str] | None:
-        check_different(as_list(url))
-        return url
-
     def reads(self, role: str, run_directory: Path) -> Path | None:
         """Return the directory that a server must see because its new weights are written there, if there is one."""
         return None
@@ -189,35 +218,6 @@ class StudentServerSettings(AttachedSettings):
         description="the student's server frees its device memory while the trainer, on the same devices, trains",
     )
     weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
-
-    @property
-    def where(self) -> str | LaunchSettings:
-        places: list[str | LaunchSettings] = [*as_list(self.url), *as_list(self.launch)]
-        return _only(places)
-
-    def servers(self) -> Sequence[Self]:
-        return self.numbered([{"launch": each} for each in as_list(self.launch)]) if self.launch else super().servers()
-
-    @property
-    def place(self) -> Place | None:
-        where = self.where
-        if isinstance(where, str):
-            return super().place
-        return Place(f"launch.port={where.port}", f"{where.address}:{where.port}") if where.port is not None else None
-
-    @property
-    def runs_here(self) -> bool:
-        return super().runs_here and not (isinstance(self.where, LaunchSettings) and self.where.is_elsewhere)
-
-    def check_machine(self, section: str) -> None:
-        super().check_machine(section)
-        for key, each in self._launches():
-            each.check_machine(f"{section}.{key}")
-
-    def _launches(self) -> Iterator[tuple[str, LaunchSettings]]:
-        """Yield each server to start, with its key."""
-        for number, each in enumerate(as_list(self.launch)):
-            yield f"launch.{number}" if isinstance(self.launch, list) else "launch", each
 
     @pydantic.field_validator("launch")
     @classmethod
@@ -281,9 +281,3 @@ class StudentServerSettings(AttachedSettings):
 
     def reads(self, role: str, run_directory: Path) -> Path | None:
         return run_directory if role == "student" and self.weights.transport != "distributed" else None
-
-
-def _only(places: Sequence[T]) -> T:
-    if len(places) != 1:
-        raise ConfigError(f"url, launch: {len(places)} servers in place of one: give one, or each its own settings")
-    return places[0]

@@ -86,6 +86,7 @@ class ServedWeights:
 class StudentBackend(RemoteBackend, abc.ABC):
     """Base of a `Generator`, `Scorer`, `WeightSink`, `Sleeper` and `HealthCheck` around one server."""
 
+    _server: RemoteServer
     SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `discovery.py`
 
     def __init__(

@@ -15,7 +15,7 @@ from engine_requests import dense_logprobs
 from random_adapters import merged_model, random_adapter
 
 from spot_async.backends.local.backend import LocalBackend
-from spot_async.backends.local.client import LocalClient
+from spot_async.backends.local.server import LocalServer
 from spot_async.backends.shared.launch import free_port
 from spot_async.config import LoraConfig
 from spot_async.errors import ConfigError, ServerRestartedError, VersionMismatchError
@@ -124,19 +124,19 @@ async def test_a_server_that_a_run_leaves_has_none_of_its_adapters_and_one_with_
     base: Path, updates: list[WeightSnapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, names = free_port(), []
-    load = LocalClient.load
+    load = LocalServer.load
 
-    async def noted(self: LocalClient, name: str, *rest: Any, **more: Any) -> None:
+    async def noted(self: LocalServer, name: str, *rest: Any, **more: Any) -> None:
         names.append(name)
         await load(self, name, *rest, **more)
 
-    monkeypatch.setattr(LocalClient, "load", noted)
+    monkeypatch.setattr(LocalServer, "load", noted)
     monkeypatch.setenv("SPOT_ASYNC_API_KEY", "key")
     owner = LocalBackend(
         LocalBackend.Settings(port=port), role="student", model=str(base), run_directory=tmp_path / "owner"
     )
     async with owner:
-        monkeypatch.setenv("SPOT_ASYNC_UPDATE_TOKEN", owner._server.address.credentials.update_token or "")
+        monkeypatch.setenv("SPOT_ASYNC_UPDATE_TOKEN", owner._server.credentials.update_token or "")
         url = f"http://127.0.0.1:{port}"
         async with student(base, tmp_path / "run", url=url) as backend:
             await backend.update_weights(updates[0], deadline=soon())
@@ -144,7 +144,7 @@ async def test_a_server_that_a_run_leaves_has_none_of_its_adapters_and_one_with_
         for name in names:
             request = api.ScoreRequest(prompt_ids=PROMPT, response_ids=RESPONSE, top_k=0, adapter=name, timeout_s=60.0)
             with pytest.raises(ServerRestartedError, match=f"has no adapter {name}"):
-                await owner._client.post(api.SCORE, request, object, lambda reply: reply, soon())
+                await owner._server.post(api.SCORE, request, object, lambda reply: reply, soon())
         await owner.update_weights(snapshot(base, 7), deadline=soon())
         with pytest.raises(ConfigError, match=r"student\.backend: .*was given other weights after its start"):
             async with student(base, tmp_path / "late", url=url):

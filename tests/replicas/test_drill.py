@@ -49,7 +49,7 @@ def made(pool, model, prompts=()):
 
 
 def pid_of(pool, name):
-    return pool.backends[name]._server._child.pid
+    return pool.backends[name]._server._launched._child.pid
 
 
 def living(pids):

@@ -14,7 +14,7 @@ import yaml
 from kill_drill import ROOT
 
 import spot_async.running.ray_places as placed_nodes_module
-from spot_async.backends.local.server import LocalSettings
+from spot_async.backends.local.settings import LocalSettings
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.settings import StudentServerSettings
 from spot_async.base.processes import ray_shell

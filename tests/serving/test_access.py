@@ -123,12 +123,12 @@ async def test_a_started_server_has_its_secrets_where_only_its_user_can_read_the
     (tmp_path / "run").mkdir()
     url = f"http://127.0.0.1:{port}"
     async with backend:
-        child: Any = backend._server._child
+        child: Any = backend._server._launched._child
         environment = dict(each.split("=", 1) for each in _read(child.pid, "environ") if "=" in each)
         secrets = [environment["SPOT_ASYNC_API_KEY"], environment["SPOT_ASYNC_UPDATE_TOKEN"]]
         for pid in process_tree(child.pid):
             assert not any(secret in word for secret in secrets for word in _read(pid, "cmdline"))
-        assert not any(secret in repr(backend._server.address) for secret in secrets)
+        assert not any(secret in repr(backend._server.credentials) for secret in secrets)
 
         before = await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=0)
         update = wire.encode(api.UpdateRequest(snapshot=snapshot(other, WeightVersion(0, 0)), timeout_s=9.0))

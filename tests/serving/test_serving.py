@@ -336,7 +336,7 @@ async def test_a_killed_server_is_named_and_its_requests_fail(
     settings = LocalBackend.Settings()
     async with LocalBackend(settings, role="teacher", model=str(model_directory), run_directory=tmp_path) as backend:
         running = await keep_busy(backend)
-        pid = backend._server._child.pid
+        pid = backend._server._launched._child.pid
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ProcessDiedError, match=rf"teacher \(pid {pid}\) was killed by SIGKILL.*teacher\.log"):
             await backend.watch()
@@ -359,9 +359,9 @@ async def test_leaving_stops_a_busy_server_and_leaves_nothing_behind(
     await watcher  # returns: it was stopped on purpose
     with pytest.raises(TransientError):
         await running
-    assert backend._server._child._process.returncode == 0  # so it ended by itself, within the grace
+    assert backend._server._launched._child._process.returncode == 0  # so it ended by itself, within the grace
     with pytest.raises(ProcessLookupError):
-        os.kill(backend._server._child.pid, 0)
+        os.kill(backend._server._launched._child.pid, 0)
     assert is_empty(short_temporary_directory)
 
 
@@ -379,11 +379,13 @@ async def test_a_start_that_takes_too_long_is_ended(
 ) -> None:
     settings = LocalBackend.Settings(start_timeout_s=0.05)
     backend = LocalBackend(settings, role="student", model=str(model_directory), run_directory=tmp_path)
-    with pytest.raises(ProcessDiedError, match=r"was not ready after 0\.05 s: raise start_timeout_s"):
+    with pytest.raises(
+        ProcessDiedError, match=r"was not ready after 0\.05 s .*: raise student\.backend\.start_timeout_s"
+    ):
         await backend.__aenter__()
     assert is_empty(short_temporary_directory)
     with pytest.raises(ProcessLookupError):
-        os.kill(backend._server._child.pid, 0)
+        os.kill(backend._server._launched._child.pid, 0)
 
 
 def run_server(*arguments: str) -> subprocess.CompletedProcess[str]:

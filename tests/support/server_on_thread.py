@@ -14,25 +14,44 @@ from pathlib import Path
 
 import uvicorn
 
-from spot_async.backends.local.server import Address, LocalServer
+from spot_async.backends.local.server import LocalServer
+from spot_async.backends.shared.launch_settings import ProcessSettings
 from spot_async.base.processes.private_directory import private_directory
+from spot_async.base.tasks import Opened
 from spot_async.serving.api import Credentials
 from spot_async.serving.server import KEEP_ALIVE_S, _listen, _load
 from spot_async.serving.settings import EngineSettings, ServeSettings
 
 
-async def start(server: LocalServer, stack: contextlib.AsyncExitStack) -> Address:
-    """Start a server on threads, in place of `LocalServer._start`."""
-    own = server._settings
-    directory = stack.enter_context(private_directory("spot-async-"))
-    uds = None if own.port else str(directory / "http")
-    engine = {name: getattr(own, name) for name in EngineSettings.model_fields}
-    settings = ServeSettings(model=str(server._assignment.model), uds=uds, port=own.port, **engine)
-    server._assignment.log_path.parent.mkdir(parents=True, exist_ok=True)
-    server._assignment.log_path.write_text("served by threads of the test\n")
-    credentials = Credentials.of_new_server()
-    await stack.enter_async_context(_serving(settings, credentials))
-    return Address("http://localhost" if uds else f"http://127.0.0.1:{own.port}", credentials, uds)
+class ServerOnThread(Opened):
+    """A server on threads, in place of the `LaunchedServer` of a `LocalServer`."""
+
+    def __init__(self, server: LocalServer, launch: ProcessSettings) -> None:
+        self._server = server
+        self._port = launch.port
+        self.url = "http://localhost" if launch.port is None else f"http://127.0.0.1:{launch.port}"
+        self.uds: str | None = None
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        own, assignment = self._server._settings, self._server._assignment
+        if self._port is None:
+            self.uds = str(stack.enter_context(private_directory("spot-async-")) / "http")
+        engine = {name: getattr(own, name) for name in EngineSettings.model_fields}
+        settings = ServeSettings(model=str(assignment.model), uds=self.uds, port=self._port, **engine)
+        assignment.log_path.parent.mkdir(parents=True, exist_ok=True)
+        assignment.log_path.write_text("served by threads of the test\n")
+        await stack.enter_async_context(_serving(settings, self._server.credentials))
+
+    async def until_ready(self, ask: object) -> None:
+        """Return: it is ready once it is entered."""
+
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+def launch(server: LocalServer, settings: ProcessSettings) -> ServerOnThread:
+    """Stand in for `LocalServer._launch`."""
+    return ServerOnThread(server, settings)
 
 
 @contextlib.asynccontextmanager
