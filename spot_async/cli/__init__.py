@@ -17,13 +17,14 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from spot_async.base.tasks import root_cause
 from spot_async.cli import files, runs, servers
 from spot_async.cli.arguments import ConfiguredCommand
 from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
 from spot_async.cli.ending import exit_code as exit_code
 from spot_async.cli.ending import fail, screen, stderr
 from spot_async.cli.ending import hung as hung
-from spot_async.errors import ConfigError
+from spot_async.errors import ConfigError, SpotError
 from spot_async.telemetry.screen import show_nearest_characters
 
 # Commands of earlier versions, and what does their work now.
@@ -45,11 +46,19 @@ class Commands(TyperGroup):
             elif given.endswith((".yaml", ".yml")):
                 meant = f"train {given}"
             elif given in RETIRED:
-                fail(ConfigError(f"{given}: is now `{RETIRED[given]}`"), code=2)
+                raise ConfigError(f"{given}: is now `{RETIRED[given]}`")
             else:
                 return super().resolve_command(ctx, args)
-            fail(ConfigError(f"{given}: no such command; did you mean `spot-async {meant}`?"), code=2)
+            raise ConfigError(f"{given}: no such command; did you mean `spot-async {meant}`?")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. An error of ours ends it with one line, and with the exit code of its class."""
+        try:
+            return super().invoke(ctx)
+        except (SpotError, BaseExceptionGroup) as error:
+            cause = root_cause(error)
+            fail(cause, code=exit_code(cause))
 
 
 app = typer.Typer(

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from spot_async.cli.ending import fail
 from spot_async.config import Config
 from spot_async.config.suggestions import unknown_option
 from spot_async.errors import ConfigError
@@ -46,5 +45,5 @@ class ConfiguredCommand(TyperCommand):
             is_short = not option.startswith("--") and option[:2] in options  # with its value, as in `-oFILE`
             if is_option and not is_short and not difflib.get_close_matches(option, options, n=1, cutoff=0.8):
                 value = value or next((each for each in args[at + 1 : at + 2] if not each.startswith("-")), "")
-                fail(ConfigError(unknown_option(option, value, Config)), code=2)
+                raise ConfigError(unknown_option(option, value, Config))
         return super().parse_args(ctx, args)

@@ -9,9 +9,9 @@ import typer
 from rich.text import Text
 
 from spot_async.cli.arguments import ConfigPath, Overrides, PagePath, RunPath
-from spot_async.cli.ending import downloaded, fail, screen
+from spot_async.cli.ending import downloaded, screen
 from spot_async.config.loading import load_config
-from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.errors import ConfigError
 
 
 def inspect_run(
@@ -29,17 +29,14 @@ def inspect_run(
     """
     from spot_async.tools.inspect import command as commands
 
-    try:
-        if sample is None and html is not None:
-            raise ConfigError("--html: name a sample; a list has no page")
-        if sample is not None and (iteration is not None or verdict is not None):
-            raise ConfigError("--iteration and --verdict choose what is listed; leave them out to see one sample")
-        if sample is None:
-            commands.list_samples(screen, run, iteration, verdict)
-        else:
-            commands.show_sample(screen, run, sample, html)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    if sample is None and html is not None:
+        raise ConfigError("--html: name a sample; a list has no page")
+    if sample is not None and (iteration is not None or verdict is not None):
+        raise ConfigError("--iteration and --verdict choose what is listed; leave them out to see one sample")
+    if sample is None:
+        commands.list_samples(screen, run, iteration, verdict)
+    else:
+        commands.show_sample(screen, run, sample, html)
 
 
 def verify_run(run: RunPath) -> None:
@@ -49,10 +46,7 @@ def verify_run(run: RunPath) -> None:
     """
     from spot_async.tools import verify_run as tool
 
-    try:
-        found = tool.verify(run)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    found = tool.verify(run)
     tool.show(screen, run, found)
     if found.faults:
         raise typer.Exit(1)
@@ -71,11 +65,8 @@ def report(
     from spot_async.tools.simulate.measured import read_tuning
     from spot_async.tools.tune.results import tuning_section
 
-    try:
-        more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
-        commands.write_report(screen, run, html, more)
-    except DataError as error:
-        fail(error, code=2)
+    more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
+    commands.write_report(screen, run, html, more)
 
 
 def simulate(
@@ -105,15 +96,10 @@ def simulate(
     from spot_async.tools.simulate import command
 
     options = command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, page, json)
-    try:
-        settings = load_config(config, overrides or ())
-        if command.asks_data_sheet(config, settings, options):
-            settings = downloaded(settings, weights=())
-        command.run(screen, config, settings, options)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
-    except SpotError as error:
-        fail(error, code=1)
+    settings = load_config(config, overrides or ())
+    if command.asks_data_sheet(config, settings, options):
+        settings = downloaded(settings, weights=())
+    command.run(screen, config, settings, options)
 
 
 def push(
@@ -133,20 +119,17 @@ def push(
     """
     from spot_async.tools.push import prepare, send, show
 
-    try:
-        upload = prepare(run, repository, is_best=best)
-        if dry_run:
-            show(screen, upload, repository)
-            return
-        address = send(
-            upload,
-            repository,
-            f"{'best' if best else 'trained'} student of spot-async",
-            is_public=public,
-            is_update=update,
-        )
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    upload = prepare(run, repository, is_best=best)
+    if dry_run:
+        show(screen, upload, repository)
+        return
+    address = send(
+        upload,
+        repository,
+        f"{'best' if best else 'trained'} student of spot-async",
+        is_public=public,
+        is_update=update,
+    )
     screen.print(Text(f"{address}\nIts card states no licence: add yours there"), soft_wrap=True)
 
 
@@ -174,7 +157,4 @@ def compare_runs(
     from spot_async.tools.compare import command
 
     options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output)
-    try:
-        command.run(screen, runs, options)
-    except DataError as error:
-        fail(error, code=2)
+    command.run(screen, runs, options)

@@ -28,7 +28,7 @@ from spot_async.cli.ending import (
 )
 from spot_async.config import ROLES, Config
 from spot_async.config.loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, SpotError, StorageError
+from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.loop.resuming import StopRequest
 from spot_async.run_directory.layout import RunDirectory, name_of
 
@@ -75,47 +75,44 @@ def train(
     from spot_async.tools.check import command
     from spot_async.tools.check.view import show_endpoints, show_memory, show_warnings
 
-    try:
-        check_brief(brief, dry_run)
-        if resume not in (None, "auto"):
-            config, overrides = None, _all_overrides(resume, config, overrides or ())
-        node = _node_of(resume, config, overrides or ())
-        if node is not None and node[0].node_rank > 0 and not dry_run:
-            _join(*node)
-        begun = None
-        if resume is not None:
-            with ending_at_once():  # it may have to download its models again
-                begun = _run_to_resume(resume, config, overrides or (), weights=() if dry_run else ROLES)
-        if begun is not None:
-            settings, plan, path = begun.config, begun.plan, begun.directory.path
-        else:
-            if config is None:
-                raise ConfigError("CONFIG: give a configuration file, or a run to continue: --resume RUN")
-            settings = load_config(config, overrides or ())
-            path = RunDirectory.choose_path(settings, name_of(config))
-            RunDirectory.check_usable(path)
-            settings = downloaded(settings, weights=() if dry_run else ROLES)
-            plan = plan_training(settings)
-        if not dry_run and (refusal := without_gpu(settings.training, plan.served, Machine.found(os.environ))):
-            raise ConfigError(refusal)
-        if not dry_run and (unloadable := next(without_weights(plan.served, trained="student"), None)) is not None:
-            raise DataError(unloadable)
-        check_room(path, settings, plan)
-        nodes = 1 if node is None else node[0].nodes
-        found = command.check_files(settings, plan, path, earlier, nodes=nodes)
-        if dry_run:
-            if not brief:
-                command.show_configuration(screen, settings)
-            command.show_run(screen, settings, plan, path, found)
-            if node is not None:
-                screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
-            return
-        from spot_async.running.training import Start  # late: who is stopped in these seconds leaves no directory
-        from spot_async.running.training import train as run_training
+    check_brief(brief, dry_run)
+    if resume not in (None, "auto"):
+        config, overrides = None, _all_overrides(resume, config, overrides or ())
+    node = _node_of(resume, config, overrides or ())
+    if node is not None and node[0].node_rank > 0 and not dry_run:
+        _join(*node)
+    begun = None
+    if resume is not None:
+        with ending_at_once():  # it may have to download its models again
+            begun = _run_to_resume(resume, config, overrides or (), weights=() if dry_run else ROLES)
+    if begun is not None:
+        settings, plan, path = begun.config, begun.plan, begun.directory.path
+    else:
+        if config is None:
+            raise ConfigError("CONFIG: give a configuration file, or a run to continue: --resume RUN")
+        settings = load_config(config, overrides or ())
+        path = RunDirectory.choose_path(settings, name_of(config))
+        RunDirectory.check_usable(path)
+        settings = downloaded(settings, weights=() if dry_run else ROLES)
+        plan = plan_training(settings)
+    if not dry_run and (refusal := without_gpu(settings.training, plan.served, Machine.found(os.environ))):
+        raise ConfigError(refusal)
+    if not dry_run and (unloadable := next(without_weights(plan.served, trained="student"), None)) is not None:
+        raise DataError(unloadable)
+    check_room(path, settings, plan)
+    nodes = 1 if node is None else node[0].nodes
+    found = command.check_files(settings, plan, path, earlier, nodes=nodes)
+    if dry_run:
+        if not brief:
+            command.show_configuration(screen, settings)
+        command.show_run(screen, settings, plan, path, found)
+        if node is not None:
+            screen.print(Text(f"nodes     {node[0].words}"), soft_wrap=True)
+        return
+    from spot_async.running.training import Start  # late: who is stopped in these seconds leaves no directory
+    from spot_async.running.training import train as run_training
 
-        directory = RunDirectory.create(path, settings) if begun is None else begun.directory
-    except SpotError as error:
-        fail(error, code=exit_code(error))
+    directory = RunDirectory.create(path, settings) if begun is None else begun.directory
 
     if begun is not None:
         step = begun.checkpoint.manifest.step
@@ -189,11 +186,8 @@ def _join(topology: Topology, config: Config) -> NoReturn:
     """Take part in the run of node 0, and exit when it is over."""
     from spot_async.trainer.nodes.joining import run_agent
 
-    try:
-        config = downloaded(config, weights=("student",))  # what else is served is served by node 0
-        code = run_agent(topology, config.cluster, config, lambda line: screen.print(Text(line), soft_wrap=True))
-    except SpotError as error:
-        fail(error, code=exit_code(error))
+    config = downloaded(config, weights=("student",))  # what else is served is served by node 0
+    code = run_agent(topology, config.cluster, config, lambda line: screen.print(Text(line), soft_wrap=True))
     raise typer.Exit(code)
 
 
@@ -280,41 +274,38 @@ def evaluate(
     from spot_async.tools.check.view import show_warnings
 
     with ExitStack() as stack:
-        try:
-            check_brief(brief, dry_run)
-            settings = load_config(config, overrides or ())
-            path = resume or RunDirectory.choose_path(settings, f"{name_of(config)}-eval")
-            if resume is None:
-                RunDirectory.check_usable(path, "eval")
-            elif settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
-                raise ConfigError(
-                    f"run.directory={settings.run.directory}: --resume continues in {path}; name one directory "
-                    "(run.directory=null takes that of the configuration away)"
-                )
-            settings = downloaded(settings, weights=() if dry_run else ("student",))
-            student = read_model("student", settings.student.model)
-            check_weights("student", settings.student, student.directory)
-            benchmarks = plan_evaluation(settings, student)
-            unloadable = list(without_weights({"student": settings.student}))
-            if dry_run:
-                show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
-                show_warnings(screen, unloadable)
-                return
-            if unloadable:
-                raise DataError(unloadable[0])
-            from spot_async.running.measuring import evaluate_student  # late, for the same reason as in `train`
+        check_brief(brief, dry_run)
+        settings = load_config(config, overrides or ())
+        path = resume or RunDirectory.choose_path(settings, f"{name_of(config)}-eval")
+        if resume is None:
+            RunDirectory.check_usable(path, "eval")
+        elif settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
+            raise ConfigError(
+                f"run.directory={settings.run.directory}: --resume continues in {path}; name one directory "
+                "(run.directory=null takes that of the configuration away)"
+            )
+        settings = downloaded(settings, weights=() if dry_run else ("student",))
+        student = read_model("student", settings.student.model)
+        check_weights("student", settings.student, student.directory)
+        benchmarks = plan_evaluation(settings, student)
+        unloadable = list(without_weights({"student": settings.student}))
+        if dry_run:
+            show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
+            show_warnings(screen, unloadable)
+            return
+        if unloadable:
+            raise DataError(unloadable[0])
+        from spot_async.running.measuring import evaluate_student  # late, for the same reason as in `train`
 
-            directory = evaluation_directory(settings, path, is_new=resume is None)
-            try:
-                stack.enter_context(directory.locked())
-            except StorageError as error:  # the file system may have no locks, as on some clusters
-                warning = f"warning: {error}; nothing keeps other processes from evaluating into it"
-                screen.print(Text(warning, style="yellow"), soft_wrap=True)
-            complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
-            if complete:
-                add_pass_k(directory, settings, benchmarks, student.directory)
-        except (ConfigError, DataError, StorageError) as error:
-            fail(error, code=exit_code(error))
+        directory = evaluation_directory(settings, path, is_new=resume is None)
+        try:
+            stack.enter_context(directory.locked())
+        except StorageError as error:  # the file system may have no locks, as on some clusters
+            warning = f"warning: {error}; nothing keeps other processes from evaluating into it"
+            screen.print(Text(warning, style="yellow"), soft_wrap=True)
+        complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
+        if complete:
+            add_pass_k(directory, settings, benchmarks, student.directory)
 
         for benchmark in benchmarks:
             if len(benchmark.counts) > 2:  # more than read and problems

@@ -12,10 +12,10 @@ import typer
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import root_cause
 from spot_async.cli.arguments import ConfigPath, Overrides
-from spot_async.cli.ending import downloaded, exit_code, fail, screen
+from spot_async.cli.ending import downloaded, fail, screen
 from spot_async.config import ROLES
 from spot_async.config.loading import load_config
-from spot_async.errors import ConfigError, DataError, SpotError
+from spot_async.errors import ConfigError, SpotError
 from spot_async.run_directory.layout import RunDirectory, name_of
 from spot_async.telemetry.run_log import log_events_to
 
@@ -73,24 +73,21 @@ def check(
     """
     if not target.endswith((".yaml", ".yml")):
         if no_servers or earlier or json or directory:
-            fail(ConfigError("--no-servers, --from, --json and --directory are for a run's YAML file"), code=2)
+            raise ConfigError("--no-servers, --from, --json and --directory are for a run's YAML file")
         _check_file(target, settings or (), against or (), verifier, model)
         return
     from spot_async.checks.machine import check_room
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
     from spot_async.tools.check import command
 
-    try:
-        if verifier or model:
-            raise ConfigError("--verifier and --model are for files; CONFIG names them")
-        config = downloaded(load_config(Path(target), settings or ()), weights=() if no_servers else ROLES)
-        plan = plan_training(config)
-        path = RunDirectory.choose_path(config, name_of(Path(target)))
-        found = command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
-        if not json:
-            command.show_run(screen, config, plan, path, found, against or ())
-    except SpotError as error:
-        fail(error, code=exit_code(error))
+    if verifier or model:
+        raise ConfigError("--verifier and --model are for files; CONFIG names them")
+    config = downloaded(load_config(Path(target), settings or ()), weights=() if no_servers else ROLES)
+    plan = plan_training(config)
+    path = RunDirectory.choose_path(config, name_of(Path(target)))
+    found = command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
+    if not json:
+        command.show_run(screen, config, plan, path, found, against or ())
     diagnosis = None
     if not no_servers:
         try:
@@ -100,10 +97,7 @@ def check(
             fail(root_cause(error), code=1)
     if json:
         command.print_json(screen, found.needed, diagnosis)
-    try:
-        check_room(path, config, plan)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    check_room(path, config, plan)
     if diagnosis is not None and diagnosis.refusals:
         raise typer.Exit(1)
 
@@ -113,10 +107,7 @@ def _check_file(
 ) -> None:
     from spot_async.tools.check.command import show_file
 
-    try:
-        is_verifiable = show_file(screen, path, settings, against, verifier, model)
-    except SpotError as error:
-        fail(error, code=exit_code(error))
+    is_verifiable = show_file(screen, path, settings, against, verifier, model)
     if not is_verifiable:
         raise typer.Exit(1)
 
@@ -157,25 +148,18 @@ def tune(
 
     output = output or config.with_name(f"{config.stem}.tuned.yaml")
     options = TuneOptions(config, overrides or (), output, seconds, limit_requests, paid, run)
-    try:
-        settings = without_files(load_config(config, overrides or ()))
-        check_output(config, output)
-        check_options(settings, options)
-        if run is not None:
-            check_run(run, settings)
-        settings = downloaded(settings)
-        plan = plan_training(settings)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    settings = without_files(load_config(config, overrides or ()))
+    check_output(config, output)
+    check_options(settings, options)
+    if run is not None:
+        check_run(run, settings)
+    settings = downloaded(settings)
+    plan = plan_training(settings)
 
     from spot_async.tools.tune import command
 
-    try:
-        with working_directory(directory) as path:
-            command.run(screen, settings, plan, path, options)
-    except (SpotError, BaseExceptionGroup) as error:
-        cause = root_cause(error)
-        fail(cause, code=exit_code(cause))
+    with working_directory(directory) as path:
+        command.run(screen, settings, plan, path, options)
 
 
 def forecast(
@@ -215,25 +199,18 @@ def forecast(
 
     output = output or config.with_name(f"{config.stem}.forecast.json")
     options = ForecastOptions(prompts, rollouts, probes, limit_tokens, worth, config.stem, overrides or (), output)
-    try:
-        given = load_config(config, overrides or ())
-        settings = forecast_config(given)
-        command.check_output(output)
-        if earlier is not None:
-            measurement = command.read_forecast(earlier).measurement
-            check_measurement(settings, measurement)
-        else:
-            check_options(settings, options)
-            settings = downloaded(settings)
-            plan = plan_training(settings)
-    except (ConfigError, DataError) as error:
-        fail(error, code=2)
+    given = load_config(config, overrides or ())
+    settings = forecast_config(given)
+    command.check_output(output)
+    if earlier is not None:
+        measurement = command.read_forecast(earlier).measurement
+        check_measurement(settings, measurement)
+    else:
+        check_options(settings, options)
+        settings = downloaded(settings)
+        plan = plan_training(settings)
 
-    try:
-        if earlier is None:
-            with working_directory(directory) as path:
-                measurement = command.measured_with_progress(screen, settings, plan, path, options)
-        command.show(screen, settings, measurement, options, forecast_notes(given))
-    except (SpotError, BaseExceptionGroup) as error:
-        cause = root_cause(error)
-        fail(cause, code=exit_code(cause))
+    if earlier is None:
+        with working_directory(directory) as path:
+            measurement = command.measured_with_progress(screen, settings, plan, path, options)
+    command.show(screen, settings, measurement, options, forecast_notes(given))
