@@ -15,7 +15,7 @@ Conventions, everywhere in this package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -378,10 +378,6 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     vocab_limit: int | None = None  # ids below this have a row in every model's softmax; None: all have the same rows
     tokenizer: Any  # the same model's transformers tokenizer; ids mean the same to the student
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
-    teacher: str | None = None  # the teacher's model directory, for people; None in a run without a teacher
-    # Returns a digest of the teacher's weights and of the names it is asked by, to tell teachers apart. Slow: it reads
-    # all weights.
-    teacher_identity: Callable[[], str] | None = None
     run_seed: int = 0  # a policy derives its random numbers from this and the prompt's ordinal
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
 

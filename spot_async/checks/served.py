@@ -19,10 +19,6 @@ def check_roles(config: Config, needs: PolicyNeeds) -> None:
     kind = config.policy.kind
     if needs.teacher and config.teacher is None:
         raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
-    if needs.teacher_responses and config.teacher is not None and config.teacher.replay:
-        raise ConfigError(
-            f"teacher.replay: policy {kind} asks the teacher for responses, which no cache holds: give policy.load"
-        )
     if config.training.reference_kl > 0 and not needs.reference:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"

@@ -143,12 +143,12 @@ def tune(
     """
     from spot_async.checks.plan import plan_training
     from spot_async.tools.tune.choice import check_run
-    from spot_async.tools.tune.command import TuneOptions, check_options, without_files
+    from spot_async.tools.tune.command import TuneOptions, check_options
     from spot_async.tools.tune.results import check_output
 
     output = output or config.with_name(f"{config.stem}.tuned.yaml")
     options = TuneOptions(config, overrides or (), output, seconds, limit_requests, paid, run)
-    settings = without_files(load_config(config, overrides or ()))
+    settings = load_config(config, overrides or ())
     check_output(config, output)
     check_options(settings, options)
     if run is not None:

@@ -106,13 +106,13 @@ class ModelConfig(Section):
 
 
 class TeacherConfig(ModelConfig):
-    """The model that the student learns from, and the file that keeps its scores."""
+    """The model that the student learns from, and the file that keeps its answers."""
 
     cache: str | None = Field(
         None,
-        description="file that keeps its scores, so that none is asked for twice; runs may share it",
+        description="file that keeps its scores and responses, so that none is asked for twice; runs may share it",
     )
-    replay: bool = Field(False, description="start no teacher; all scores must be in the cache")
+    replay: bool = Field(False, description="start no teacher; all its answers must be in the cache")
 
     @pydantic.model_validator(mode="after")
     def _check_replay(self) -> Self:

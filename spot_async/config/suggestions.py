@@ -123,6 +123,10 @@ NOT_THERE: Mapping[str, str] = {
     "hedge_after_s": "hedged requests were removed: take it out",
     "lmbda": "TRL's lmbda is `policy.student_share` of `policy.kind: distill` (docs/coming-from.md)",
     "logging_steps": "every iteration is logged",
+    **dict.fromkeys(
+        ("save", "load"),
+        "KD's responses are kept in the file of `teacher.cache`; `teacher.replay: true` trains from them alone",
+    ),
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "a student is pushed by a command: `spot-async push RUN`"),
 }
 # What users of other programs give as a `kind`, and what fits. Where nothing does, the known kinds are listed.

@@ -1,6 +1,6 @@
-"""Keeps the teacher's scores in a file, so that none is asked for twice: by an ablation, a later epoch, another run.
+"""Keeps the teacher's answers in a file, so that none is asked for twice: by an ablation, a later epoch, another run.
 
-It is one SQLite file, written by one thread beside the event loop. A key is a hash of everything that the scores depend
+It is one SQLite file, written by one thread beside the event loop. A key is a hash of everything that an answer depends
 on, so no entry is ever out of date. Write-ahead logging and one transaction for each entry make it safe against a kill
 at any point, and let several runs share it. An entry that does not match its checksum is dropped and asked for again.
 """
@@ -47,7 +47,7 @@ class CacheCounters:
 
 
 class ScoreCache:
-    """A file of scores; enter it before use. A missing file is created, except in a replay, where nothing may miss."""
+    """A file of answers; enter it before use. A missing file is created, except in a replay, where nothing may miss."""
 
     def __init__(self, path: Path, *, is_replay: bool = False) -> None:
         self.path = path
@@ -84,8 +84,8 @@ class ScoreCache:
         self.counters.misses += 1
         if self.is_replay:
             raise ReplayMissError(
-                f"teacher.replay: {self.path} has no scores of {what}: it was made by a run with other settings, or by "
-                "one that sampled otherwise; set teacher.replay=false to ask the teacher"
+                f"teacher.replay: {self.path} has no answer about {what}: it was made by a run with other settings, or "
+                "by one that sampled otherwise; set teacher.replay=false to ask the teacher"
             )
         asked = await ask()
         await self.put(key, asked)

@@ -1,7 +1,8 @@
-"""Keeps a run's teacher scores under the right keys, and replays them without a teacher.
+"""Keeps the answers of a run's teacher, scores and responses, under the right keys, and replays them without a teacher.
 
 A score's key is a hash of the teacher, the tokens with the boundary of prompt and response, K, the temperature and the
-format. The teacher is identified in one of two ways:
+format. A response's is one of the teacher, the tokens before it, its number among those to them, how it is sampled and
+the format. The teacher is identified in one of two ways:
 
 * A server that runs already: by its configured name, the name it gives itself, and the vocabulary.
 * A server that we start: by the contents of its model directory and how it computes (type, the server's arguments).
@@ -24,9 +25,8 @@ import numpy as np
 
 from spot_async.base.tasks import Opened
 from spot_async.config import TeacherConfig
-from spot_async.errors import ConfigError, DataError, ReplayMissError
+from spot_async.errors import ConfigError, ReplayMissError
 from spot_async.models.files import ModelFiles
-from spot_async.models.hub import local_path
 from spot_async.spending.score_cache import ScoreCache, digest
 from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
 
@@ -70,18 +70,18 @@ class TeacherCache(Opened):
 
 
 class KeptScores:
-    """The scores of one teacher, which its `fingerprint` tells from all others."""
+    """The answers of one teacher, which its `fingerprint` tells from all others."""
 
     def __init__(self, cache: ScoreCache, fingerprint: bytes) -> None:
         self._cache = cache
         self._fingerprint = fingerprint
 
     async def fetch(
-        self, kind: type[T], asked: Sequence[IntArray | float], ask: Callable[[], Awaitable[T]], *, what: str
+        self, kind: type[T], asked: Sequence[IntArray | float | None], ask: Callable[[], Awaitable[T]], *, what: str
     ) -> T:
         """Return the kept answer to `asked` (tokens, K, temperature). If there is none, call `ask` and keep its answer.
 
-        `what` names the scores in messages. Raises as `ScoreCache.fetch`.
+        `what` names the answer in messages. Raises as `ScoreCache.fetch`.
         """
         plain = [each.astype(np.int32) if isinstance(each, np.ndarray) else each for each in asked]
         return await self._cache.fetch(digest(kind.__name__, self._fingerprint, plain), kind, ask, what=what)
@@ -113,7 +113,7 @@ class ReplayedTeacher(Opened):
 
     @property
     def _refusal(self) -> str:
-        return f"teacher.replay: no teacher is running, there are only its scores in {self._cache.cache.path}"
+        return f"teacher.replay: no teacher is running, there are only its answers in {self._cache.cache.path}"
 
 
 def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes | None) -> bytes:
@@ -141,21 +141,6 @@ def _computation(teacher: TeacherConfig) -> list[Any]:
     names = ("dtype", "arguments", "environment")
     launched = None if launch is None else [getattr(launch, name, None) for name in names]
     return [getattr(server, "dtype", None), getattr(server, "fast_path", None), launched]
-
-
-def teacher_model(teacher: TeacherConfig) -> str:
-    """Return a digest of the teacher's model, whichever server it has and however that computes.
-
-    It covers the contents of the model directory and, for an endpoint, the model's name and further fields of requests.
-    Raises DataError when the weights cannot be read.
-    """
-    try:
-        weights = weights_digest(Path(local_path(teacher.model))).hex()
-    except OSError as error:
-        raise DataError(f"teacher.model: cannot read {error.filename}: {error.strerror}") from None
-    names = [getattr(teacher.backend, "served_model", None), getattr(teacher.backend, "request_fields", None)]
-    said = msgspec.json.encode([weights, *names], order="deterministic")
-    return hashlib.blake2b(said, digest_size=16).hexdigest()
 
 
 def weights_digest(directory: Path) -> bytes:

@@ -59,7 +59,7 @@ class TeacherCandidates(msgspec.Struct, frozen=True):
     logprobs: FloatArray  # (N, k)
 
 
-Kept = TypeVar("Kept", TokenScores, ScoredPositions, TeacherCandidates)
+Kept = TypeVar("Kept", TokenScores, ScoredPositions, TeacherCandidates, Generation)
 
 
 class Stages:
@@ -188,6 +188,7 @@ class BoundStages:
             ends.swapped(prefix),
             max_tokens=max_tokens,
             stop=ends.swapped(np.asarray(stop, np.int32)).tolist(),
+            kept_as=n,
         )
         response = foreign(msgspec.structs.replace(response, token_ids=ends.swapped(response.token_ids)))
         self._note_read(read_ids, response.token_ids)
@@ -203,8 +204,12 @@ class BoundStages:
         max_tokens: int | None,
         stop: Sequence[int],
         top_k: int = 0,
+        kept_as: int | None = None,
     ) -> Generation:
-        """Sample what comes after a prefix of the response: nothing, if it ended or leaves no room."""
+        """Sample what comes after a prefix of the response: nothing, if it ended or leaves no room.
+
+        `kept_as`: its number among those that the teacher wrote here, by which the cache keeps it; None: it does not.
+        """
         room = self._stages.settings.sampling.max_response_tokens - len(prefix_ids)
         most = room if max_tokens is None else min(room, max_tokens)
         if len(prefix_ids) and int(prefix_ids[-1]) in self._stages.stop_token_ids:
@@ -215,7 +220,14 @@ class BoundStages:
         stops = tuple(dict.fromkeys((*settings.stop_token_ids, *stop)))
         settings = msgspec.structs.replace(settings, stop_token_ids=stops)
         context_ids = np.concatenate([prompt_ids, prefix_ids], dtype=np.int32) if len(prefix_ids) else prompt_ids
-        return await self._generate(stage, (self._prompt.ordinal,), context_ids, settings, top_k=top_k)
+        generate = functools.partial(self._generate, stage, (self._prompt.ordinal,), context_ids, settings, top_k=top_k)
+        if kept_as is None:
+            return await generate()
+        # Without the seed: runs that differ in it share what a teacher wrote.
+        ends = np.array(stops, np.int32)
+        return await self._kept(
+            Generation, (context_ids, kept_as, most, settings.top_p, ends, settings.vocab_limit), generate
+        )
 
     async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
         read_ids = self._read_by_teacher(prompt_ids)
@@ -307,7 +319,7 @@ class BoundStages:
         return answer.logprobs
 
     async def _kept(
-        self, kind: type[Kept], asked: tuple[IntArray | int, ...], ask: Callable[[], Awaitable[Kept]]
+        self, kind: type[Kept], asked: tuple[IntArray | float | None, ...], ask: Callable[[], Awaitable[Kept]]
     ) -> Kept:
         """Return the teacher's answer. Where the cache has it, this takes no turn and sends no request."""
         kept, prompt = self._stages.services.kept_scores, self._prompt

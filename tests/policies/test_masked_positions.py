@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -94,25 +93,13 @@ async def test_kd_keeps_the_cross_entropy_with_its_own_weight_where_candidates_a
     assert forward.tails is None
 
 
-async def test_kd_without_forward_kl_asks_for_no_log_probabilities_and_keeps_its_file_readable(tmp_path: Any) -> None:
-    path = str(tmp_path / "responses")
-    policy = policy_of(KdPolicy, forward_kl_weight=0.0, save=path)
+async def test_kd_without_forward_kl_asks_for_no_log_probabilities() -> None:
+    policy = policy_of(KdPolicy, forward_kl_weight=0.0)
 
     class NotScored(ScriptedStages):
         score = None  # type: ignore[assignment]
 
-    stages = NotScored(scripted().response)
     assert (policy.needs.teacher_top_k, policy.needs.teacher_responses) == (0, True)
-    (written,) = await policy.supervise(PROMPT, stages)
-    (loaded,) = await policy_of(KdPolicy, forward_kl_weight=0.0, load=path).supervise(PROMPT, stages)
+    (written,) = await policy.supervise(PROMPT, NotScored(scripted().response))
     assert written.supervision is not None
-    assert loaded.supervision is not None
-    first, second = written.supervision.soft_targets, loaded.supervision.soft_targets
-    assert msgspec.json.encode(first, enc_hook=lambda a: a.tolist()) == msgspec.json.encode(
-        second, enc_hook=lambda a: a.tolist()
-    )
-    np.testing.assert_array_equal(first[0].token_ids, np.arange(5, 5 + TOKENS)[:, None])
-    with pytest.raises(
-        Exception, match=r"policy\.top_k=16: .* holds the teacher's top-0; set policy\.forward_kl_weight=0"
-    ):
-        policy_of(KdPolicy, load=path)
+    np.testing.assert_array_equal(written.supervision.soft_targets[0].token_ids, np.arange(5, 5 + TOKENS)[:, None])

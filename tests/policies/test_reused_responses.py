@@ -1,30 +1,25 @@
-"""A teacher's responses are used again, within a run and from another run's file."""
+"""A teacher's responses are used again, within a run and by other runs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from spot_async.base import wire
-from spot_async.errors import ConfigError, DataError, PermanentError
 from spot_async.policies.kd import KdPolicy
-from spot_async.policies.teacher_responses import LENGTH, _frames
-from spot_async.testing.services import VOCAB_SIZE, SimulatedTeacher
+from spot_async.spending.teacher_cache import KeptScores
+from spot_async.testing.services import SimulatedTeacher
 from spot_async.testing.simulation import (
     PROBLEMS,
     ScriptedStages,
-    SimulatedTokenizer,
     make_policy,
-    policy_context,
     simulated_prompts,
     simulated_run,
     simulated_vocabulary,
 )
-from spot_async.types import Judgement, Prompt, Verdict
 
 
 def kd(**settings):
@@ -72,113 +67,62 @@ async def test_kd_asks_once_even_when_two_epochs_want_the_same_problem_at_once()
     assert len(samples) == 2
 
 
-def test_kd_trains_from_its_file_as_from_the_teacher_with_no_teacher_there(tmp_path):
-    path = tmp_path / "responses.msgpack"
-    taught = simulated_run(kd(save=str(path)), iterations=4)
-    policy = kd(load=str(path))
-    assert not policy.needs.teacher
-    again = simulated_run(policy, iterations=4)
-    assert wire.encode(taught.batches) == wire.encode(again.batches)
-    assert {stage.name for stage in again.stages.all}.isdisjoint({"teacher_response", "reference"})
-    with pytest.raises(ConfigError, match=r"policy\.save: .* exists already"):
-        kd(save=str(path), top_k=4)
+class Remembered:
+    """A cache in memory: what it holds went over the wire's format."""
+
+    def __init__(self):
+        self.entries = {}
+        self.said = []  # what each answer was about
+
+    async def fetch(self, key, kind, ask, *, what):
+        self.said.append(what)
+        if key not in self.entries:
+            self.entries[key] = wire.encode(await ask())
+        return wire.decode(self.entries[key], kind)
 
 
-@pytest.mark.parametrize("judged", [Judgement(Verdict.WRONG, 0.5, "half of it"), Verdict.WRONG])
-async def test_what_was_said_of_a_response_is_in_the_file_and_a_verdict_alone_in_older_ones_is_read(tmp_path, judged):
-    path, prompt = tmp_path / "responses.msgpack", next(simulated_prompts())
-    await kd(save=str(path)).supervise(prompt, ScriptedStages(verdict=judged))
-    if judged is Verdict.WRONG:
-        head, written = map(bytes, _frames(path.read_bytes()))
-        older = wire.encode(wire.decode(written, dict) | {"verdict": "wrong"})
-        path.write_bytes(b"".join(LENGTH.pack(len(each)) + each for each in (head, older)))
-    (sample,) = await kd(load=str(path)).supervise(prompt, ScriptedStages())
-    assert sample.metrics["teacher/accuracy"] == 0.0
-    assert sample.record["verdict"] == "wrong"
-    said = {"reward": 0.5, "feedback": "half of it"} if judged is not Verdict.WRONG else {}
-    assert {name: sample.record[name] for name in ("reward", "feedback") if name in sample.record} == said
+@pytest.fixture
+def kept():
+    return KeptScores(Remembered(), b"a teacher")
 
 
-def test_a_file_ends_with_the_end_token_of_whichever_student_reads_it(tmp_path):
-    path, other = tmp_path / "responses", 0  # the teacher ends with END_TOKEN
-    ends = {"vocabulary": simulated_vocabulary((other,)), "teacher_vocabulary": simulated_vocabulary()}
-    saved = simulated_run(kd(save=str(path)), **ends)
-    loaded = simulated_run(kd(load=str(path)))
-    taught = simulated_run(kd())
-    assert wire.encode(loaded.batches) == wire.encode(taught.batches) != wire.encode(saved.batches)
-    again = simulated_run(kd(load=str(path)), **ends)
-    assert wire.encode(again.batches) == wire.encode(saved.batches)
+def test_kd_trains_from_kept_answers_as_from_the_teacher_whatever_the_seed(kept):
+    taught = simulated_run(kd(), iterations=4, kept_scores=kept)
+    assert wire.encode(taught.batches) == wire.encode(simulated_run(kd(), iterations=4).batches)
+    teacher = Counting()
+    again = simulated_run(kd(), iterations=4, kept_scores=kept, teacher=teacher, seed=7)
+    assert wire.encode(again.batches) == wire.encode(taught.batches)
+    assert not teacher.asked
+    assert again.stages.score.counters.completed == 0
 
 
-def test_a_run_that_saved_its_responses_and_ended_early_is_continued_without_paying_twice(tmp_path):
-    path, asked = tmp_path / "responses.msgpack", []
-    simulated_run(kd(save=str(path)), iterations=1)
-    path.write_bytes(path.read_bytes()[:-7])  # killed as it wrote
-
-    class Remembering(KdPolicy):
-        async def _ask_teacher(self, prompt, stages):
-            asked.append(prompt.problem.id)
-            return await super()._ask_teacher(prompt, stages)
-
-    policy = make_policy(Remembering, save=str(path))
-    before = path.read_bytes()
-    policy.check(simulated_prompts(16))
-    assert path.read_bytes() == before
-    simulated_run(policy, iterations=2)
-    assert len(asked) == PROBLEMS - 15  # the first run finished sixteen, of which one was cut
-    kd(load=str(path)).check(simulated_prompts(PROBLEMS))
-    changed = Prompt(ordinal=0, problem=next(simulated_prompts()).problem, token_ids=np.array([9, 9], np.int32))
-    with pytest.raises(DataError, match=r"policy\.save: .* rendered differently"):
-        kd(save=str(path)).check([changed])
+def test_a_run_that_ended_early_is_continued_without_paying_twice(kept):
+    first, second = Counting(), Counting()
+    simulated_run(kd(), iterations=1, kept_scores=kept, teacher=first)
+    simulated_run(kd(), iterations=2, kept_scores=kept, teacher=second)
+    assert (first.asked.total(), second.asked.total()) == (16, PROBLEMS - 16)
+    assert not first.asked.keys() & second.asked.keys()
 
 
-def test_a_response_is_that_to_the_teachers_own_prompt_and_the_student_learns_it_for_its_own(tmp_path):
-    path, teacher = tmp_path / "responses", Counting()
+def test_an_epoch_of_a_new_process_learns_from_the_responses_of_those_before_it(kept):
+    whole = simulated_run(kd(), iterations=4, kept_scores=kept)  # two epochs
+    again = simulated_run(kd(), iterations=2, kept_scores=kept, prompts=[*simulated_prompts(64)][32:])
+    assert wire.encode(again.batches) == wire.encode(whole.batches[2:])
+
+
+def test_a_response_is_that_to_the_teachers_own_prompt_and_the_student_learns_it_for_its_own(kept):
+    teacher = Counting()
     own = [replace(each, teacher_ids=each.token_ids[::-1].copy()) for each in simulated_prompts(16)]
-    run = simulated_run(kd(save=str(path)), prompts=own, teacher=teacher, iterations=1)
+    run = simulated_run(kd(), prompts=own, teacher=teacher, iterations=1, kept_scores=kept)
     assert set(teacher.asked) == {each.teacher_ids.tobytes() for each in own}
     assert [each.prompt_ids.tolist() for each in run.trained] == [each.token_ids.tolist() for each in own]
-    kd(load=str(path)).check(own)
-    with pytest.raises(DataError, match=r"policy\.load: problem 'p0' was rendered differently"):
-        kd(load=str(path)).check(simulated_prompts(16))
+    simulated_run(kd(), iterations=1, kept_scores=kept, teacher=teacher)  # the student's prompts are other ones
+    assert teacher.asked.total() == 32
 
 
-def test_a_file_that_its_writer_did_not_finish_is_used_as_far_as_it_goes(tmp_path):
-    path = tmp_path / "responses.msgpack"
-    simulated_run(kd(save=str(path)), iterations=1)
-    path.write_bytes(path.read_bytes()[:-7])
-    policy = kd(load=str(path))
-    found = Counter(_supervises(policy, prompt) for prompt in simulated_prompts(16))
-    assert found == {True: 15, False: 1}
-
-
-def _supervises(policy, prompt):
-    try:
-        return len(asyncio.run(policy.supervise(prompt, ScriptedStages()))) == 1
-    except PermanentError:
-        return False
-
-
-def test_a_file_that_does_not_fit_the_run_is_refused_in_one_line(tmp_path):
-    path = tmp_path / "responses.msgpack"
-    simulated_run(kd(save=str(path), top_k=4), iterations=1)
-    with pytest.raises(ConfigError, match=r"policy\.top_k=16: .* holds the teacher's top-4; set it to 4 or less"):
-        kd(load=str(path))
-    assert kd(load=str(path), top_k=2).needs.teacher_top_k == 0
-
-    other = policy_context(tokenizer=SimulatedTokenizer(VOCAB_SIZE - 1))
-    with pytest.raises(DataError, match="another vocabulary"):
-        make_policy(KdPolicy, other, load=str(path), top_k=4)
-    former = tmp_path / "former"
-    former.write_bytes(b"\x18\x00\x00\x00" + wire.encode({"format_version": 1, "top_k": 4}))
-    with pytest.raises(DataError, match=r"policy\.save: .* has format 1, this version reads 2; write another"):
-        kd(save=str(former))
-    garbage = tmp_path / "garbage"
-    garbage.write_bytes(b"\x05\x00\x00\x00hello")
-    with pytest.raises(DataError, match="is no file of teacher responses"):
-        kd(load=str(garbage))
-    with pytest.raises(ConfigError, match="cannot read"):
-        kd(load=str(tmp_path / "nowhere"))
-    changed = Prompt(ordinal=0, problem=next(simulated_prompts()).problem, token_ids=np.array([9, 9], np.int32))
-    with pytest.raises(DataError, match="rendered differently"):
-        asyncio.run(kd(load=str(path), top_k=4).supervise(changed, ScriptedStages()))
+def test_a_student_with_another_end_token_is_taught_its_own(kept):
+    other = {"vocabulary": simulated_vocabulary((0,)), "teacher_vocabulary": simulated_vocabulary()}
+    taught = simulated_run(kd(), **other)
+    assert wire.encode(simulated_run(kd(), kept_scores=kept, **other).batches) == wire.encode(taught.batches)
+    assert wire.encode(simulated_run(kd(), kept_scores=kept, **other).batches) == wire.encode(taught.batches)
+    assert wire.encode(simulated_run(kd(), kept_scores=kept).batches) == wire.encode(simulated_run(kd()).batches)

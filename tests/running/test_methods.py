@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import spot_async
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError, ReplayMissError
 from spot_async.running.services import core_shares
-from spot_async.testing.services import generation, token_scores
-from spot_async.testing.simulation import ScriptedStages
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "running_sum"
@@ -62,8 +56,8 @@ def test_each_methods_file_fits_the_two_cores_that_it_is_made_for(kind, monkeypa
         ("kd", ["teacher=null", "prompt.template=student"], "teacher: required by policy kd, but not given"),
         ("grpo", ["prompt.template=teacher"], "prompt.template=teacher: the run has no teacher section"),
         ("opd", ["training.reference_kl=0.1"], "training.reference_kl=0.1: policy opd asks no reference"),
-        ("kd", ["policy.save=no/such/folder/file"], "policy.save: no directory 'no/such/folder'"),
-        ("kd", ["policy.save=a", "policy.load=b"], "policy: give only one of save and load"),
+        ("kd", ["policy.save=a"], "policy.save: unknown key; KD's responses are kept in the file of `teacher.cache`"),
+        ("kd", ["policy.load=a"], "policy.load: unknown key; KD's responses are kept in the file of `teacher.cache`"),
         ("grpo", ["policy.samples=1"], "policy.samples: input should be greater than or equal to 2"),
         ("grpo", ["reference.model=no/such/model"], "reference.model: no directory 'no/such/model'"),
         ("grpo", ["queue.capacity_bytes=100000"], "queue.capacity_bytes=100000 holds less than one batch"),
@@ -98,66 +92,6 @@ def test_without_a_reference_kl_grpo_serves_no_reference():
 EIGHT = ["training.iterations=2", "training.warmup_iterations=0", "training.batch_size=4", "training.mini_batch_size=2"]
 
 
-def write_responses(path: Path, problems: int, *overrides: str) -> list[str]:
-    """A file with responses to the first problems that a run of eight prompts asks for; the ids of all eight."""
-    planned = plan("kd", f"policy.save={path}", *EIGHT, *overrides)
-    prompts = list(islice(planned.schedule, 8))
-    for prompt in prompts[:problems]:
-        written = ScriptedStages(generation([9, 1]), token_scores([-1.0, -1.0], topk_ids=np.zeros((2, 16))))
-        asyncio.run(planned.policy.supervise(prompt, written))
-    return [prompt.problem.id for prompt in prompts]
-
-
-def test_a_file_without_all_scheduled_problems_is_refused_with_their_number_before_anything_starts(tmp_path):
-    path = tmp_path / "responses"
-    ids = write_responses(path, 5)
-    with pytest.raises(ConfigError) as raised:
-        plan("kd", f"policy.load={path}", *EIGHT)
-    assert f"{path} has no response to 3 of 8 scheduled problems, the first is {ids[5]!r}" in str(raised.value)
-    assert "\n" not in str(raised.value)
-    short = ["training.iterations=1", "training.batch_size=5", "training.mini_batch_size=5"]
-    assert not plan("kd", f"policy.load={path}", *EIGHT, *short).policy.needs.teacher  # needs no more than it has
-
-
-def test_a_file_written_for_other_prompts_or_sampling_is_refused_before_anything_starts(tmp_path):
-    path = tmp_path / "responses"
-    write_responses(path, 8)
-    plan("kd", f"policy.load={path}", *EIGHT)
-    with pytest.raises(DataError, match="was rendered differently"):
-        plan("kd", f"policy.load={path}", "prompt.instruction=Answer in one word.", *EIGHT)
-    with pytest.raises(
-        ConfigError, match=r"sampling\.temperature=0\.5: .* of .*running_sum/teacher at temperature 1, .* set it to 1"
-    ):
-        plan("kd", f"policy.load={path}", "sampling.temperature=0.5", *EIGHT)
-    with pytest.raises(ConfigError, match=r"sampling\.max_response_tokens=1: .* a response of 2 tokens to problem"):
-        plan("kd", f"policy.load={path}", "sampling.max_response_tokens=1", *EIGHT)
-    plan("kd", f"policy.load={path}", "sampling.max_response_tokens=2", *EIGHT)
-
-
-def test_a_file_is_continued_by_the_teacher_that_began_it_wherever_it_lies_and_by_no_other_of_its_name(tmp_path):
-    path, (first, moved, other) = tmp_path / "responses", (tmp_path / name / "student" for name in ("a", "b", "c"))
-    for directory in (first, moved, other):
-        shutil.copytree("examples/running_sum/teacher", directory)
-    weights = (other / "model.safetensors").read_bytes()
-    (other / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    write_responses(path, 2, f"teacher.model={first}")
-    saving = [f"policy.save={path}", *EIGHT]
-    plan("kd", f"teacher.model={moved}", "teacher.backend.dtype=bfloat16", *saving)
-    for another in (f"teacher.model={other}", "teacher.backend={kind: vllm, url: 'http://h', served_model: m}"):
-        with pytest.raises(ConfigError) as raised:
-            plan("kd", f"teacher.model={moved}", another, *saving)
-        assert f"policy.save: {path} holds responses of another teacher ({first}) than teach" in str(raised.value)
-        assert "\n" not in str(raised.value)
-
-
-def test_a_file_loads_without_the_teacher_only_where_the_students_template_renders_its_prompts(tmp_path):
-    path = tmp_path / "responses"
-    write_responses(path, 8)
-    with pytest.raises(ConfigError, match=r"prompt\.template=teacher: .* set prompt\.template=student"):
-        plan("kd", f"policy.load={path}", "teacher=null", *EIGHT)
-    assert plan("kd", f"policy.load={path}", "teacher=null", "prompt.template=student", *EIGHT).teacher is None
-
-
 SHORT = [
     "training.iterations=2",
     "training.warmup_iterations=0",
@@ -182,14 +116,15 @@ def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path, servers_on_t
     assert sorted(p.stem for p in (tmp_path / "run" / "logs").glob("*.log")) == ["reference", "student", "trainer"]
 
 
-def test_kd_saves_its_responses_and_needs_no_teacher_to_train_from_them(
+def test_kd_keeps_what_it_was_taught_and_needs_no_teacher_to_train_from_it(
     tmp_path, servers_on_threads, trainer_on_thread
 ):
-    responses = tmp_path / "responses"
-    (trained,) = run("kd", tmp_path / "run", f"policy.save={responses}", "training.iterations=1")
-    assert trained["train/trajectories"] == 4
-    assert trained["train/branch_positions"] == trained["train/tokens"]  # the teacher's top-16 at every position
-    alone = ["training.iterations=1", f"policy.load={responses}", "teacher=null", "prompt.template=student"]
-    loading = plan("kd", *SHORT, *alone)
-    assert loading.teacher is None
-    assert not loading.policy.needs.teacher
+    kept = [f"teacher.cache={tmp_path / 'answers.sqlite'}"]
+    taught = run("kd", tmp_path / "run", *kept)
+    assert taught[0]["train/trajectories"] == 4
+    assert taught[0]["train/branch_positions"] == taught[0]["train/tokens"]  # the teacher's top-16 at every position
+    again = run("kd", tmp_path / "again", *kept, "teacher.replay=true")
+    assert [row["train/loss"] for row in again] == [row["train/loss"] for row in taught]
+    assert sorted(p.stem for p in (tmp_path / "again" / "logs").glob("*.log")) == ["student", "trainer"]
+    with pytest.raises(ReplayMissError, match=r"teacher\.replay: .*answers.sqlite has no answer about prompt 0 \("):
+        run("kd", tmp_path / "cooler", *kept, "teacher.replay=true", "sampling.temperature=0.5")

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from engine_requests import dense_logprobs
@@ -29,14 +28,13 @@ from spot_async.checks.plan import TrainPlan, plan_evaluation, plan_training
 from spot_async.cli import app
 from spot_async.config import SamplingConfig
 from spot_async.config.loading import load_config
-from spot_async.errors import ConfigError, DataError
+from spot_async.errors import ConfigError
 from spot_async.evaluation.response_log import settings_of
-from spot_async.policies.teacher_responses import ResponseFile, TeacherResponse
 from spot_async.stages.services import Services, StagesSettings
-from spot_async.testing.services import SimulatedVerifier, generation
+from spot_async.testing.services import SimulatedVerifier
 from spot_async.tools.check import servers
 from spot_async.trainer.feed_check import check_feed
-from spot_async.types import Verdict, WeightVersion
+from spot_async.types import WeightVersion
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
@@ -174,18 +172,3 @@ def test_an_end_token_that_one_model_has_no_row_for_is_refused_in_a_line(
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 50]}))
     with pytest.raises(ConfigError, match=rf"^{wide}.model: its end token .*\(50\) is none of the 48 tokens that all"):
         plan_of("spot", f"{wide}.model={directory}")
-
-
-def test_a_file_of_responses_with_ids_that_this_student_lacks_is_refused_in_a_line(
-    padded: dict[str, Path], plan_of: Any, tmp_path: Path
-) -> None:
-    plan = plan_of("opd")
-    context = msgspec.structs.replace(plan.student.policy_context, vocab_size=PADDED)
-    file, _ = ResponseFile.to_save(tmp_path / "responses", context, 0)
-    ids = np.array([4, 50, 1], np.int32)
-    written = {"prompt_ids": ids[:1], "end_token_id": 1, "response": generation(ids)}
-    file.append(TeacherResponse(problem_id="p", scores=None, verdict=Verdict.WRONG, **written))
-    assert ResponseFile(tmp_path / "responses", context, 0).read().keys() == {"p"}
-    for narrow in ({"vocab_size": COMMON}, {"vocab_limit": COMMON}):
-        with pytest.raises(DataError, match=r"^policy.load: .* names token 50 for problem 'p', and this run's models"):
-            ResponseFile(tmp_path / "responses", msgspec.structs.replace(context, **narrow), 0).read()

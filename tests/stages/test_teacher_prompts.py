@@ -128,6 +128,22 @@ async def test_kept_scores_are_those_of_the_prompt_that_was_read():
     assert (own[0], context[0]) == (OWN.teacher_ids.tolist(), CONTEXT.tolist())
 
 
+async def test_a_kept_response_is_that_to_the_same_tokens_sampled_in_the_same_way():
+    recorder = Recorder()
+    stages = bound(recorder, PLAIN)
+    await stages.teacher_response()
+    await bound(recorder, msgspec.structs.replace(PLAIN, ordinal=9)).teacher_response()  # a later epoch, another seed
+    await stages.teacher_response(n=1)
+    await stages.teacher_response(prompt_ids=CONTEXT)
+    await stages.teacher_response(prefix_ids=RESPONSE[:1])
+    await stages.teacher_response(max_tokens=2)
+    await stages.teacher_response(stop=(8,))
+    first, again, *others = recorder.keys
+    assert first == again == [[3, 4], 0, 6, 1.0, [1], None, 1.0]
+    assert len({repr(each) for each in (first, *others)}) == 6
+    assert len(set(recorder.seeds)) > 2
+
+
 async def test_a_context_gives_the_teachers_response_a_seed_of_its_own_and_nothing_else_does():
     recorder = Recorder()
     await bound(recorder, PLAIN).teacher_response()

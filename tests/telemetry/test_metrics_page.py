@@ -17,6 +17,7 @@ from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
+from spot_async.policies.distill import DistillPolicy
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -224,12 +225,12 @@ def test_a_replicas_figures_are_those_of_the_iteration(simulated):
 
 def test_kds_throughput_counts_what_the_teacher_writes_and_nothing_is_said_where_nobody_writes(tmp_path):
     (tmp_path / "kd").mkdir()
-    rows, _ = simulate(KdPolicy, tmp_path / "kd", save=str(tmp_path / "responses"))
+    rows, _ = simulate(KdPolicy, tmp_path / "kd")
     for row in rows:  # every prompt is another problem
         written = row["teacher/tokens"] * 16
         assert row["throughput/generated_tokens_per_s"] == pytest.approx(written / row["time/iteration_s"])
     (tmp_path / "again").mkdir()
-    rows, _ = simulate(KdPolicy, tmp_path / "again", load=str(tmp_path / "responses"))
+    rows, _ = simulate(DistillPolicy, tmp_path / "again", divergence="forward_kl", student_share=0.0, written_by="data")
     assert not any("throughput/generated_tokens_per_s" in row for row in rows)
 
 

@@ -35,7 +35,6 @@ from spot_async.tools.tune.command import (
     announcement,
     check_options,
     most_in_flight,
-    without_files,
 )
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
@@ -379,11 +378,6 @@ def test_a_replay_has_no_teacher_to_tune():
     config = config_from({**RUN, "teacher": {"model": "t", "cache": "scores.sqlite", "replay": True}})
     with pytest.raises(ConfigError, match=r"set teacher\.replay=false"):
         check_options(config, options())
-
-
-def test_responses_of_a_tuning_are_not_saved_as_the_runs():
-    config = config_from({**RUN, "policy": {"kind": "kd", "save": "responses.bin"}})
-    assert without_files(config).policy.save is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.long

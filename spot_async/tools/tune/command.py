@@ -62,16 +62,6 @@ class TuneOptions:
     run: Path | None = None  # whose trainer and lengths a recommended `max_staleness` is simulated with
 
 
-def without_files(config: Config) -> Config:
-    """Return the configuration of the same run without the files that it would keep, since this is not its data.
-
-    (`policy.save` is a key of KD's.)
-    """
-    if getattr(config.policy, "save", None) is None:
-        return config
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"save": None})})
-
-
 def paid_keys(config: Config) -> dict[str, list[str]]:
     """Return the keys, by role, that say that a backend's requests cost money or are counted."""
     found = {

@@ -116,7 +116,7 @@ class ResumedDrill(Drill):
     may_end: ClassVar[Mapping[str, str]] = {**fault_plan.MAY_END, **MAY_END}
     trainer_class = SavingTrainer
     # Each comes once. A policy may remember what an earlier epoch gave it, which a new process does not: KD without
-    # `policy.save` has another response for a problem then.
+    # `teacher.cache` has another response for a problem then.
     problems = 1000
 
     def __init__(
