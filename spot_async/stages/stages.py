@@ -158,9 +158,11 @@ class BoundStages:
         request = ("rollout", *_identity(n, prompt_ids, prefix))
         own_ids = self._prompt.token_ids
         read_ids = own_ids if prompt_ids is None else prompt_ids
-        response = await self._continued(
-            self._stages.rollout, request, read_ids, prefix, max_tokens=max_tokens, stop=stop, top_k=top_k
-        )
+
+        def generate(context_ids: IntArray, settings: SamplingSettings) -> Awaitable[Generation]:
+            return self._generate(self._stages.rollout, (self._prompt.ordinal,), context_ids, settings, top_k=top_k)
+
+        response = await self._continued(request, read_ids, prefix, max_tokens=max_tokens, stop=stop, generate=generate)
         # Its log pi_old are those behind another prompt.
         return response if np.array_equal(read_ids, own_ids) else foreign(response)
 
@@ -181,14 +183,23 @@ class BoundStages:
         ends, prefix = self._stages.ends, np.asarray(prefix_ids, np.int32)
         request = ("teacher response", *_identity(n, prompt_ids, prefix))
         read_ids = self._read_by_teacher(prompt_ids)
+        stage = _given(self._stages.teacher_response, self._stages.writer, "teacher_responses")
+
+        def generate(context_ids: IntArray, settings: SamplingSettings) -> Awaitable[Generation]:
+            # Without the seed: runs that differ in it share what a teacher wrote.
+            ends = np.array(settings.stop_token_ids, np.int32)
+            asked = (context_ids, n, settings.max_tokens, settings.top_p, ends, settings.vocab_limit)
+            return self._kept(
+                Generation, asked, lambda: self._generate(stage, (self._prompt.ordinal,), context_ids, settings)
+            )
+
         response = await self._continued(
-            _given(self._stages.teacher_response, self._stages.writer, "teacher_responses"),
             request,
             read_ids,
             ends.swapped(prefix),
             max_tokens=max_tokens,
             stop=ends.swapped(np.asarray(stop, np.int32)).tolist(),
-            kept_as=n,
+            generate=generate,
         )
         response = foreign(msgspec.structs.replace(response, token_ids=ends.swapped(response.token_ids)))
         self._note_read(read_ids, response.token_ids)
@@ -196,20 +207,15 @@ class BoundStages:
 
     async def _continued(
         self,
-        stage: Stage[Generator],
         request: tuple[int | str, ...],
         prompt_ids: IntArray,
         prefix_ids: IntArray,
         *,
         max_tokens: int | None,
         stop: Sequence[int],
-        top_k: int = 0,
-        kept_as: int | None = None,
+        generate: Callable[[IntArray, SamplingSettings], Awaitable[Generation]],
     ) -> Generation:
-        """Sample what comes after a prefix of the response: nothing, if it ended or leaves no room.
-
-        `kept_as`: its number among those that the teacher wrote here, by which the cache keeps it; None: it does not.
-        """
+        """Sample what comes after a prefix of the response: nothing, if it ended or leaves no room."""
         room = self._stages.settings.sampling.max_response_tokens - len(prefix_ids)
         most = room if max_tokens is None else min(room, max_tokens)
         if len(prefix_ids) and int(prefix_ids[-1]) in self._stages.stop_token_ids:
@@ -220,14 +226,7 @@ class BoundStages:
         stops = tuple(dict.fromkeys((*settings.stop_token_ids, *stop)))
         settings = msgspec.structs.replace(settings, stop_token_ids=stops)
         context_ids = np.concatenate([prompt_ids, prefix_ids], dtype=np.int32) if len(prefix_ids) else prompt_ids
-        generate = functools.partial(self._generate, stage, (self._prompt.ordinal,), context_ids, settings, top_k=top_k)
-        if kept_as is None:
-            return await generate()
-        # Without the seed: runs that differ in it share what a teacher wrote.
-        ends = np.array(stops, np.int32)
-        return await self._kept(
-            Generation, (context_ids, kept_as, most, settings.top_p, ends, settings.vocab_limit), generate
-        )
+        return await generate(context_ids, settings)
 
     async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
         read_ids = self._read_by_teacher(prompt_ids)

@@ -535,7 +535,7 @@ async def test_the_teacher_is_asked_about_chosen_tokens_by_its_own_end_token_onc
         assert len(teacher.scored) == 3  # whatever differs is another question
     async with ScoreCache(tmp_path / "cache", is_replay=True) as cache:
         np.testing.assert_array_equal(await ask(cache, RESPONSE, positions, candidates), asked)
-        with pytest.raises(ReplayMissError, match="has no scores of prompt 4"):
+        with pytest.raises(ReplayMissError, match="has no answer about prompt 4"):
             await ask(cache, RESPONSE, positions, candidates + 1)
     assert len(teacher.scored) == 3
 
