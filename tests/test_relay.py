@@ -90,12 +90,29 @@ def test_problem_files_are_what_the_generator_makes_and_nothing_held_out_is_trai
     assert (len(relay.train), len(relay.heldout)) == (60 * 64, 1200)
 
 
-@pytest.mark.parametrize("regime", ["choice", "knowledge"])
-def test_both_configurations_start_from_the_checkpoints_that_the_manifests_describe(regime):
+def test_whoever_reads_the_answer_has_its_states_and_the_prompt_is_the_one_of_the_configuration(example):
+    relay, random = example.task.RELAY, np.random.default_rng(0)
+    starts, operations = relay.problems(random, 50, 3)
+    known = np.zeros_like(relay.is_known)
+    written = example.task.write_solutions(
+        relay, starts, operations, relay.prior, random, is_known=known, reads_answers=True
+    )
+    right = [relay.trace(int(start), row) for start, row in zip(starts, operations, strict=True)]
+    assert written.states[:, :, -1].tolist() == right
+    ids, _ = example.tokenizer.encode(starts, operations, written, with_answers=True)
+    prompt = load_config(RELAY / "self.yaml").prompt.teacher
+    for start, row, states, line in zip(starts, operations, right, ids, strict=True):
+        parts = {"problem": example.task.problem_text(int(start), row), "answer": example.task.states_text(states)}
+        text = example.tokenizer.build_tokenizer().decode(line)
+        assert text.startswith(f"<|user|>{prompt.filled(parts.__getitem__)}<|assistant|>")
+
+
+@pytest.mark.parametrize("regime", ["choice", "knowledge", "self"])
+def test_configurations_start_from_the_checkpoints_that_the_manifests_describe(regime):
     config = load_config(RELAY / f"{regime}.yaml")
     for role, model in (
-        ("student", config.student),
-        ({"choice": "peer", "knowledge": "teacher"}[regime], config.teacher),
+        ("reader" if regime == "self" else "student", config.student),
+        ({"choice": "peer", "knowledge": "teacher", "self": "reader"}[regime], config.teacher),
     ):
         directory = ROOT / model.model
         assert directory == RELAY / role

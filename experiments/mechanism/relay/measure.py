@@ -1,6 +1,7 @@
 """Measures the relay's models by themselves, on the held-out problems; no method is run.
 
-    python experiments/mechanism/relay/measure.py student peer teacher
+    python experiments/mechanism/relay/measure.py student peer teacher reader
+    python experiments/mechanism/relay/measure.py reader --with-answers      # each prompt has the problem's answer
 
 Avg@8 is the mean over all samples, Pass@8 the share of problems with a right sample, at temperature 1 and top-p 0.8.
 Shares of methods are by rank: by the student's knowledge of an operation's methods, and by the teacher's prior.
@@ -24,7 +25,9 @@ SAMPLES, TOP_P, SEED = 8, 0.8, 20261123
 
 
 @torch.no_grad()
-def measure(model: Any, tokenizer: Any, relay: task.Relay, problems: dict[str, tuple[int, str]]) -> dict[str, Any]:
+def measure(
+    model: Any, tokenizer: Any, relay: task.Relay, problems: dict[str, tuple[int, str]], *, with_answers: bool
+) -> dict[str, Any]:
     torch.manual_seed(SEED)
     model.eval()
     found: dict[str, Any] = {}
@@ -34,7 +37,8 @@ def measure(model: Any, tokenizer: Any, relay: task.Relay, problems: dict[str, t
     tokens = 0
     for tier in task.TIERS:
         texts = [text for text, (operations, _) in problems.items() if operations == tier]
-        prompts = tokenizer([f"<|user|>{text}<|assistant|>" for text in texts], return_tensors="pt")
+        read = [f"{text}{{{problems[text][1]}}}" if with_answers else text for text in texts]
+        prompts = tokenizer([f"<|user|>{text}<|assistant|>" for text in read], return_tensors="pt")
         sequences = model.generate(
             input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], do_sample=True, temperature=1.0,
             top_p=TOP_P, top_k=0, num_return_sequences=SAMPLES, max_new_tokens=MAX_NEW_TOKENS,
@@ -67,6 +71,9 @@ def shares(right: np.ndarray) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure models on the held-out problems.")
     parser.add_argument("models", nargs="+", help="directories; relative ones lie beside this script")
+    parser.add_argument(
+        "--with-answers", action="store_true", help="prompts have the answer, as a self-teacher reads it"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.models:
@@ -76,7 +83,8 @@ def main() -> None:
             AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False),
             AutoTokenizer.from_pretrained(directory, trust_remote_code=False),
         )
-        print(name, json.dumps(measure(model, tokenizer, relay, relay.heldout), indent=2))
+        found = measure(model, tokenizer, relay, relay.heldout, with_answers=arguments.with_answers)
+        print(name, json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Both begin as one model that knows all facts and names methods evenly. The teacher then learns its prior over methods
 from solutions with slips, so that it continues well from a student's error. The student reads random states in place of
 the facts that it shall not know. The peer is the student with the teacher's prior: it keeps the student's probabilities
-of states. Phases are counted in steps, never in seconds.
+of states. The reader is a student that can also read the answer where its prompt has it. Phases are counted in steps,
+never in seconds.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ class Phase:
     with_prior: bool = False  # names methods as the teacher does, or all alike
     knows_all: bool = True  # or the student's share of the facts
     holds_states: bool = False  # learns states from the probabilities that the model began with, not from the texts
+    answers: float = 0.0  # share of batches whose prompts have the answer, in braces
 
 
 SHARED = (Phase(0, 1000, 4e-3),)
 TEACHER = (Phase(3, 160, 1.5e-3, slips=0.15, with_prior=True), Phase(4, 400, 3e-3, slips=0.25, with_prior=True))
 STUDENT = (Phase(1, 200, 3e-3, knows_all=False),)
+READER = (*STUDENT, Phase(6, 600, 3e-3, knows_all=False, answers=0.5))
 PEER = (*STUDENT, Phase(5, 250, 3e-3, knows_all=False, with_prior=True, holds_states=True))
 
 
@@ -100,8 +103,11 @@ def train(model: Qwen3ForCausalLM, relay: task.Relay, phase: Phase, say: Callabl
             [task.problem_text(int(s), o) not in relay.heldout for s, o in zip(starts, operations, strict=True)]
         )
         starts, operations = starts[kept], operations[kept]
-        written = task.write_solutions(relay, starts, operations, prior, random, is_known=is_known, slips=phase.slips)
-        ids, labels = (torch.from_numpy(each) for each in encode(starts, operations, written))
+        reads = phase.answers > 0 and random.random() < phase.answers
+        written = task.write_solutions(
+            relay, starts, operations, prior, random, is_known=is_known, slips=phase.slips, reads_answers=reads
+        )
+        ids, labels = (torch.from_numpy(each) for each in encode(starts, operations, written, with_answers=reads))
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         labels = labels[:, 1:]
         is_state = (labels >= IDS["0"]) & (labels < IDS["0"] + task.STATES)
@@ -180,7 +186,7 @@ def main() -> None:
     shared = build_model()
     for phase in SHARED:
         train(shared, task.RELAY, phase, lambda line: print("shared", line, flush=True))
-    for role, phases in (("student", STUDENT), ("peer", PEER), ("teacher", TEACHER)):
+    for role, phases in (("student", STUDENT), ("peer", PEER), ("teacher", TEACHER), ("reader", READER)):
         model = copy.deepcopy(shared)
         for phase in phases:
             train(model, task.RELAY, phase, lambda line, role=role: print(role, line, flush=True))

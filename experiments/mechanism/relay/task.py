@@ -145,19 +145,21 @@ class Solutions:
 
 def write_solutions(
     relay: Relay, starts: Array, operations: Array, prior: Array, random: np.random.Generator, *, is_known: Array,
-    slips: float = 0.0,
+    slips: float = 0.0, reads_answers: bool = False,
 ) -> Solutions:  # fmt: skip
     """Write solutions whose methods follow `prior`. States are random where a fact is not known, or by chance `slips`.
 
-    A solution continues from the state that it wrote, right or wrong.
+    A solution continues from the state that it wrote, right or wrong. Where it `reads_answers`, it has the last state
+    of each operation from the answer.
     """
     count, length = operations.shape
     methods = np.zeros((count, length), np.int64)
     states = np.zeros((count, length, STAGES), np.int64)
     slipped = np.zeros((count, length, STAGES), np.bool_)
-    now = starts
+    now = right = starts
     for j in range(length):
         operation = operations[:, j]
+        right = relay.result[operation, right]
         methods[:, j] = (
             (random.random((count, 1)) > prior[operation].cumsum(axis=1)).sum(axis=1).clip(0, len(METHODS) - 1)
         )
@@ -166,6 +168,7 @@ def write_solutions(
             slipped[:, j, stage] = random.random(count) < slips
             follows = is_known[fact] & ~slipped[:, j, stage]
             now = np.where(follows, relay.facts[fact], random.integers(0, STATES, count))
+            now = right if reads_answers and stage == STAGES - 1 else now
             states[:, j, stage] = now
     connectives = random.choice(len(CONNECTIVES), (count, length), p=CONNECTIVE_WEIGHTS)
     return Solutions(methods, states, connectives, slipped)

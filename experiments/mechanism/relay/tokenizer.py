@@ -56,8 +56,13 @@ def save_tokenizer(directory: Path) -> None:
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
-def encode(starts: np.ndarray, operations: np.ndarray, written: task.Solutions) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and labels (n, tokens). Only the solution is learned, without its slips."""
+def encode(
+    starts: np.ndarray, operations: np.ndarray, written: task.Solutions, *, with_answers: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and labels (n, tokens). Only the solution is learned, without its slips.
+
+    A prompt `with_answers` has the answer in braces behind the problem.
+    """
     count, length = operations.shape
     first = {
         name: IDS[token] for name, token in (("state", "0"), ("operation", "a"), ("method", "W"), ("connective", "S"))
@@ -66,10 +71,12 @@ def encode(starts: np.ndarray, operations: np.ndarray, written: task.Solutions) 
     def column(token: str) -> np.ndarray:
         return np.full(count, IDS[token])
 
+    answer = [column("{"), *(first["state"] + written.states[:, :, -1]).T, column("}")]
     prompt = [
         column("<|user|>"),
         first["state"] + starts,
         *(first["operation"] + operations).T,
+        *(answer if with_answers else []),
         column("<|assistant|>"),
     ]
     ids, labels = list(prompt), [np.full(count, IGNORED) for _ in prompt]
@@ -80,11 +87,5 @@ def encode(starts: np.ndarray, operations: np.ndarray, written: task.Solutions) 
         learned = [line[0], line[1], *np.where(~written.is_slip[:, j], states, IGNORED).T, line[-1]]
         ids += line
         labels += learned
-    end = [
-        column("\\boxed"),
-        column("{"),
-        *(first["state"] + written.states[:, :, -1]).T,
-        column("}"),
-        column("<|end|>"),
-    ]
+    end = [column("\\boxed"), *answer, column("<|end|>")]
     return np.stack(ids + end, axis=1), np.stack(labels + end, axis=1)
