@@ -19,7 +19,7 @@ from spot_async.base.files import lines_of, reading
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model
-from spot_async.run_directory.reading import RunFiles
+from spot_async.run_directory.reading import RunFiles, SampleRecord
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.totals import Rows, total, training_s
 from spot_async.tools.simulate.fit import Speed, Timed, speed
@@ -30,24 +30,6 @@ from spot_async.tools.simulate.rates import Tree
 RESPONSES = ("rollout", "teacher_response")  # stages whose answers are the responses of samples
 SCORES = ("score", "reference")  # stages whose requests have a response's tokens and those of its prompt
 LOADING = (*RESPONSES, "probe", *SCORES)  # stages whose requests take the longer, the more tokens they have
-
-
-class RecordedCandidate(msgspec.Struct):
-    continuations: list[str] = []
-
-
-class RecordedBranch(msgspec.Struct):
-    position: int
-    candidates: list[RecordedCandidate] = []
-
-
-class RecordedSample(msgspec.Struct):
-    """What lengths need of a sample."""
-
-    iteration: int
-    problem_id: str = ""
-    response_ids: list[int] = []
-    branches: list[RecordedBranch] = []
 
 
 class Slice(msgspec.Struct):
@@ -85,7 +67,7 @@ def read_run(path: Path, config: Config) -> Recorded:
         raise DataError(f"--from {path}: no iteration has finished, so nothing was measured")
     rows = rows[1:] if len(rows) > 2 else rows  # in the first one, servers and trainer warm up
     slices = _slices(files.path / "trace.json")
-    prompts = _traced_prompts(slices) or _sampled_prompts(list(files.samples_as(RecordedSample)), rows)
+    prompts = _traced_prompts(slices) or _sampled_prompts(list(files.samples_as(SampleRecord)), rows)
     requests = _requests(slices)
     rates = _trainer(rows) | _stage_seconds(requests)
     for role in ("student", "teacher", "reference"):
@@ -110,7 +92,7 @@ def tune_beside(config: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def _sampled_prompts(samples: Sequence[RecordedSample], rows: Rows) -> list[RecordedPrompt]:
+def _sampled_prompts(samples: Sequence[SampleRecord], rows: Rows) -> list[RecordedPrompt]:
     """Return what was generated for each prompt, of whose own tokens samples say nothing. The samples of one prompt
     follow each other.
     """
@@ -124,14 +106,14 @@ def _sampled_prompts(samples: Sequence[RecordedSample], rows: Rows) -> list[Reco
     ]
 
 
-def _texts(sample: RecordedSample) -> Iterator[str]:
+def _texts(sample: SampleRecord) -> Iterator[str]:
     """Yield the texts of a sample's probes. An empty one needed no request."""
     for branch in sample.branches:
         for candidate in branch.candidates:
             yield from (text for text in candidate.continuations if text)
 
 
-def _tokens_per_character(samples: Sequence[RecordedSample], rows: Rows) -> float:
+def _tokens_per_character(samples: Sequence[SampleRecord], rows: Rows) -> float:
     """Return the tokens of a probe for each character of its text, since samples have no other length of it."""
     characters = sum(len(text) for sample in samples for text in _texts(sample))
     tokens = [row["probe/tokens"] for row in rows if "probe/tokens" in row]
