@@ -9,7 +9,7 @@ sees it, with what is in `shared/`:
 * `held_weights.py` notices a server that was restarted, or updated by somebody else.
 * `remote.py` starts a server as a child process, unless the settings name one that is running, and connects to it.
 * `remote.py` and `settings.py` also add what JSON servers have in common, such as billing.
-* `student_backend.py` is the base of backends for such servers that may serve a student: sleep, health, new weights.
+* `student_backend.py` has the bases of backends whose servers may serve a student: new weights; sleep and health.
 
 Leaving the backend ends the server. Inference itself happens in the server (`spot_async.serving`).
 """
@@ -43,10 +43,9 @@ from spot_async.types import (
 
 from ..shared.bodies import largest_reply_bytes
 from ..shared.discovery import may_be_other, other_kind
-from ..shared.held_weights import INITIAL, HeldWeights
-from ..shared.lora import Adapters
-from ..shared.remote import RemoteBackend
+from ..shared.held_weights import HeldWeights
 from ..shared.replies import check_candidates, check_generation, check_scores
+from ..shared.student_backend import AdapterBackend
 from ..shared.witnesses import file_digests
 from .coalescing import Batch, Coalescer, Outcome
 from .server import LocalServer, error_of, largest_generation, take_frames, time_left
@@ -55,7 +54,7 @@ from .settings import LocalSettings
 T = TypeVar("T")
 
 
-class LocalBackend(RemoteBackend):
+class LocalBackend(AdapterBackend):
     """A `Generator`, `Scorer`, `CandidateScorer`, `WeightSink` and `HealthCheck` around one server."""
 
     class Settings(LocalSettings):
@@ -64,19 +63,12 @@ class LocalBackend(RemoteBackend):
     _server: LocalServer
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
+        server = LocalServer(settings, role=role, model=model, run_directory=run_directory)
+        super().__init__(settings, server, server, base=Path(model), run_directory=run_directory)
         self._settings = settings
-        self._server = server = LocalServer(settings, role=role, model=model, run_directory=run_directory)
-        self._name = server.name
-        self._is_student = role == "student"
         self._held: HeldWeights
         self._capabilities: Capabilities
         self._coalescer = Coalescer()
-        self._adapters: Adapters | None = None
-        if (lora := settings.adapters(role)) is not None:
-            directory, lives_on = run_directory / "weights", settings.is_attached
-            self._adapters = Adapters(
-                server, lora, name=self._name, base=Path(model), directory=directory, unloads=lives_on
-            )
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         await super()._open(stack)
@@ -86,9 +78,11 @@ class LocalBackend(RemoteBackend):
         # Requests name this process, so that another one at its address, with other weights, refuses them.
         self._server.endpoint.headers[api.INSTANCE_HEADER] = found.instance
         self._capabilities = await self.capabilities(deadline=deadline)
-        if self._adapters is not None:
-            stack.push_async_callback(self._adapters.close)
-            await self._load_first(self._adapters, deadline)
+        try:
+            await self._start_adapters(stack, deadline)
+        except PermanentError as error:
+            section = self._server.section
+            raise ConfigError(f"{section}: the server does not take this run's adapters: {error}") from None
 
     async def _first_health(self, deadline: float) -> api.HealthReply:
         """Ask the server for its health and version. Raises `ConfigError` if it is of another kind."""
@@ -101,14 +95,6 @@ class LocalBackend(RemoteBackend):
             expected, others = "`spot-async serve`", "vllm, sglang or openai"
             raise await other_kind(
                 server.endpoint, server.section, error, expected=expected, others=others, deadline=deadline
-            ) from None
-
-    async def _load_first(self, adapters: Adapters, deadline: float) -> None:
-        try:
-            await adapters.start(deadline=deadline)
-        except PermanentError as error:
-            raise ConfigError(
-                f"{self._server.section}: the server does not take this run's adapters: {error}"
             ) from None
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
@@ -205,9 +191,6 @@ class LocalBackend(RemoteBackend):
                 self._check_version(span.version, request.adapter, since)
         return check_generation(reply, request.sampling, top_k=request.top_k, vocab_size=self._capabilities.vocab_size)
 
-    async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
-        return await self.score(request, top_k=top_k, expected_version=INITIAL)
-
     async def score(
         self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
     ) -> TokenScores:
@@ -283,10 +266,7 @@ class LocalBackend(RemoteBackend):
         elif version != self._adapters.version_of(adapter):
             raise PoisonedReplyError(f"is of weights {version}, and not those of adapter {adapter}")
 
-    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        if self._adapters is not None:
-            await self._adapters.update(snapshot, deadline=deadline)
-            return
+    async def _update(self, snapshot: WeightSnapshot, deadline: float) -> None:
         digests = await asyncio.to_thread(file_digests, Path(snapshot.directory))
         request = api.UpdateRequest(snapshot=snapshot, digests=digests, timeout_s=time_left(deadline))
 

@@ -28,8 +28,8 @@ from spot_async.types import BehindUrl, ScoreRequest, TokenScores, WeightSnapsho
 from .discovery import Saying, ask_behind
 from .held_weights import INITIAL, ReadName, WeightNames
 from .lora import Adapters, AdapterServer
-from .remote import RemoteBackend, RemoteServer
-from .settings import StudentServerSettings
+from .remote import RemoteBackend, RemoteServer, Server
+from .settings import PlacedSettings, StudentServerSettings
 
 DISCOVERY_TIMEOUT_S = 300.0  # the first request for log-probabilities may compile for half a minute
 
@@ -83,17 +83,13 @@ class ServedWeights:
             yield adapter.name, adapter.version
 
 
-class StudentBackend(RemoteBackend, abc.ABC):
-    """Base of a `Generator`, `Scorer`, `WeightSink`, `Sleeper` and `HealthCheck` around one server."""
-
-    _server: RemoteServer
-    SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `discovery.py`
+class AdapterBackend(RemoteBackend, abc.ABC):
+    """Base of a `Scorer` and `WeightSink` around one server, whose new weights may be adapters beside its own."""
 
     def __init__(
-        self, settings: StudentServerSettings, server: RemoteServer, loads: AdapterServer, run_directory: Path
+        self, settings: PlacedSettings, server: Server, loads: AdapterServer, *, base: Path, run_directory: Path
     ) -> None:
-        """`loads` is asked to load adapters, where the student's new weights are such."""
-        self._settings = settings
+        """`loads` is asked to load adapters of the model `base`, where the student's new weights are such."""
         self._server = server
         self._name = server.name
         self._is_student = server.role == "student"
@@ -103,10 +99,51 @@ class StudentBackend(RemoteBackend, abc.ABC):
                 loads,
                 lora,
                 name=self._name,
-                base=server.files.directory,
+                base=base,
                 directory=run_directory / "weights",
                 unloads=settings.is_attached,
             )
+
+    async def _start_adapters(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
+        if self._adapters is not None:
+            stack.push_async_callback(self._adapters.close)
+            await self._adapters.start(deadline=deadline)
+
+    @abc.abstractmethod
+    async def score(
+        self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
+    ) -> TokenScores: ...
+
+    async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        return await self.score(request, top_k=top_k, expected_version=INITIAL)
+
+    @abc.abstractmethod
+    async def _update(self, snapshot: WeightSnapshot, deadline: float) -> None:
+        """Load new weights in place of the server's own."""
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        """Load new weights, all or nothing.
+
+        Responses under way continue with the new weights. Those of an adapter end with the adapter that they began
+        with.
+        """
+        if self._adapters is not None:
+            await self._adapters.update(snapshot, deadline=deadline)
+        else:
+            await self._update(snapshot, deadline)
+
+
+class StudentBackend(AdapterBackend):
+    """Base of a `Generator`, `Scorer`, `WeightSink`, `Sleeper` and `HealthCheck` around one server of others."""
+
+    _server: RemoteServer
+    SAYINGS: ClassVar[Mapping[str, Saying]]  # what only one server says; see `discovery.py`
+
+    def __init__(
+        self, settings: StudentServerSettings, server: RemoteServer, loads: AdapterServer, run_directory: Path
+    ) -> None:
+        super().__init__(settings, server, loads, base=server.files.directory, run_directory=run_directory)
+        self._settings = settings
         self._names = WeightNames(self._name, is_student=self._is_student)
         self._served = ServedWeights(self._names, self._adapters)
         self._standstill = Standstill()
@@ -117,9 +154,7 @@ class StudentBackend(RemoteBackend, abc.ABC):
         deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
         try:
             await self._discover(stack, deadline)
-            if self._adapters is not None:
-                stack.push_async_callback(self._adapters.close)
-                await self._adapters.start(deadline=deadline)
+            await self._start_adapters(stack, deadline)
         except PermanentError as error:  # the first requests show wrong flags, a wrong key or another model
             raise ConfigError(str(error)) from None
 
@@ -129,7 +164,7 @@ class StudentBackend(RemoteBackend, abc.ABC):
 
     @abc.abstractmethod
     async def _replace_weights(self, snapshot: WeightSnapshot, deadline: float) -> None:
-        """Load new weights in place of the server's own."""
+        """Do as `_update`, while nothing else is asked of the engine."""
 
     @abc.abstractmethod
     async def _sleep(self, deadline: float) -> None:
@@ -147,23 +182,7 @@ class StudentBackend(RemoteBackend, abc.ABC):
         """Return how many servers answer at its address."""
         return await ask_behind(self._server, self.SAYINGS, deadline=deadline)
 
-    @abc.abstractmethod
-    async def score(
-        self, request: ScoreRequest, *, top_k: int, expected_version: WeightVersion | None = None
-    ) -> TokenScores: ...
-
-    async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
-        return await self.score(request, top_k=top_k, expected_version=INITIAL)
-
-    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        """Load new weights, all or nothing.
-
-        Responses under way continue with the new weights. Those of an adapter end with the adapter that they began
-        with.
-        """
-        if self._adapters is not None:
-            await self._adapters.update(snapshot, deadline=deadline)
-            return
+    async def _update(self, snapshot: WeightSnapshot, deadline: float) -> None:
         with self._standstill.loading(), self._names.updating(snapshot.version):
             await self._replace_weights(snapshot, deadline)
 
