@@ -40,7 +40,7 @@ from spot_async.types import (
 )
 
 from ..shared.bodies import Steps
-from ..shared.discovery import differences, may_be_other, noise_nats, temperature_convention
+from ..shared.discovery import compare_tokenizers, differences, may_be_other, noise_nats, temperature_convention
 from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_candidates, check_rows, scored_positions
@@ -49,13 +49,13 @@ from ..shared.settings import StudentServerSettings
 from ..shared.student_backend import Part, StudentBackend
 from . import process
 from .discovery import (
+    PLAIN_TEXT,
     SAYINGS,
     check_cache,
     check_exact,
     check_ready,
     check_vocabulary,
     not_sglang,
-    plain_prompt,
     server_info,
 )
 from .generation import generate_below
@@ -203,7 +203,8 @@ class SglangBackend(StudentBackend):
         check_exact(self._server, info)
         await check_vocabulary(self._server, info, self._requests.neutral, deadline=deadline)
         self._names.start(model.weight_version)
-        prompt_ids = await plain_prompt(self._server, deadline=deadline)
+        await compare_tokenizers(self._server, [PLAIN_TEXT], deadline=deadline)
+        prompt_ids = np.array(files.vocabulary.tokenizer.encode(PLAIN_TEXT, add_special_tokens=False), np.int32)
         top_k = min(DISCOVERY_TOP_K, self._vocab_size)
         count = min(DISCOVERY_TOKENS, max_tokens - len(prompt_ids))
         sampling = SamplingSettings(max_tokens=count, stop_token_ids=(), seed=0)

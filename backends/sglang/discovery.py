@@ -10,11 +10,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, ThrottledError
-from spot_async.types import Generation, IntArray, SamplingSettings
+from spot_async.types import Generation, SamplingSettings
 
 from ..shared.discovery import PROCESS, Saying, may_be_other, other_kind
 from ..shared.remote import RemoteServer
@@ -29,10 +26,6 @@ SAYINGS = {
 }
 CHOSEN_IDS_CHECKED = (0, 5, 14)  # from here on; before, a chosen id outside the vocabulary crashed the server
 PLAIN_TEXT = "The sum of two and three is five, and the product of two and three is six."
-
-
-class Tokenized(msgspec.Struct):
-    tokens: list[int]
 
 
 async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
@@ -118,22 +111,6 @@ def check_cache(server: RemoteServer, info: ServerInfo) -> None:
             f"{server.section}: the server was to have a cache of {asked} tokens, and its devices had room for "
             f"{found}: end what else uses them, or lower launch.memory_fraction"
         )
-
-
-async def plain_prompt(server: RemoteServer, *, deadline: float) -> IntArray:
-    """Return the tokens of a text. Raises `ConfigError` if the server's tokenizer makes others of it."""
-    ours = server.files.vocabulary.tokenizer.encode(PLAIN_TEXT, add_special_tokens=False)
-    body = {"prompt": PLAIN_TEXT, "add_special_tokens": False}
-    try:
-        theirs = (await server.post("/tokenize", body, Tokenized, deadline=deadline)).tokens
-    except PermanentError:  # a router, or a server without its tokenizer
-        theirs = ours
-    if ours != theirs:
-        raise ConfigError(
-            f"{server.role}.model: its tokenizer gives other tokens than the server's for {PLAIN_TEXT!r}; give the "
-            "directory of the model that is served"
-        )
-    return np.array(ours, np.int32)
 
 
 def check_end(name: str, generation: Generation, sampling: SamplingSettings) -> None:

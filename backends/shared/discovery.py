@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import structlog
 
 from spot_async.base.tasks import gather
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
@@ -51,6 +52,26 @@ def differences(
 def temperature_convention(at_one: FloatArray, at_half: FloatArray) -> LogprobTemperature:
     """Return "request" if a row's top-K (K,) has doubled differences at temperature 1/2, else "one"."""
     return "one" if np.ptp(at_half) < 1.5 * np.ptp(at_one) else "request"
+
+
+class Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+async def compare_tokenizers(server: RemoteServer, texts: Iterable[str], *, deadline: float, **fields: str) -> None:
+    """Raise `ConfigError` unless ids mean the same on both sides, because requests contain only ids."""
+    for text in texts:
+        body = {**fields, "prompt": text, "add_special_tokens": False}
+        try:
+            theirs = await server.post("/tokenize", body, Tokenized, deadline=deadline)
+        except PermanentError:  # a router, or a server without its tokenizer
+            structlog.get_logger().warning("tokenizers not compared", role=server.role, missing="/tokenize")
+            return
+        if theirs.tokens != server.files.vocabulary.tokenizer.encode(text, add_special_tokens=False):
+            raise ConfigError(
+                f"{server.role}.model: the tokenizers of {server.files.directory} and of the served model differ: they "
+                f"read {text!r} as different tokens; give the directory of the model that is served"
+            )
 
 
 class ListedModel(msgspec.Struct):

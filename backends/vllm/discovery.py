@@ -17,7 +17,16 @@ from spot_async.errors import ConfigError, DataError, PermanentError, PoisonedRe
 from spot_async.models.alignment import decision_row
 from spot_async.models.precision import precision
 
-from ..shared.discovery import PROCESS, ListedModel, ModelList, Saying, may_be_other, noise_nats, other_kind
+from ..shared.discovery import (
+    PROCESS,
+    ListedModel,
+    ModelList,
+    Saying,
+    compare_tokenizers,
+    may_be_other,
+    noise_nats,
+    other_kind,
+)
 from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, Sampled, VllmClient
 from .weights import DEVELOPER_MODE
@@ -72,7 +81,7 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     await _refuse_paused(client, deadline)
     model = await _served_model(client, deadline)
     client.model = model.id
-    await _compare_tokenizers(client, deadline)
+    await compare_tokenizers(client.server, TEXTS, deadline=deadline, model=client.model)
     try:
         weights = await _first_answer(client, deadline)
     except NoSuchRouteError:
@@ -144,23 +153,6 @@ async def _served_model(client: VllmClient, deadline: float) -> ListedModel:
     raise ConfigError(
         f"{client.server.role}.backend.served_model={wanted}: the server has {[model.id for model in models]}"
     )
-
-
-async def _compare_tokenizers(client: VllmClient, deadline: float) -> None:
-    """Raise `ConfigError` unless ids mean the same on both sides, because requests contain only ids."""
-    tokenizer = client.server.files.vocabulary.tokenizer
-    for text in TEXTS:
-        body = {"model": client.model, "prompt": text, "add_special_tokens": False}
-        try:
-            reply = await client.server.post("/tokenize", body, dict[str, Any], deadline=deadline)
-        except NoSuchRouteError:
-            structlog.get_logger().warning("tokenizers not compared", role=client.server.role, missing="/tokenize")
-            return
-        if reply["tokens"] != tokenizer.encode(text, add_special_tokens=False):
-            raise ConfigError(
-                f"{client.server.name}: the tokenizers of {client.server.files.directory} and of the served model "
-                f"{client.model} differ: they read {text!r} as different tokens"
-            )
 
 
 async def _first_answer(client: VllmClient, deadline: float) -> str | None:
