@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
 
@@ -26,6 +26,7 @@ from spot_async.errors import (
 
 T = TypeVar("T")
 U = TypeVar("U")
+Loop: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -96,7 +97,7 @@ async def settle(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 @asynccontextmanager
-async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+async def alongside(*loops: Loop) -> AsyncIterator[None]:
     """Run the loops during the `with` block and cancel them at its end. If one raises, the block ends with a group."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each(), name=each.__qualname__) for each in loops]
@@ -107,29 +108,13 @@ async def alongside(*loops: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIte
                 task.cancel()
 
 
-@asynccontextmanager
-async def watching(*watches: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-    """Watch child processes while inside. The first to die by itself ends the inside with its `ProcessDiedError`."""
-
-    async def watch(each: Callable[[], Awaitable[None]]) -> None:
-        await each()
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(watch(each), name="watch") for each in watches]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-
-
-async def watched(run: Awaitable[T], watches: list[Callable[[], Awaitable[None]]]) -> T:
+async def watched(run: Awaitable[T], watches: list[Loop]) -> T:
     """Return what `run` gives, while child processes live. The first to die cancels all with its `ProcessDiedError`."""
-    async with watching(*watches):
+    async with alongside(*watches):
         return await run
 
 
-async def while_alive(run: Awaitable[T], watch: Callable[[], Awaitable[None]]) -> T:
+async def while_alive(run: Awaitable[T], watch: Loop) -> T:
     """Do as `watched` with one child. The first failure is raised by itself, not in a group."""
     try:
         return await watched(run, [watch])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
-from spot_async.base.tasks import alongside, in_thread, watching
+from spot_async.base.tasks import alongside, in_thread
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import TrainerLostError
@@ -109,7 +109,7 @@ class Part:
                 run.config, orchestrator, run.services.backends, run.screen.say, run.directory.cores
             )
             with stop.heard_by(orchestrator.stop) if run.config.training.checkpoint_every else nullcontext():
-                async with watching(run.trainer.watch), alongside(bottlenecks.speak):
+                async with alongside(run.trainer.watch, bottlenecks.speak):
                     await orchestrator.run()
         except (TrainerLostError, BaseExceptionGroup) as failures:
             loss = loss_of_trainer(failures)

@@ -7,7 +7,7 @@ student its first weights. It knows neither stages nor the loop: whoever opens s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from spot_async.base import registry
 from spot_async.base.processes.resources import CoreShares, available_cores, confined, share_cores
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
-from spot_async.base.tasks import running, watched, watching
+from spot_async.base.tasks import Loop, alongside, running, watched
 from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import check_room, device_gib, servers_on_devices, starting_order
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
@@ -83,7 +83,7 @@ class Companions:
 
     # Entered and left together with the servers. What shares devices with them takes its turn.
     entered: Sequence[AbstractAsyncContextManager[Any]] = ()
-    watches: Sequence[Callable[[], Awaitable[None]]] = ()  # run beside the servers'; the first that raises ends all
+    watches: Sequence[Loop] = ()  # run beside the servers'; the first that raises ends all
     spending: RunSpending | None = None
     cores: CoreShares | None = None
     turns: Turns | None = None
@@ -140,7 +140,7 @@ async def open_services(
             check_room(servers_on_devices(there.served, device_gib(cluster, there.served)))
             async with (
                 running(*entered),
-                watching(*(each.watch for each in backends.values()), *beside.watches, there.watch),
+                alongside(*(each.watch for each in backends.values()), *beside.watches, there.watch),
             ):
                 found, diagnosis = await _ask(run, backends, listener)
                 kept_scores = None

@@ -17,7 +17,7 @@ from spot_async.backends.shared.launch import Doorway, Installed
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm.process import Uses, vllm_command
-from spot_async.base.tasks import leaves, running, watching
+from spot_async.base.tasks import alongside, leaves, running
 from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import TRAINER, servers_on_devices, shared_out, starting_order
 from spot_async.config import ClusterConfig, ModelConfig, ServingConfig, TrainingConfig
@@ -141,7 +141,7 @@ def test_a_server_that_is_started_again_has_the_same_cache(kind, moment, victims
             for role in victims:
                 gpu.made[role][-1].kill()
 
-        async with gpu.open(), watching(*(pool.watch for pool in gpu.pools.values())):
+        async with gpu.open(), alongside(*(pool.watch for pool in gpu.pools.values())):
             if moment == "training":
                 asyncio.get_running_loop().call_later(15.0, kill)
             await gpu.iteration()
