@@ -80,8 +80,7 @@ def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Cap
             reference.token_id_prompts and reference.every_position and reference.max_top_k),
          "reference.backend must score token ids at every position: set reference.backend to a server that does"),
         (teacher is not None and needs.teacher_responses > 0 and not teacher.generation,
-         f"teacher.backend writes no responses, policy {config.policy.kind} needs them: set policy.load or another "
-         "teacher.backend"),
+         f"teacher.backend writes no responses, policy {config.policy.kind} needs them: set another teacher.backend"),
     ]  # fmt: skip
 
 

@@ -35,7 +35,6 @@ METHODS = {
     "kd": "KD (distillation on the teacher's responses)",
 }
 ON_POLICY = ("spot", "opd", "eopd")  # that distil
-FILES = ("save", "load")  # keys of a policy that name files
 TRAINING = ("epochs", "iterations", "batch_size", "mini_batch_size", "learning_rate", "schedule",
             "schedule_iterations", "warmup_iterations", "weight_decay", "max_grad_norm", "clip", "dual_clip",
             "reference_kl", "loss_aggregation", "behavior", "importance_cap", "lora", "dtype")  # fmt: skip
@@ -147,9 +146,9 @@ def _figure(row: Mapping[str, Any], name: str) -> str:
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that say how the student was trained, without those that name files or machines."""
-    policy, training = config.get("policy") or {}, config.get("training") or {}
+    training = config.get("training") or {}
     return {
-        "policy": {key: value for key, value in policy.items() if key not in FILES},
+        "policy": config.get("policy") or {},
         "sampling": config.get("sampling"),
         "training": {key: training[key] for key in TRAINING if training.get(key) is not None},
         "max_staleness": config.get("max_staleness"),

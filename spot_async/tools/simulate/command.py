@@ -16,7 +16,7 @@ from spot_async.checks.device_shares import starting_order
 from spot_async.checks.served import served_models
 from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
-from spot_async.errors import ConfigError, SpotError
+from spot_async.errors import SpotError
 from spot_async.tools.pages.page import write_files
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
 from spot_async.tools.simulate.rates import (
@@ -63,10 +63,6 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(screen: Console, source: Path, config: Config, options: SimulateOptions) -> None:
     """Simulate a configuration, and show it. Raises ConfigError or DataError for what cannot be simulated."""
-    if getattr(config.policy, "load", None) is not None:
-        raise ConfigError("policy.load: such a run asks no teacher, and what its file holds cannot be simulated")
-    if getattr(config.policy, "save", None) is not None:
-        config = config.model_copy(update={"policy": config.policy.model_copy(update={"save": None})})
     rates, lengths, told = gathered(source, config, options)
     workload = Workload.of(lengths, config.sampling.max_response_tokens)
     try:
