@@ -13,7 +13,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +23,7 @@ from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, Evaluation
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated
 from spot_async.run_directory.layout import RunDirectory
+from spot_async.telemetry.screen import number_table
 from spot_async.types import Verdict
 
 Criterion = Literal["avg", "pass"]
@@ -124,7 +124,7 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
     ks = sorted({k for each in figures.benchmarks.values() for k in each.pass_at if k > 1})
     ns = {each.samples for each in figures.benchmarks.values() if each.avg is not None}
     average = f"Avg@{ns.pop()}" if len(ns) == 1 else "Avg"
-    table = _table(kind_of_row(figures), "n", average, *(f"Pass@{k}" for k in ks))
+    table = number_table(kind_of_row(figures), "n", average, *(f"Pass@{k}" for k in ks))
     rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
     for number, (name, each) in enumerate(rows, start=1):
         cells = [str(each.problems), estimate_words(each.avg), *(estimate_words(each.pass_at.get(k)) for k in ks)]
@@ -144,7 +144,7 @@ def responses_table(figures: EvaluationFigures) -> Table:
         "cut off",
         *(verdict.value.replace("_", " ") for verdict in COUNTED),
     )
-    table = _table(*headings)
+    table = number_table(*headings)
     rows = list(_rows(figures))
     for number, (name, each) in enumerate(rows, start=1):
         responses = each.problems * each.samples
@@ -164,13 +164,6 @@ def kind_of_row(figures: EvaluationFigures) -> str:
 def _title(words: str) -> Text:
     """Return a line to stand above a table, since rich would wrap a table's own title to the table's width."""
     return Text(words, style="bold")
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
-    return table
 
 
 def _rows(figures: EvaluationFigures) -> Iterator[tuple[str, Figures]]:

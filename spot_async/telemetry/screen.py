@@ -13,8 +13,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO, cast
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.secrets import SECRETS
@@ -27,6 +29,19 @@ NEAREST = {"·": "-", "–": "-", "—": "-", "−": "-", "±": "+-", "×": "x",
 
 LAST_LINES_S = 5.0
 MOST_WAITING = 1000  # pieces of output behind a reader who takes nothing
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Return text from files or arguments for the terminal, so that it cannot command it."""
+    return Text(visible(text), style)
+
+
+def number_table(*headings: str, title: str | None = None) -> Table:
+    """Return a table for names, in its first column, and numbers. They are folded on narrow screens, not cut."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", overflow="fold")
+    return table
 
 
 class Screen(Console):

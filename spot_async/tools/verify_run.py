@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from spot_async.errors import DataError
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import FILE, Ledger, PromptRow, batch_faults, state_of
 from spot_async.run_directory.reading import RunFiles
+from spot_async.telemetry.screen import number_table
 
 STATES = ("trained", "left out", "dead", "unpaid", "pending")
 
@@ -68,9 +68,7 @@ def verify(path: Path) -> Verification:
 
 def show(console: Console, path: Path, found: Verification) -> None:
     console.print(f"{path}: trained up to iteration {found.step}, by its newest whole checkpoint", soft_wrap=True)
-    table = Table(title="Prompts", title_justify="left")
-    for number, column in enumerate(("epoch", *STATES)):
-        table.add_column(column, justify="right" if number else "left")
+    table = number_table("epoch", *STATES, title="Prompts")
     for number, counts in enumerate(found.counts, start=1):
         table.add_row(str(number), *(str(counts.get(state, 0)) for state in STATES))
     console.print(table)

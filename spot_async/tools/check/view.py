@@ -16,6 +16,7 @@ from spot_async.checks.device_shares import CONTEXT_GIB, GRAPHS_GIB, named
 from spot_async.config import Config
 from spot_async.data.keys import about, setting
 from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
+from spot_async.telemetry.screen import number_table, shown
 from spot_async.tools.check.memory import MachineMemory, TrainerMemory
 from spot_async.tools.check.problems import GoldCheck, JudgedSet, Spread, answer_type, count_by, find_repeated
 from spot_async.tools.check.requirements import Requirements, RoleEstimate, Sizes, Tokens
@@ -47,7 +48,7 @@ def show_memory(screen: Console, memory: MachineMemory | None) -> None:
     """Print what is kept on each device; nothing if that is not known."""
     if memory is None:
         return
-    table = _numbers("GiB of a device", "while sampling", "while training", "of")
+    table = number_table("GiB of a device", "while sampling", "while training", "of")
     for each in memory.devices:
         table.add_row(f"device {each.device}", f"{each.sampling:.1f}", f"{each.training:.1f}", f"{each.size:.0f}")
     screen.print(table)
@@ -90,7 +91,7 @@ def show_endpoints(screen: Console, found: Requirements) -> None:
 
 
 def rank_table(rank: TrainerMemory, ranks: int) -> Table:
-    table = _numbers(f"GiB of each of {ranks} ranks" if ranks > 1 else "GiB of the rank", "")
+    table = number_table(f"GiB of each of {ranks} ranks" if ranks > 1 else "GiB of the rank", "")
     for name, value in (
         ("weights", rank.weights),
         ("gradients", rank.gradients),
@@ -114,7 +115,7 @@ def sizes_table(config: Config, found: Requirements) -> Table:
     every = (
         f", iteration {training.keep_checkpoints.every} and its multiples" if training.keep_checkpoints.every else ""
     )
-    table = _numbers("what is sent and kept", "expected", "at most")
+    table = number_table("what is sent and kept", "expected", "at most")
     rows: list[tuple[str, Callable[[Sizes], int | None]]] = [
         ("a batch's supervision, to the trainer", lambda sizes: sizes.batch_bytes),
         ("a publish, to the student's servers", lambda sizes: sizes.publish_bytes),
@@ -139,7 +140,7 @@ def sizes_table(config: Config, found: Requirements) -> Table:
 
 
 def tokens_table(expected: Tokens, at_most: Tokens) -> Table:
-    table = _numbers("million tokens of the run", "expected", "at most")
+    table = number_table("million tokens of the run", "expected", "at most")
     rows: list[tuple[str, Callable[[Tokens], float]]] = [
         ("rollouts", lambda tokens: tokens.rollouts),
         ("probes", lambda tokens: tokens.probes),
@@ -156,7 +157,7 @@ def tokens_table(expected: Tokens, at_most: Tokens) -> Table:
 
 def endpoint_table(each: RoleEstimate) -> Table:
     account = each.account
-    table = _numbers(f"{account.role}: asked in the run", "expected", "at most")
+    table = number_table(f"{account.role}: asked in the run", "expected", "at most")
     both = (each.expected, each.at_most)
     table.add_row("requests", *(f"{one.requests:,}" for one in both))
     table.add_row("prompt tokens", *(f"{one.used.prompt_tokens:,}" for one in both))
@@ -287,21 +288,9 @@ def show_overlaps(screen: Console, training: JudgedSet, held_out: Sequence[Judge
         screen.print(shown(line), soft_wrap=True)
 
 
-def shown(text: str) -> Text:
-    """Return text from a file for the terminal, with control characters made visible, so that it cannot command it."""
-    return Text(visible(text))
-
-
 def show_warnings(screen: Console, lines: Sequence[str]) -> None:
     for line in lines:
         screen.print(Text(visible(f"warning: {line}"), style="yellow"), soft_wrap=True)
-
-
-def _numbers(*columns: str) -> Table:
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
 
 
 def _words(title: str, *columns: str) -> Table:

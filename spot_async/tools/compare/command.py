@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.base.text import visible
 from spot_async.config.evaluation import MACRO, MEAN_COLUMN
 from spot_async.errors import DataError
+from spot_async.telemetry.screen import shown
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.compute import Compute, compute_rows, read_compute
 from spot_async.tools.compare.reading import (
@@ -66,7 +66,7 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
         told = [*write(options.output, comparison, benchmarks, notes, computed), f"written: {options.output}"]
     show(screen, comparison, notes, computed)
     for line in told:
-        screen.print(plain(line), soft_wrap=True)
+        screen.print(shown(line), soft_wrap=True)
 
 
 def write(
@@ -107,28 +107,28 @@ def show(
     for metric in comparison.metrics:
         places = [i for i, column in enumerate(comparison.columns) if column.metric == metric]
         rows = [
-            [plain(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places)]
+            [shown(name), *(Text(tables.percent(values[i]), style=STYLES[row[i]]) for i in places)]
             for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True)
         ]
         _show_table(screen, metric, ["method", *(comparison.columns[i].benchmark for i in places)], rows)
     for number, name in enumerate(comparison.methods):
         if number != comparison.baseline:
             title = f"{name} minus {comparison.methods[comparison.baseline]}"
-            rows = [[*map(plain, cells)] for cells in tables.difference_rows(comparison, number)]
+            rows = [[*map(shown, cells)] for cells in tables.difference_rows(comparison, number)]
             _show_table(screen, title, ["benchmark", *comparison.metrics], rows)
     if computed:
         headings, of_methods = compute_rows(computed)
         _, *lines = zip(headings, *of_methods, strict=True)  # methods become columns, since they are fewer than figures
-        rows = [[*map(plain, line)] for line in lines]
+        rows = [[*map(shown, line)] for line in lines]
         _show_table(screen, "Compute of training", ["", *(name for name, _ in computed)], rows)
     for note in notes:
-        screen.print(plain(note), soft_wrap=True)
+        screen.print(shown(note), soft_wrap=True)
 
 
 def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
     """Print a table, in parts if the screen is too narrow. Names are folded; figures are neither cut nor folded."""
     names, *columns = (
-        [plain(heading), *cells] for heading, cells in zip(headings, zip(*rows, strict=True), strict=True)
+        [shown(heading), *cells] for heading, cells in zip(headings, zip(*rows, strict=True), strict=True)
     )
     longest_name = max(each.cell_len for each in names)
     widths = [max(min(heading.cell_len, NAME_WIDTH), *(each.cell_len for each in cells)) for heading, *cells in columns]
@@ -138,7 +138,7 @@ def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequ
         while end < len(columns) and (end == begin or room - widths[end] - BETWEEN >= min(longest_name, NAME_WIDTH)):
             room -= widths[end] + BETWEEN
             end += 1
-        table = Table(title=plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=shown(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column(names[0], overflow="fold", width=max(1, min(longest_name, room)))
         for column, width in zip(columns[begin:end], widths[begin:end], strict=True):
             table.add_column(column[0], justify="right", overflow="fold", width=width)
@@ -146,11 +146,6 @@ def _show_table(screen: Console, title: str, headings: Sequence[str], rows: Sequ
             table.add_row(*cells)
         screen.print(table)
         begin = end
-
-
-def plain(text: str) -> Text:
-    """Return text from files or arguments for the terminal, so that it cannot command it."""
-    return Text(visible(text))
 
 
 def _baseline(methods: Sequence[str], wanted: str | None) -> int:

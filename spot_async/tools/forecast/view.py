@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.text import visible
+from spot_async.telemetry.screen import number_table
 from spot_async.tools.forecast.estimates import Estimate
 from spot_async.tools.forecast.forecast import Forecast, KeyRow, RankRow, TierRow
 from spot_async.tools.forecast.verdict import ends, words
 from spot_async.tools.inspect.view import PART_LABELS
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, Section, templates
+from spot_async.tools.pages.page import Plot, Section, filled
 from spot_async.tools.pages.series import Series, fine_percent, short_number
 
 if TYPE_CHECKING:
@@ -140,9 +140,7 @@ def rank_table(found: Forecast) -> list[tuple[str, ...]]:
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    table = number_table(*headings, title=title)
     for row in rows:
         table.add_row(*map(Text, row))
     return table
@@ -237,17 +235,14 @@ def _with_errors(name: str, points: Sequence[tuple[float, Estimate]], colour: in
 def forecast_page(found: ForecastFile) -> str:
     """Return the page of a forecast."""
     groups = [(title, rows) for title, group in FIGURES if (rows := figure_rows(found.forecast, group))]
-    return (
-        templates()
-        .get_template("forecast.html")
-        .render(
-            found=found,
-            headings=HEADINGS,
-            groups=groups,
-            tier_headings=TIER_HEADINGS,
-            tier_rows=[tier_row(row) for row in found.forecast.by_tier],
-            key_headings=KEY_HEADINGS,
-            key_rows=[key_row(row) for row in found.forecast.by_keys],
-            sections=sections(found.forecast),
-        )
+    return filled(
+        "forecast.html",
+        found=found,
+        headings=HEADINGS,
+        groups=groups,
+        tier_headings=TIER_HEADINGS,
+        tier_rows=[tier_row(row) for row in found.forecast.by_tier],
+        key_headings=KEY_HEADINGS,
+        key_rows=[key_row(row) for row in found.forecast.by_keys],
+        sections=sections(found.forecast),
     )

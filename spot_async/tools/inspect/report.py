@@ -42,7 +42,7 @@ from spot_async.tools.inspect.troubles import (
 )
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Section, lines, points, present, stacked, templates
+from spot_async.tools.pages.page import Section, filled, lines, points, present, stacked
 from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds, short_number
 
 LENGTH_BINS = 20  # about so many, since their widths are round numbers
@@ -383,4 +383,4 @@ def notes(
 
 def report_page(report: Report) -> str:
     """Return the page of a whole run."""
-    return templates().get_template("report.html").render(report=report)
+    return filled("report.html", report=report)

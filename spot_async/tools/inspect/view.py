@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from spot_async.base.text import counted, visible
 from spot_async.run_directory.reading import Branch, Candidate, SampleRecord
-from spot_async.tools.pages.page import templates
+from spot_async.tools.pages.page import filled
 
 Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # from this difference on, the colour is full
@@ -322,15 +322,12 @@ ON_PAGES = (
 
 def sample_page(number: int, sample: SampleRecord, found: Sequence[Colouring], policy: PolicySettings = GUIDED) -> str:
     """Return the page of one rollout: problem, response in every colouring, branches."""
-    return (
-        templates()
-        .get_template("sample.html")
-        .render(
-            {each.__name__: each for each in ON_PAGES},
-            number=number,
-            sample=sample,
-            colourings=found,
-            policy=policy,
-            long_text=LONG_TEXT,
-        )
+    return filled(
+        "sample.html",
+        **{each.__name__: each for each in ON_PAGES},
+        number=number,
+        sample=sample,
+        colourings=found,
+        policy=policy,
+        long_text=LONG_TEXT,
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -81,9 +82,13 @@ def points(rows: Rows, metric: str) -> list[tuple[float, float]]:
     return [(row["iteration"], row[metric]) for row in rows if metric in row]
 
 
+def filled(template: str, **values: Any) -> str:
+    """Return a page. Whoever fills its template gives it the functions that it calls."""
+    return _templates().get_template(template).render(values)
+
+
 @functools.cache
-def templates() -> jinja2.Environment:
-    """Return the templates of all pages. Whoever fills one gives it the functions that it calls."""
+def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("spot_async.tools.pages", "html"),
         autoescape=True,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from spot_async.config import Config
 from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.bottleneck import percent
+from spot_async.telemetry.screen import number_table
 from spot_async.telemetry.totals import shares_cores
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, Section, templates
+from spot_async.tools.pages.page import Plot, Section, filled
 from spot_async.tools.pages.series import Series, seconds, short_number
 from spot_async.tools.simulate.rates import ClusterRates
 from spot_async.tools.simulate.simulation import Outcome, sufficient
@@ -42,9 +42,7 @@ def cells(outcome: Outcome) -> list[str]:
 def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     """Return the simulations as a table with a column for each, since figures are more than simulations."""
     names, *columns = headings(outcomes), *map(cells, outcomes)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, heading in enumerate([names[0], *(column[0] for column in columns)]):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
+    table = number_table(names[0], *(column[0] for column in columns))
     for line in zip(names[1:], *(column[1:] for column in columns), strict=True):
         table.add_row(*line)
     for lag in sorted({lag for outcome in outcomes for lag in outcome.lags}):
@@ -141,14 +139,11 @@ def simulation_section(outcomes: Sequence[Outcome]) -> Section:
 
 def simulation_page(name: str, outcomes: Sequence[Outcome], lines: Sequence[str]) -> str:
     """Return the page of a simulation."""
-    return (
-        templates()
-        .get_template("simulation.html")
-        .render(
-            name=name,
-            lines=lines,
-            headings=headings(outcomes),
-            rows=[cells(outcome) for outcome in outcomes],
-            section=simulation_section(outcomes),
-        )
+    return filled(
+        "simulation.html",
+        name=name,
+        lines=lines,
+        headings=headings(outcomes),
+        rows=[cells(outcome) for outcome in outcomes],
+        section=simulation_section(outcomes),
     )

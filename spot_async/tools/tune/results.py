@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.errors import ConfigError
+from spot_async.telemetry.screen import number_table
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, Section, templates, write_files
+from spot_async.tools.pages.page import Plot, Section, filled, write_files
 from spot_async.tools.pages.series import Series, seconds, short_number
 from spot_async.tools.simulate.measured import Ramp, Recommendation, Tuning
 
@@ -76,9 +77,7 @@ def terminal_tables(tuning: Tuning) -> list[Table]:
             table.add_row(*row, "knee" if is_knee else "", style="bold green" if is_knee else None)
         tables.append(table)
     if tuning.recommendations:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("key", "configured", "recommended"):
-            table.add_column(heading, justify="left" if heading == "key" else "right")
+        table = number_table("key", "configured", "recommended")
         for each in tuning.recommendations:
             changed = each.recommended != each.configured
             table.add_row(each.key, str(each.configured), Text(str(each.recommended), "bold" if changed else ""))
@@ -110,16 +109,13 @@ def tuning_section(tuning: Tuning) -> Section:
 
 def tuning_page(tuning: Tuning, name: str) -> str:
     """Return the page about what `tune` measured."""
-    return (
-        templates()
-        .get_template("tuning.html")
-        .render(
-            name=name,
-            tuning=tuning,
-            section=tuning_section(tuning),
-            headings=HEADINGS,
-            tables=[ramp_table(ramp) for ramp in tuning.ramps],
-        )
+    return filled(
+        "tuning.html",
+        name=name,
+        tuning=tuning,
+        section=tuning_section(tuning),
+        headings=HEADINGS,
+        tables=[ramp_table(ramp) for ramp in tuning.ramps],
     )
 
 
