@@ -47,6 +47,25 @@ def writing(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is on the disk when this returns; after a failure it is as it was. Raises StorageError."""
+    new = path.with_name(f".{path.name}.new")
+    with writing(path):
+        new.write_bytes(data)
+        flush_to_disk(new)
+        new.replace(path)
+        flush_to_disk(path.parent)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Return once the file, or the directory's list of files, would outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class _Versioned(msgspec.Struct):
     """What each format of a file has in common. The rest is skipped, not decoded."""
 

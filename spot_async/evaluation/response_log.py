@@ -20,12 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from spot_async.base.files import reading, writing
+from spot_async.base.files import reading, write_whole, writing
 from spot_async.base.text import first_line
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
-from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.types import FinishReason, Verdict
 
@@ -194,8 +193,10 @@ class ResponseLog:
             await asyncio.to_thread(self._sync)  # a disk may take long, and must not block the loop
 
     def complete(self, responses: Iterable[JudgedResponse]) -> None:
-        """Write the complete file, in the order given."""
-        write_whole(self._directory, self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in responses))
+        """Write the complete file, in the order given, to the disk: the weights may be deleted next."""
+        write_whole(
+            self._directory.path / self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in responses)
+        )
 
     def read_complete(self) -> dict[ResponseKey, JudgedResponse]:
         """Return the responses of the complete file. Raises DataError if it is gone, or naming a damaged line."""
@@ -217,22 +218,6 @@ def count_kept(path: Path) -> int:
         return path.read_bytes().count(b"\n")
     partial = path.with_name(f"{path.name}.partial")
     return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
-
-
-def write_whole(directory: RunDirectory, name: str, data: bytes) -> None:
-    """Write a file as a whole: after a failure it is as it was before. Raises StorageError.
-
-    It is on the disk when this returns. The weights that an evaluation is of may be deleted next, so that after a power
-    cut nobody could make it again.
-    """
-    path, new = directory.path / name, directory.path / f".{name}.new"
-    with writing(path):
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        flush_to_disk(directory.path)
 
 
 BLOCK_BYTES = 1 << 16

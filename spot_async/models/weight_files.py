@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from spot_async.base.files import decode_json, open_regular, read_json, reading, refuse_pointer
+from spot_async.base.files import decode_json, flush_to_disk, open_regular, read_json, reading, refuse_pointer
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
 from spot_async.types import WeightFile, WeightSnapshot
@@ -227,12 +227,6 @@ def _opened(stack: contextlib.ExitStack, directory: Path) -> int:
     descriptor = os.open(directory, os.O_RDONLY)
     stack.callback(os.close, descriptor)
     return descriptor
-
-
-def flush_to_disk(path: Path) -> None:
-    """Return once the file, or the directory's list of files, would outlive a power cut."""
-    with contextlib.ExitStack() as stack:
-        os.fsync(_opened(stack, path))
 
 
 def weight_file_marks(directory: Path) -> tuple[WeightFile, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.base.files import writing
+from spot_async.base.files import write_whole, writing
 from spot_async.base.text import counted
 from spot_async.errors import RequestError
 from spot_async.run_directory.layout import row_bytes
@@ -79,14 +79,11 @@ def settle_letters(run: Path, dead: Iterable[DeadLetter]) -> None:
             if ordinal in wanted and line.endswith(b"\n"):
                 found.setdefault(ordinal, line)
     settled = [*found.values(), *(row_bytes(each) + b"\n" for number, each in wanted.items() if number not in found)]
-    if settled != lines:
-        new = run / f".{FILE_NAME}.new"
+    if settled and settled != lines:
+        write_whole(path, b"".join(settled))
+    elif not settled:
         with writing(path):
-            if settled:
-                new.write_bytes(b"".join(settled))
-                new.replace(path)
-            else:
-                path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def described(letters: Sequence[DeadLetter]) -> str:

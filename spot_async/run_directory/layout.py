@@ -42,14 +42,13 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from spot_async.base.files import decode_json, open_regular, read_bounded, writing
+from spot_async.base.files import decode_json, flush_to_disk, open_regular, read_bounded, write_whole, writing
 from spot_async.base.processes.resources import usable_cores
 from spot_async.base.text import visible
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml
 from spot_async.errors import ConfigError, DataError, StorageError
-from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory.run_weights import RunWeights
 
 DECIMALS = 6  # of numbers in arrays, which people read
@@ -320,10 +319,7 @@ class RunDirectory:
         (self.path / SUMMARY).unlink(missing_ok=True)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        path, new = self.path / SUMMARY, self.path / f".{SUMMARY}.new"
-        with writing(path):
-            new.write_bytes(_json(summary))
-            new.replace(path)
+        write_whole(self.path / SUMMARY, _json(summary))
 
 
 def _end_of(path: Path, iteration: int) -> int:

@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from spot_async.base.files import all_numbered, numbered, open_regular, read_json, writing
+from spot_async.base.files import all_numbered, flush_to_disk, numbered, open_regular, read_json, writing
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
-from spot_async.models.weight_files import flush_to_disk
 
 DIRECTORY = "checkpoints"
 FILE = "manifest.json"

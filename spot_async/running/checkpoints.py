@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from spot_async.base.files import all_numbered
+from spot_async.base.files import all_numbered, flush_to_disk
 from spot_async.base.tasks import in_thread
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
 from spot_async.loop.admission import PromptState
 from spot_async.loop.resuming import Resumption
-from spot_async.models.weight_files import flush_to_disk
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import DeadLetter, settle_letters
 from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_files

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
+from spot_async.base.files import write_whole
 from spot_async.base.tasks import alongside, budget_error
 from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
@@ -30,7 +31,6 @@ from spot_async.evaluation.response_log import (
     identity_of,
     read_responses,
     settings_fingerprint,
-    write_whole,
 )
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, reported_k
@@ -141,7 +141,9 @@ def write_files(
             )
             outputs = outputs_of(problems, texts, generator=occasion.weights.name, dataset=benchmark.name)
             name = f"{occasion.stem}-outputs-{benchmark.name}.json"
-            write_whole(occasion.directory, name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n")
+            write_whole(
+                occasion.directory.path / name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n"
+            )
     write_figures(occasion, result, log.identity)
 
 
@@ -153,7 +155,7 @@ def write_figures(occasion: Occasion, result: EvaluationResult, identity: Identi
         settings_fingerprint=settings_fingerprint(identity.settings),
     )
     text = msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n"
-    write_whole(occasion.directory, f"{occasion.stem}.json", text)
+    write_whole(occasion.directory.path / f"{occasion.stem}.json", text)
 
 
 def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:

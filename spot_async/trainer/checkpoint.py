@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from spot_async.base.files import flush_to_disk
 from spot_async.base.text import first_line
 from spot_async.errors import TrainerError
-from spot_async.models.weight_files import flush_to_disk
 from spot_async.trainer.optimizer import state_of
 from spot_async.trainer.parallel import Strategy, broadcast_bytes, idle_group, local, offsets, wait_for_all
 

@@ -33,9 +33,9 @@ from pydantic import BaseModel
 from crashes.plan import DiskFault
 from crashes.saving_trainer import SavingTrainer, read_checkpoint
 from spot_async.base.events import Event
+from spot_async.base.files import write_whole
 from spot_async.base.seeds import derive_seed
 from spot_async.config import KeptCheckpoints, TrainingConfig
-from spot_async.evaluation.response_log import write_whole
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import is_trained
 from spot_async.loop.events import IterationFinished
@@ -237,7 +237,7 @@ class ResumedDrill(Drill):
         begun, evaluated = self._beginning.step, self._witness.evaluated
         require(iteration not in evaluated, "I11", f"evaluation {iteration} is made again, after checkpoint {begun}")
         result = await super().measured(stage, iteration)
-        write_whole(self._directory, name, self.trainer.weights[iteration].encode())
+        write_whole(self._directory.path / name, self.trainer.weights[iteration].encode())
         evaluated.add(iteration)
         return result
 

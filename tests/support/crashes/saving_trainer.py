@@ -11,8 +11,8 @@ from typing import Any
 from faults.invariants import require
 from faults.stateful_trainer import StatefulTrainer
 
+from spot_async.base.files import flush_to_disk
 from spot_async.errors import TrainerError
-from spot_async.models.weight_files import flush_to_disk
 
 RANKS = 2  # whose files make a checkpoint
 SAVING_S = 0.3  # a rank's file
