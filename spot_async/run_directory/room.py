@@ -59,4 +59,5 @@ def shortage(path: Path, needed_bytes: int) -> str | None:
 
 
 def shown_size(number: int) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+    size, unit = next((each for each in ((1e9, "GB"), (1e6, "MB")) if number >= each[0]), (1e3, "kB"))
+    return f"{number / size:,.1f} {unit}"

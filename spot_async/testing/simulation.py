@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from spot_async.base.events import Event
-from spot_async.config import SamplingConfig, StageConfig, StagesConfig
+from spot_async.config import SamplingConfig
 from spot_async.errors import RequestError
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, RunEvent
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
@@ -137,11 +137,6 @@ def simulated_prompts(limit: int | None = None, *, problems: int = PROBLEMS, ans
         problem = Problem(id=f"p{index}", text=f"problem {index}", answer=answer, response=written)
         token_ids = (2 + np.arange(5 + index) % (VOCAB_SIZE - 2)).astype(np.int32)
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=token_ids)
-
-
-def same_limits(**limits: Any) -> StagesConfig:
-    """Return settings that give every stage these limits."""
-    return StagesConfig.model_validate(dict.fromkeys(StagesConfig.model_fields, StageConfig(**limits)))
 
 
 @dataclass

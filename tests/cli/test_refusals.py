@@ -171,7 +171,7 @@ def test_weights_that_find_no_room_or_no_reader_elsewhere_are_one_line(monkeypat
         patch.setattr(checked_room, "is_in_memory", lambda directory: True)
         patch.setattr(checked_room, "available_bytes", lambda: 500_000)
         refused(
-            key, f"{key}: published weights take 0.8 MB there, and this machine's memory has 0.5 MB left", "to null"
+            key, f"{key}: published weights take 8", "kB there, and this machine's memory has 500.0 kB left", "to null"
         )
     elsewhere = {
         "url: http://10.0.0.5:8000": "url=http://10.0.0.5:8000",
@@ -185,7 +185,7 @@ def test_weights_that_find_no_room_or_no_reader_elsewhere_are_one_line(monkeypat
     full = left._replace(free=400_000)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: full if Path(path) == tmp_path / "full" else left)
     (tmp_path / "full").mkdir()
-    refused(f"{key}/full", f"{key}/full: published weights take 0.8 MB there, and {tmp_path}/full has 0.4 MB left")
+    refused(f"{key}/full", f"{key}/full: published weights take 8", f"kB there, and {tmp_path}/full has 400.0 kB left")
 
 
 def test_different_vocabularies_are_one_line(tmp_path, refused):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from limits import same_limits
 
 from spot_async.base.tasks import leaves
 from spot_async.errors import DeadlineExceededError
@@ -15,7 +16,7 @@ from spot_async.loop.events import Evaluated, IterationFinished, PhaseEnded, Wei
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.testing.services import VOCAB_SIZE, Latency, SimulatedStudent, SimulatedTrainer, capabilities
-from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_prompts
+from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.trainer.feed_check import sampled_spans
 

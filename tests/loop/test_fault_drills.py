@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from deadlines import soon
+from limits import same_limits
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.base import wire
@@ -32,7 +33,7 @@ from spot_async.loop.admission import PromptState
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.policies.spot import SpotPolicy
 from spot_async.testing.services import SimulatedTrainer
-from spot_async.testing.simulation import SimulatedRun, make_policy, make_run, same_limits, simulated_prompts
+from spot_async.testing.simulation import SimulatedRun, make_policy, make_run, simulated_prompts
 from spot_async.trainer.feed_check import WrongSupervisionError
 from spot_async.types import (
     Generation,

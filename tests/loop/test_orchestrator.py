@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from limits import same_limits
 
 from spot_async.base import wire
 from spot_async.base.tasks import leaves
@@ -16,7 +17,7 @@ from spot_async.loop.publishing import LiveEvaluation
 from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.spot import SpotPolicy
 from spot_async.testing.services import Latency, SimulatedStudent, SimulatedTeacher
-from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_prompts
+from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 

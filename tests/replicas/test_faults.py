@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from faults.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
+from limits import same_limits
 from simulated_replicas import BATCH, ITERATIONS, SLOW, at_random, pool_of_servers, servers, train
 
 from spot_async.base.retry import RetryPolicy
@@ -23,7 +24,7 @@ from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.services import SimulatedTrainer
-from spot_async.testing.simulation import make_policy, make_run, same_limits
+from spot_async.testing.simulation import make_policy, make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import WeightSnapshot, WeightVersion
 

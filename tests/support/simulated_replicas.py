@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from faults.servers import Rates, SimulatedReplica, SimulatedServer
+from limits import same_limits
 
 from spot_async.base.tasks import gather, watched
 from spot_async.config import ServingConfig
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.testing.simulation import make_run, same_limits, simulated_prompts
+from spot_async.testing.simulation import make_run, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds, Sample, Supervision
 

@@ -10,6 +10,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from limits import same_limits
 from run_files import make_run as run_files
 from run_files import metrics_row
 
@@ -39,7 +40,7 @@ from spot_async.telemetry.run_log import log_events_to
 from spot_async.telemetry.totals import run_times
 from spot_async.telemetry.trace import trace_to
 from spot_async.testing.services import SimulatedTeacher, generation
-from spot_async.testing.simulation import make_policy, make_run, same_limits, simulated_vocabulary
+from spot_async.testing.simulation import make_policy, make_run, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.types import Verdict

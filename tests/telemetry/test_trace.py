@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from limits import same_limits
 
 from spot_async.config import SamplingConfig
 from spot_async.loop.events import IterationFinished
@@ -20,7 +21,7 @@ from spot_async.stages.events import RequestAsked, RequestEnded, WaitClock, seco
 from spot_async.telemetry import trace
 from spot_async.telemetry.trace import Lanes, TraceFile, trace_to
 from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
-from spot_async.testing.simulation import make_policy, make_run, same_limits
+from spot_async.testing.simulation import make_policy, make_run
 from spot_async.types import Verdict
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from faults.servers import Rates, SimulatedReplica, SimulatedServer
+from limits import same_limits
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -31,7 +32,7 @@ from spot_async.telemetry.totals import run_times
 from spot_async.telemetry.trace import trace_to
 from spot_async.testing.services import Latency, SimulatedTeacher
 from spot_async.testing.simulation import make_policy as make_simulated_policy
-from spot_async.testing.simulation import make_run, same_limits
+from spot_async.testing.simulation import make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.command import SimulateOptions, gathered
 from spot_async.tools.simulate.fit import Timed, speed

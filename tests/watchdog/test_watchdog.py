@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from limits import same_limits
 from problem_files import FEW
 
 from spot_async.base.tasks import alongside, root_cause
@@ -26,7 +27,7 @@ from spot_async.testing.services import (
     SimulatedTrainer,
     capabilities,
 )
-from spot_async.testing.simulation import make_policy, make_run, same_limits
+from spot_async.testing.simulation import make_policy, make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds
 from spot_async.watchdog import monitor

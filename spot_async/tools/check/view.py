@@ -16,6 +16,7 @@ from spot_async.checks.device_shares import CONTEXT_GIB, GRAPHS_GIB, named
 from spot_async.config import Config
 from spot_async.data.keys import about, setting
 from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
+from spot_async.run_directory.room import shown_size
 from spot_async.telemetry.screen import number_table, shown
 from spot_async.tools.check.memory import MachineMemory, TrainerMemory
 from spot_async.tools.check.problems import GoldCheck, JudgedSet, Spread, answer_type, count_by, find_repeated
@@ -306,9 +307,4 @@ def _ids(ids: Sequence[str]) -> str:
 
 
 def _bytes(number: int | None) -> str:
-    if number is None:
-        return UNKNOWN
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number / 1e3:,.1f} kB"
+    return UNKNOWN if number is None else shown_size(number)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, get_args
 
 import numpy as np
 import structlog
+from limits import same_limits
 
 from faults.invariants import Invariants, OneUpdateAtATime, Witnessed, prefixes, require
 from faults.plan import (
@@ -45,7 +46,7 @@ from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
-from spot_async.testing.simulation import SimulatedRun, make_run, same_limits, simulated_prompts
+from spot_async.testing.simulation import SimulatedRun, make_run, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, IntArray, SamplingSettings
 
