@@ -42,7 +42,7 @@ from spot_async.types import (
 )
 
 from ..shared.bodies import largest_reply_bytes
-from ..shared.discovery import may_be_other, other_kind
+from ..shared.discovery import asked_as, may_be_other
 from ..shared.held_weights import HeldWeights
 from ..shared.replies import check_candidates, check_generation, check_scores
 from ..shared.student_backend import AdapterBackend
@@ -73,7 +73,10 @@ class LocalBackend(AdapterBackend):
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         await super()._open(stack)
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
-        found = await self._first_health(deadline)
+        async with asked_as(
+            self._server, "`spot-async serve`", _may_be_other, others="vllm, sglang or openai", deadline=deadline
+        ):
+            found = await self._server.get(api.HEALTH, api.HealthReply, deadline=deadline)
         self._held = HeldWeights(self._name, found.version)
         # Requests name this process, so that another one at its address, with other weights, refuses them.
         self._server.endpoint.headers[api.INSTANCE_HEADER] = found.instance
@@ -83,19 +86,6 @@ class LocalBackend(AdapterBackend):
         except PermanentError as error:
             section = self._server.section
             raise ConfigError(f"{section}: the server does not take this run's adapters: {error}") from None
-
-    async def _first_health(self, deadline: float) -> api.HealthReply:
-        """Ask the server for its health and version. Raises `ConfigError` if it is of another kind."""
-        server = self._server
-        try:
-            return await server.get(api.HEALTH, api.HealthReply, deadline=deadline)
-        except (PermanentError, PoisonedReplyError) as error:
-            if not may_be_other(error) and not _is_of_others(error):
-                raise
-            expected, others = "`spot-async serve`", "vllm, sglang or openai"
-            raise await other_kind(
-                server.endpoint, server.section, error, expected=expected, others=others, deadline=deadline
-            ) from None
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         found = await self._server.get(api.CAPABILITIES, Capabilities, deadline=deadline)
@@ -279,7 +269,7 @@ class LocalBackend(AdapterBackend):
             await self._server.post(api.UPDATE_WEIGHTS, request, api.VersionReply, check, deadline)
 
 
-def _is_of_others(error: RequestError) -> bool:
+def _may_be_other(error: RequestError) -> bool:
     """Return whether a refusal came in another form than our own server's, so that another setting cannot mend it."""
     status = error.exchange.status if error.exchange is not None else None
-    return status in (400, 401, 403, 501) and f"HTTP {status}" in str(error)
+    return may_be_other(error) or (status in (400, 401, 403, 501) and f"HTTP {status}" in str(error))

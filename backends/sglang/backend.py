@@ -40,7 +40,7 @@ from spot_async.types import (
 )
 
 from ..shared.bodies import Steps
-from ..shared.discovery import compare_tokenizers, differences, may_be_other, noise_nats, temperature_convention
+from ..shared.discovery import compare_tokenizers, differences, is_unknown, noise_nats, temperature_convention
 from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer, ServerKind
 from ..shared.replies import bounded_scores, check_candidates, check_rows, scored_positions
@@ -51,11 +51,11 @@ from . import process
 from .discovery import (
     PLAIN_TEXT,
     SAYINGS,
+    asked_as_sglang,
     check_cache,
     check_exact,
     check_ready,
     check_vocabulary,
-    not_sglang,
     server_info,
 )
 from .generation import generate_below
@@ -93,7 +93,8 @@ class SglangBackend(StudentBackend):
         self._capabilities: Capabilities
 
     async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
-        try:
+        # vLLM may have a /server_info too, but not the rest.
+        async with asked_as_sglang(self._server, is_unknown, deadline=deadline):
             info = await server_info(self._server, deadline=deadline)
             self._updater = SglangWeights(self._server, self._settings.weights, info, log_directory=self._log_directory)
             stack.push_async_callback(self._updater.close)
@@ -102,10 +103,6 @@ class SglangBackend(StudentBackend):
             if self.sleeps_while_training:
                 process.check_can_sleep(self._server, info)
             self._capabilities = await self._server.alongside(self._found(info, deadline))
-        except PermanentError as error:
-            if may_be_other(error):  # vLLM may have a /server_info too, but not the rest
-                raise await not_sglang(self._server, error, deadline=deadline) from None
-            raise
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return self._capabilities

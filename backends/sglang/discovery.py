@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError, ThrottledError
+from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.types import Generation, SamplingSettings
 
-from ..shared.discovery import PROCESS, Saying, may_be_other, other_kind
+from ..shared.discovery import PROCESS, IsOther, Saying, asked_as, may_be_other
 from ..shared.remote import RemoteServer
 from .weights import GENERATE, ServerInfo
 
@@ -30,18 +31,12 @@ PLAIN_TEXT = "The sum of two and three is five, and the product of two and three
 
 async def server_info(server: RemoteServer, *, deadline: float) -> ServerInfo:
     """Return what the server says about itself. Raises `ConfigError` for a server of another kind."""
-    try:
+    async with asked_as_sglang(server, may_be_other, deadline=deadline):
         return await server.get(SERVER_INFO, ServerInfo, deadline=deadline)
-    except (PermanentError, PoisonedReplyError) as error:
-        if not may_be_other(error):
-            raise
-        raise await not_sglang(server, error, deadline=deadline) from None
 
 
-async def not_sglang(server: RemoteServer, error: RequestError, *, deadline: float) -> ConfigError:
-    return await other_kind(
-        server.endpoint, server.section, error, expected="SGLang", others="vllm or openai", deadline=deadline
-    )
+def asked_as_sglang(server: RemoteServer, is_other: IsOther, *, deadline: float) -> AbstractAsyncContextManager[None]:
+    return asked_as(server, "SGLang", is_other, others="vllm or openai", deadline=deadline)
 
 
 async def check_ready(server: RemoteServer, *, deadline: float) -> None:

@@ -7,9 +7,10 @@ request. Backends say where their server tells what only it has. Equal answers p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from spot_async.models import precision
 from spot_async.types import BehindUrl, FloatArray, Generation, IntArray, LogprobTemperature
 
 from .http import HttpEndpoint
-from .remote import RemoteServer
+from .remote import RemoteServer, Server
 
 LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities, since rows that were equal once may differ later
 MODELS = "/v1/models"
@@ -31,6 +32,7 @@ CONNECTIONS = 8  # two servers behind a balancer that chooses at random look lik
 SESSIONS = 3
 SESSION_HEADER = "X-Session-ID"
 OWN_CONNECTION = {"Connection": "close"}
+IsOther: TypeAlias = Callable[[RequestError], bool]
 PROCESS = "process"  # which process answers; what else is asked may differ between servers, and should not
 
 
@@ -89,24 +91,37 @@ class ModelList(msgspec.Struct):
     data: list[ListedModel]
 
 
+def is_unknown(error: RequestError) -> bool:
+    """Return whether a server has nothing at the request's path."""
+    return isinstance(error, PermanentError) and error.exchange is not None and error.exchange.status in NO_ROUTE
+
+
 def may_be_other(error: RequestError) -> bool:
     """Return whether a request failed as it does at a server that does not know it."""
-    if isinstance(error, PermanentError):
-        return error.exchange is not None and error.exchange.status in NO_ROUTE
-    return isinstance(error, PoisonedReplyError)
+    return is_unknown(error) or isinstance(error, PoisonedReplyError)
 
 
-async def other_kind(
-    endpoint: HttpEndpoint, section: str, error: RequestError, *, expected: str, others: str, deadline: float
-) -> ConfigError:
-    """Return the refusal of a server that failed with `error`, and is none of the `expected` name.
+@asynccontextmanager
+async def asked_as(
+    server: Server, expected: str, is_other: IsOther, *, others: str, deadline: float
+) -> AsyncIterator[None]:
+    """Raise as ConfigError what a server refuses inside that `is_other`, none of the `expected` name.
 
-    It asks for the list of models, in which each server names itself. `others` are the kinds to choose from where that
-    tells nothing.
+    It is asked for the list of models, in which each server names itself. `others` are the kinds to choose from where
+    that tells nothing.
     """
-    exchange = error.exchange
+    try:
+        yield
+    except (PermanentError, PoisonedReplyError) as error:
+        if not is_other(error):
+            raise
+        raise await _other_kind(server, error, expected, others, deadline) from None
+
+
+async def _other_kind(server: Server, error: RequestError, expected: str, others: str, deadline: float) -> ConfigError:
+    exchange, endpoint = error.exchange, server.endpoint
     asked = "" if exchange is None else f" ({exchange.method} {exchange.path})"
-    line = f"{section}: {endpoint.name} does not answer as {expected} does{asked}"
+    line = f"{server.section}: {endpoint.name} does not answer as {expected} does{asked}"
     try:
         models = msgspec.json.decode(await endpoint.get(MODELS, deadline=deadline), type=ModelList).data
     except (RequestError, msgspec.MsgspecError):

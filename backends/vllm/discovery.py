@@ -6,9 +6,11 @@ Nothing here can harm a server: any version answers each of these requests with 
 from __future__ import annotations
 
 import re
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 
@@ -19,13 +21,14 @@ from spot_async.models.precision import precision
 
 from ..shared.discovery import (
     PROCESS,
+    IsOther,
     ListedModel,
     ModelList,
     Saying,
+    asked_as,
     compare_tokenizers,
     may_be_other,
     noise_nats,
-    other_kind,
 )
 from ..shared.snapshots import ties_embeddings
 from .client import NoSuchRouteError, Sampled, VllmClient
@@ -77,7 +80,8 @@ class ServerFacts:
 
 async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     """Ask the server everything. Raises `ConfigError`, with what to change, if it cannot serve the role's model."""
-    version = await _software_version(client, deadline)
+    async with _asked_as_vllm(client, may_be_other, deadline):
+        version = (await client.server.get("/version", _Software, deadline=deadline)).version
     await _refuse_paused(client, deadline)
     model = await _served_model(client, deadline)
     client.model = model.id
@@ -86,10 +90,8 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
         weights = await _first_answer(client, deadline)
     except NoSuchRouteError:
         client.use_completions()
-        try:
+        async with _asked_as_vllm(client, lambda error: isinstance(error, NoSuchRouteError), deadline):
             weights = await _first_answer(client, deadline)
-        except NoSuchRouteError as error:
-            raise await _not_vllm(client, error, deadline) from None
     await _compare_vocabulary_sizes(client, deadline)
     max_logprobs = await _max_logprobs(client, deadline)
     settings = client.server.settings
@@ -114,22 +116,12 @@ async def discover(client: VllmClient, *, deadline: float) -> ServerFacts:
     )
 
 
-async def _software_version(client: VllmClient, deadline: float) -> str:
-    try:
-        return str((await client.server.get("/version", dict[str, Any], deadline=deadline))["version"])
-    except (PermanentError, PoisonedReplyError) as error:
-        if not may_be_other(error):
-            raise
-        raise await _not_vllm(client, error, deadline) from None
-    except KeyError:
-        raise await _not_vllm(client, PermanentError("no version"), deadline) from None
+class _Software(msgspec.Struct):
+    version: str
 
 
-async def _not_vllm(client: VllmClient, error: RequestError, deadline: float) -> ConfigError:
-    server = client.server
-    return await other_kind(
-        server.endpoint, server.section, error, expected="vLLM", others="sglang or openai", deadline=deadline
-    )
+def _asked_as_vllm(client: VllmClient, is_other: IsOther, deadline: float) -> AbstractAsyncContextManager[None]:
+    return asked_as(client.server, "vLLM", is_other, others="sglang or openai", deadline=deadline)
 
 
 async def _refuse_paused(client: VllmClient, deadline: float) -> None:
