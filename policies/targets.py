@@ -82,10 +82,17 @@ class Branch:
 
     @property
     def value_variance(self) -> float | None:
-        """The variance of the measured values under the prior. None without values."""
-        if self.values is None:
+        """An unbiased estimate of the variance of the candidates' values under the prior, which may be negative.
+
+        The noise of the probes looks like differences between candidates, and is taken off. One probe does not show its
+        own noise, so there is none unless each candidate has two with evidence.
+        """
+        rewards = [outcome_rewards(judgements) for judgements in self.judgements]
+        if self.values is None or min(map(len, rewards)) < 2:
             return None
-        return float(self.prior @ (self.values - self.prior @ self.values) ** 2)
+        noise = np.array([np.var(each, ddof=1) / len(each) for each in rewards])
+        measured = self.prior @ (self.values - self.prior @ self.values) ** 2
+        return float(measured - (self.prior * (1.0 - self.prior)) @ noise)
 
 
 def outcome_rewards(judged: Iterable[Judgement | Verdict]) -> list[float]:

@@ -111,7 +111,8 @@ async def test_metrics_say_what_the_tilt_has_to_work_with_what_the_gate_keeps_an
     prior = np.exp(TEACHER[2]) / np.exp(TEACHER[2]).sum()
     values = np.select([CANDIDATES[2] == 9, CANDIDATES[2] == 8], [1.0, 0.5])
     variance = (prior * values**2).sum() - (prior * values).sum() ** 2
-    assert metrics["spot/value_variance"] == pytest.approx(variance / 2)  # position 3 has none
+    noise = (prior * (1 - prior))[CANDIDATES[2] == 8].sum() / 4  # of the candidate whose two probes differ
+    assert metrics["spot/value_variance"] == pytest.approx((variance - noise) / 2)  # position 3 has none
     assert metrics["spot/kept_share"] == 0.5
     assert metrics["spot/branch_weight"] == pytest.approx(0.3 * 5 / 2)
 

@@ -1,5 +1,6 @@
 """The outcome-calibrated target has the properties that the paper's appendix proves."""
 
+import itertools
 import math
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.policies.targets import calibrated_target
+from spot_async.policies.targets import Branch, calibrated_target
+from spot_async.types import Judgement, Verdict
 
 EXAMPLES = settings(max_examples=80)
 
@@ -211,3 +213,38 @@ def test_a_candidate_the_teacher_rules_out_stays_ruled_out():
 def test_a_gamma_without_meaning_is_refused(gamma):
     with pytest.raises(ValueError, match="gamma must be finite"):
         calibrated_target([0.0, -1.0], [0.0, 1.0], gamma)
+
+
+def branch_of(logprobs, rewards):
+    """A position whose candidates' probes got these rewards; None: no verdict."""
+    judged = [
+        [Judgement(Verdict.ERROR) if r is None else Judgement(Verdict.UNJUDGED, r) for r in each] for each in rewards
+    ]
+    return Branch(
+        position=0,
+        candidate_ids=np.arange(len(logprobs), dtype=np.int32),
+        teacher_logprobs=np.array(logprobs, dtype=np.float32),
+        judgements=judged,
+        continuations=[],
+        gamma=1.0,
+    )
+
+
+@pytest.mark.parametrize("probes", [2, 3])
+def test_the_variance_of_values_is_on_average_that_of_the_true_ones(probes):
+    chances, prizes = np.array([0.9, 0.2, 0.5]), (2.0, 0.0)  # of the first of two rewards, by candidate
+    logprobs, expected = np.log([0.5, 0.3, 0.2]), 0.0
+    for won in itertools.product((0, 1), repeat=3 * probes):
+        table = np.array(won).reshape(3, probes)
+        chance = np.where(table == 0, chances[:, None], 1 - chances[:, None]).prod()
+        expected += chance * branch_of(logprobs, [[prizes[i] for i in row] for row in table]).value_variance
+    assert expected == pytest.approx(variance(prior(logprobs), 2 * chances), abs=1e-6)
+
+
+def test_one_probe_with_evidence_of_a_candidate_shows_no_variance():
+    logprobs = [-1.0, -2.0]
+    assert branch_of(logprobs, [[1.0], [0.0]]).value_variance is None
+    assert branch_of(logprobs, [[1.0, 1.0], [0.0, None]]).value_variance is None
+    assert branch_of(logprobs, [[1.0, 1.0], [0.0, 0.0]]).value_variance == pytest.approx(
+        variance(prior(logprobs), np.array([1, 0]))
+    )

@@ -214,7 +214,7 @@ def test_figures_are_those_of_what_was_measured():
     tilted = 0.3 * np.e / (0.7 + 0.3 * np.e)
     expected = {
         "value": 0.3, "value_of_student": 0.25, "prior_gain": 0.05, "value_variance": 0.21,
-        "observed_variance": 0.21, "kept_share": 1.0, "first_order_gain": 0.21, "gain": tilted - 0.3,
+        "kept_share": 1.0, "first_order_gain": 0.21, "gain": tilted - 0.3,
         "branch_weight": 30.0, "reach": 30 / 31, "settled_gain": 30 / 31 * (tilted - 0.3), "response_tokens": 60.0,
         "student_accuracy": 1 / 8, "student_pass": 1.0, "teacher_accuracy": 1.0, "headroom": 7 / 8,
         "mixed_groups": 1.0, "selected": 2.0, "probe_requests": 8.0, "probe_tokens": 160.0, "probe_share": 160 / 60,

@@ -228,7 +228,6 @@ def decision_sums(positions: Positions, keys: PolicyKeys) -> dict[str, Float64Ar
     prior, correct, judged = positions.prior, positions.correct, positions.judged
     columns = {
         "positions": np.ones(len(prior)),
-        "observed": values.observed_variance(prior, correct, judged, keys.probes),
         "kept": values.kept(correct, judged, keys.probes),
         "gain": values.gain(prior, correct, judged, gamma=keys.gamma, probes=keys.probes),
     }

@@ -167,7 +167,6 @@ def figures_of(keys: PolicyKeys, probes: int, prices: Prices) -> dict[str, Calla
             (sums["value_where_compared"] - sums["value_of_student"]) / sums["compared"]
         ),
         "value_variance": ratio("variance", "positions"),
-        "observed_variance": ratio("observed", "positions"),
         "kept_share": ratio("kept", "positions"),
         "first_order_gain": lambda sums: np.asarray(keys.gamma * sums["variance"] / sums["positions"]),
         "gain": ratio("gain", "positions"),

@@ -45,15 +45,6 @@ def value_variance(prior: Float64Array, correct: Int64Array, judged: Int64Array)
     return np.asarray(observed - noise)
 
 
-def observed_variance(prior: Float64Array, correct: Int64Array, judged: Int64Array, probes: int) -> Float64Array:
-    """Return estimates (P,) of the variance that a run with so many probes would observe, their noise included.
-
-    That is the metric `spot/value_variance`.
-    """
-    noise = (prior * (1.0 - prior) * probe_variance(correct, judged)).sum(axis=-1) / probes
-    return np.asarray(value_variance(prior, correct, judged) + noise)
-
-
 def kept(correct: Int64Array, judged: Int64Array, probes: int) -> Float64Array:
     """Return estimates (P,) of the chance that B+ keeps the position when each candidate has so many probes.
 

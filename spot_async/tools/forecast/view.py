@@ -32,7 +32,6 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str, str, str], ...]], ...] = (
         ("value_of_student", SHARE, "value under the student", "success from here if the student chooses a candidate"),
         ("value", SHARE, "value under the teacher's prior", "success from here if the teacher does; where OPD leads"),
         ("value_variance", PLAIN, "Var_p(V)", "variance of the candidates' values under the prior"),
-        ("observed_variance", PLAIN, "spot/value_variance", "what a run would show of it at first, noise included"),
         ("kept_share", SHARE, "B+ keeps", "of the positions, with policy.probes probes a candidate"),
     )),
     ("Expected gain a decision", (

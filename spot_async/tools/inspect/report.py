@@ -161,9 +161,9 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
              lines(rows, {"shift": "spot/calibration_shift"}, from_zero=True) if policy.guided else None),
             ("Kept share", "Of a rollout's probed positions, those that are trained.",
              lines(rows, {"kept": "spot/kept_share"}, percent, from_zero=True, most=1.0)),
-            ("Variance of the values", "Under the teacher's prior, of values as measured, so the noise of few probes "
-             "is in it. gamma times it is about what the tilt gains a position.",
-             lines(rows, {"variance": "spot/value_variance"}, from_zero=True)),
+            ("Variance of the values", "Under the teacher's prior, without the noise of the probes. gamma times it is "
+             "about what the tilt gains a position.",
+             lines(rows, {"variance": "spot/value_variance"}) if policy.probes > 1 else None),
             ("Branch weight", "Of a probed position, over its weight in OPD's mean: beta T / M.",
              lines(rows, {"beta T / M": "spot/branch_weight"}, from_zero=True)),
             (*(looks or ("", "")), svg.histogram(edges, [("", means)], x_name=place) if looks and any(means) else None),

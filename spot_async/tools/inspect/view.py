@@ -56,6 +56,7 @@ class PolicySettings:
     guided: bool = True  # whether each was probed, and its target tilted by the outcomes
     gated: bool = True  # whether only those are kept where some probe is correct
     shuffled: bool = False  # whether candidates trade their values before the tilt
+    probes: int = 1  # of each candidate
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> PolicySettings:
@@ -65,6 +66,7 @@ class PolicySettings:
             guided=bool(settings.get("verifier_guidance", True)),
             gated=bool(settings.get("gate", True)),
             shuffled=bool(settings.get("shuffle_outcomes", False)),
+            probes=int(settings.get("probes", 1)),
         )
 
     @property
