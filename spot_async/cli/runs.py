@@ -225,6 +225,7 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
     from spot_async.run_directory.reading import RunFiles
     from spot_async.spending.run_spending import spending_words
     from spot_async.telemetry.console import evaluation_table, unverified_note
+    from spot_async.telemetry.outcome_slope import outcome_words
     from spot_async.tools.inspect.troubles import missing_signal
 
     last = outcome.after or outcome.before
@@ -232,8 +233,11 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
         screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
         if note := unverified_note(last):
             screen.print(note)
-    if note := missing_signal(RunFiles(path).metrics()):
+    rows = RunFiles(path).metrics()
+    if note := missing_signal(rows):
         screen.print(Text(note, style="yellow"))
+    if note := outcome_words(rows):
+        screen.print(Text(note[0].upper() + note[1:]), soft_wrap=True)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
     screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states or 'none'}", highlight=False)
     if outcome.trainer_restarts:

@@ -67,6 +67,7 @@ ENDS_EARLY, STALLED, RESUMED = "ends early", "stalled", "resumed"
 ATTEMPTS_FAILED = "attempts failed"
 RESTARTED = "trainer restarted"  # the run continued from a checkpoint by itself
 MISMATCHED = "mismatch"  # trainer and student's server differ by more than rounding
+NO_ADVICE = "no advice"  # the teacher does not point to right answers, or no longer does
 STALE = "stale advantages"  # a policy gives what the trainer cannot recompute
 
 CONFIGS = "configs"

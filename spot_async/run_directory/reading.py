@@ -24,6 +24,7 @@ from spot_async.run_directory.layout import (
     ATTEMPTS_FAILED,
     ENDS_EARLY,
     MISMATCHED,
+    NO_ADVICE,
     RESTARTED,
     RESUMED,
     STALE,
@@ -225,7 +226,7 @@ class RunFiles:
         return [
             f"After iteration {each.step}, {each.reason}"
             for each in self._events(_Event)
-            if each.event in (MISMATCHED, STALE)
+            if each.event in (MISMATCHED, NO_ADVICE, STALE)
         ]
 
     def failed_attempts(self) -> list[FailedAttempts]:

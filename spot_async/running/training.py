@@ -29,7 +29,7 @@ from spot_async.loop.resuming import StopRequest
 from spot_async.models.precision import precision
 from spot_async.protocols import Backend
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.run_directory.layout import MISMATCHED, STALE, RunDirectory
+from spot_async.run_directory.layout import MISMATCHED, NO_ADVICE, STALE, RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint
 from spot_async.run_directory.reading import RunFiles
@@ -46,6 +46,7 @@ from spot_async.telemetry.console import RunConsole
 from spot_async.telemetry.failures import FailureLog, IterationWarning, mismatch_words, stale_words
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.meters import LoopLag
+from spot_async.telemetry.outcome_slope import OutcomeHistory
 from spot_async.telemetry.run_log import SpendingLog, evaluation_metrics, log_events_to
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to
@@ -204,6 +205,7 @@ class TrainingRun:
         )
         compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
         self._warn_once(MISMATCHED, lambda finished: mismatch_words(finished.report.metrics, compared))
+        self._warn_once(NO_ADVICE, OutcomeHistory(RunFiles(self._directory.path).metrics()).warning)
         if self._config.max_staleness and self._plan.policy.needs.teacher:
             self._warn_once(STALE, lambda finished: stale_words(finished.samples, self._config.policy.kind))
         before = self._results.before = await self._evaluations.before(services.student)

@@ -39,6 +39,7 @@ from spot_async.loop.events import (
 from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.evaluations import BestCheckpoint, estimate_words
+from spot_async.telemetry.outcome_slope import outcome_metrics
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
 from spot_async.telemetry.totals import performance_words
@@ -128,7 +129,8 @@ class RunConsole:
 
     def _show_iteration(self, result: IterationFinished) -> None:
         means = mean_metrics(result.samples)
-        self._accuracy = " · ".join(filter(None, [accuracy_words(means), masked_words(means)]))
+        of_teacher = slope_words(outcome_metrics(result.samples))
+        self._accuracy = " · ".join(filter(None, [accuracy_words(means), of_teacher, masked_words(means)]))
         self._see_progress(result.iteration, self._iterations)
         evaluation, self._evaluation = self._evaluation, None
         if result.made_no_step:
@@ -204,6 +206,12 @@ def lag_words(train: Mapping[str, float]) -> str:
     if "lag_mean" not in train:
         return ""
     return f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max"
+
+
+def slope_words(outcomes: Mapping[str, float]) -> str:
+    """Return an iteration's outcome slope; empty where it has none."""
+    slope, error = (outcomes.get(f"teacher/outcome_slope{name}") for name in ("", "_standard_error"))
+    return "" if slope is None or error is None else f"teacher to right answers {slope:+.2f} ± {error:.2f}"
 
 
 def masked_words(means: Mapping[str, float]) -> str:

@@ -35,6 +35,7 @@ from spot_async.spending.account import FREE, Account, Spending
 from spot_async.spending.run_spending import metered
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.meters import PumpClock, RunMeters, phase_metrics, stage_metrics
+from spot_async.telemetry.outcome_slope import outcome_metrics
 from spot_async.telemetry.side_sink import MetricSink
 from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Prompt, Sample
@@ -148,9 +149,9 @@ def iteration_metrics(
 
     `evaluation` is the oldest that is in no row yet. With staleness it may be of earlier weights.
     """
-    means = mean_metrics(result.samples)
     return {
-        **means,
+        **mean_metrics(result.samples),
+        **outcome_metrics(result.samples),
         **{f"train/{name}": value for name, value in result.report.metrics.items()},
         **{f"perf/{name}": value for name, value in result.report.performance.items()},
         "time/iteration_s": elapsed_s,

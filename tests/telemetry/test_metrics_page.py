@@ -45,7 +45,8 @@ from spot_async.trainer.metrics import METRICS, PERFORMANCE
 from spot_async.types import Traffic, Verdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-PLACEHOLDERS = {"<stage>": r"\w+", "<replica>": r"[\w-]+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+"}
+PLACEHOLDERS = {"<stage>": r"\w+", "<replica>": r"[\w-]+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+",
+                "<category>": r"\w+", "<figure>": r"\w+", "<verdict>": "(right|wrong)"}  # fmt: skip
 
 
 TRUNCATED = {
@@ -139,6 +140,11 @@ class ReadingTeacher(SimulatedTeacher):
         return msgspec.structs.replace(scores, valid=np.arange(len(scores.entropy)) > 0)
 
 
+def with_category(prompt):
+    category = ("algebra", "logic")[prompt.ordinal % 2]
+    return msgspec.structs.replace(prompt, problem=msgspec.structs.replace(prompt.problem, category=category))
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """A simulated SPOT run: the rows of its metrics.jsonl, and what a sink was given."""
@@ -155,7 +161,7 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max
         verifier=verifier,
         trainer=Trainer(),
         evaluation=LiveEvaluation(lambda iteration: iteration % 2 == 0, evaluate),
-        prompts=simulated_prompts(problems=1000),
+        prompts=map(with_category, simulated_prompts(problems=1000)),
         capabilities=capabilities,
         iterations=4,
         max_staleness=max_staleness,

@@ -83,7 +83,7 @@ def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[S
     report = read_report(files, more)
     screen.print(Text(report.bottleneck.sentence), *(Text(f"* {line}") for line in report.bottleneck.advice), sep="\n")
     for name, fact in report.facts:
-        if name in ("trainer", "staleness"):
+        if name in ("outcome slope", "trainer", "staleness"):
             screen.print(Text(f"{name}: {fact}"))
     if report.missing_signal is not None:
         screen.print(Text(report.missing_signal, style="yellow"))

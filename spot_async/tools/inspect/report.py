@@ -19,6 +19,7 @@ from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
 from spot_async.spending.run_spending import spending_words
 from spot_async.telemetry.bottleneck import Bottleneck, judge, percent
+from spot_async.telemetry.outcome_slope import outcome_words
 from spot_async.telemetry.totals import (
     RELATIVE_BINS,
     Rows,
@@ -99,6 +100,8 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
 
 def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
     scored = any("teacher/entropy_nats" in row for row in rows)
+    slope = "/outcome_slope"  # of the teacher, and of each category
+    slopes = {name.removesuffix(slope).rpartition("/")[2]: name for row in rows for name in row if name.endswith(slope)}
     advantages = any(row.get("train/advantage_mean") for row in rows)  # a method with only soft targets has none
     return Section(
         "Learning",
@@ -119,6 +122,13 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
             ("Responses without a signal", "Share of those trained whose group's rewards are all equal (advantage 0), "
              "and share of all that were left out for want of a verdict.",
              lines(rows, {"advantage 0": "grpo/no_signal", "left out": "grpo/left_out"}, percent, most=1.0)),
+            ("Does the teacher point to right answers?", "Covariance of the verdict and log p_T / p_S of a response: "
+             "what a step towards the teacher adds to the accuracy, to first order. Where it is 0, its advice is no "
+             "use.",
+             lines(rows, slopes)),
+            ("Agreement with the teacher", "Share of tokens whose two log-probabilities are less than 0.1 nats apart.",
+             lines(rows, {"right responses": "teacher/agreement_right", "wrong ones": "teacher/agreement_wrong"},
+                   percent, most=1.0)),
             ("Teacher entropy", "Nats per token, mean.",
              lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
             ("Masked positions", "Share of which the teacher's server gave no log-probabilities; they teach nothing.",
@@ -328,6 +338,7 @@ def facts(
         "student": config.get("student", {}).get("model"),
         "teacher": (config.get("teacher") or {}).get("model"),
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
+        "outcome slope": outcome_words(rows) or None,
         "best": evaluated and evaluated.best_words,
         "staleness": staleness_words(config, rows),
         "masked": None if masked is None else f"{percent(masked)} of the positions, by the teacher's server",

@@ -1,0 +1,195 @@
+"""Whether the teacher points to right answers: how verdicts go with what it thinks of the student's responses. Pure.
+
+docs/methods.md has the two figures, the outcome slope and OPD's first-order gain, and what they mean. p_S is what a
+token was sampled with, so staleness does not bias them. Tokens that the teacher does not know, and those that no
+student sampled, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spot_async.base.text import with_error
+from spot_async.loop.events import IterationFinished
+from spot_async.run_directory.layout import DECIMALS
+from spot_async.telemetry.totals import Rows
+from spot_async.types import Float64Array, Int64Array, Sample, Verdict
+
+TEACHER = "teacher"  # what the metrics of a teacher begin with
+AGREED_NATS = 0.1  # teacher and student agree on a token where |log p_T / p_S| is less
+MOST_RATIO = 10.0  # of p_T / p_S: rare larger ones would decide the gain alone
+FEWEST = 10  # right responses, and wrong ones, below which nothing is said
+ENOUGH = 100  # right times wrong over all, below which nothing is warned of: 200 responses where half are right
+SPENT = 0.2  # a gain is, once it is surely below this share of what it was
+REWARDS = {verdict.value: verdict.reward for verdict in Verdict}
+
+
+class Opinion(NamedTuple):
+    """What a teacher thinks of a judged response: sums over the student's tokens that it knows."""
+
+    problem: str
+    tier: str
+    category: str
+    reward: float
+    log_ratio: float  # of log p_T / p_S
+    excess: float  # of min(p_T / p_S, MOST_RATIO) - 1
+    agreed: float
+    tokens: float
+
+
+def opinion(record: Mapping[str, Any]) -> Opinion | None:
+    """Return what a sample's record says; None without a verdict, or without such tokens.
+
+    Numbers are rounded as in `samples.jsonl`: a run that was resumed has some so, from its ledger, and finds the same.
+    """
+    teacher, student = (
+        np.asarray(record.get(f"{name}_logprobs", ()), np.float64).round(DECIMALS) for name in (TEACHER, "behavior")
+    )
+    reward = REWARDS.get(record.get("verdict", ""))
+    if reward is None or teacher.shape != student.shape:
+        return None
+    ratios = (teacher - student)[np.isfinite(teacher - student)]  # NaN where one of them is unknown
+    problem, tier, category = (str(record.get(name) or "") for name in ("problem_id", "tier", "category"))
+    excess = np.expm1(np.minimum(ratios, math.log(MOST_RATIO))).sum()
+    agreed = (np.abs(ratios) < AGREED_NATS).sum()
+    if not len(ratios):
+        return None
+    return Opinion(problem, tier, category, reward, float(ratios.sum()), float(excess), float(agreed), len(ratios))
+
+
+def outcome_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return an iteration's figures with their standard errors, of each category too if there are several.
+
+    Empty where no teacher scored the student's tokens, or nothing has a verdict.
+    """
+    found = [each for sample in samples if (each := opinion(sample.record)) is not None]
+    categories = sorted({each.category for each in found} - {""})
+    metrics = figures(found, TEACHER) if found else {}
+    for category in categories if len(categories) > 1 else ():
+        metrics |= figures([each for each in found if each.category == category], f"{TEACHER}/{category}")
+    return metrics
+
+
+def figures(opinions: Sequence[Opinion], area: str) -> dict[str, float]:
+    """Return the figures of these responses, as metrics.
+
+    A response is compared with the others to its problem. Those that are alone are compared within their tier. Then
+    differences between problems are in the slope: a teacher may disagree more where they are hard. They are not in the
+    gain, since the expectation of p_T / p_S - 1 is 0 for each problem.
+    """
+    problems, tiers, _, rewards, log_ratios, excesses, agreed, tokens = map(np.array, zip(*opinions, strict=True))
+    names, problem, responses = np.unique(problems, return_inverse=True, return_counts=True)
+    of_tier = len(names) + np.unique(tiers, return_inverse=True)[1]
+    alone = responses[problem] == 1
+    group = np.where(alone, of_tier, problem)
+    size = np.bincount(group)[group]
+    compared = (size > 1).astype(np.float64)
+    advantages = _centred(rewards, group) * size / np.maximum(size - 1, 1)  # R - b, b the mean of the others
+    right, wrong = float(compared @ rewards), float(compared @ (1 - rewards))
+    parts = {  # amounts, and counts to divide their sum by
+        "agreement": (agreed, tokens),
+        "agreement_right": (agreed * rewards, tokens * rewards),
+        "agreement_wrong": (agreed * (1 - rewards), tokens * (1 - rewards)),
+    }
+    if right and wrong:  # else the covariances are 0, and such a batch does not show their errors
+        parts["outcome_slope"] = advantages * _centred(log_ratios, group), compared
+        parts["opd_gain"] = advantages * _centred(excesses, group), compared
+    counted = {"right": right, "wrong": wrong, "alone": float(compared @ alone)}
+    metrics = {f"{area}/{name}_responses": count for name, count in counted.items()}
+    for name, (amounts, counts) in parts.items():
+        if counts.any():
+            metrics[f"{area}/{name}"] = value = float(amounts.sum() / counts.sum())
+            # Of a problem's responses none is independent of the others, so the error is over problems.
+            residuals, n = np.bincount(problem, amounts - value * counts), len(np.unique(problem[counts > 0]))
+            if n > 1:
+                error = math.sqrt(residuals @ residuals * n / (n - 1)) / counts.sum()
+                metrics[f"{area}/{name}_standard_error"] = float(error)
+    return metrics
+
+
+def _centred(values: Float64Array, group: Int64Array) -> Float64Array:
+    """Return the values (N,) less the means of their groups."""
+    means = np.bincount(group, values) / np.maximum(np.bincount(group), 1)
+    return np.asarray(values - means[group])
+
+
+class OverIterations:
+    """The slope and the gain over several iterations, each with its standard error, and the responses behind them."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.right, self.wrong, alone = (
+            np.array([row.get(f"{TEACHER}/{name}_responses", 0.0) for row in rows])
+            for name in ("right", "wrong", "alone")
+        )
+        self.slope, self.gain = (self._mean(rows, f"{TEACHER}/{name}") for name in ("outcome_slope", "opd_gain"))
+        # The slope has less noise, and the gain needs no other responses to the problem.
+        self.decisive = self.gain if 2 * alone.sum() > self.responses else self.slope
+
+    @property
+    def responses(self) -> float:
+        return float((self.right + self.wrong).sum())
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether a warning may rest on them. The scarcer verdict decides how much a covariance can show."""
+        return self.right.sum() * self.wrong.sum() >= ENOUGH * self.responses and self.decisive[1] > 0
+
+    def _mean(self, rows: Rows, name: str) -> tuple[float, float]:
+        """Return the mean, weighted by responses, and its error. It is 0 in iterations whose verdicts are equal."""
+        weights = (self.right + self.wrong) / max(1.0, self.responses)
+        values = [row.get(name, 0.0) for row in rows]
+        # A single problem shows no error. Its value takes that place, which on average is not too small.
+        errors = [row.get(f"{name}_standard_error", value) for row, value in zip(rows, values, strict=True)]
+        return float(weights @ values), math.hypot(*(weights * errors))
+
+    def __str__(self) -> str:
+        (slope, error), digits = self.slope, 2 if self.slope[1] >= 0.01 else 3
+        return (
+            f"{slope:+.{digits}f} ± {error:.{digits}f} ({self.responses:,.0f} responses); to first order OPD gains "
+            f"{with_error(*self.gain, signed=True)} points a response"
+        )
+
+
+def outcome_words(rows: Rows) -> str:
+    """Return whether the teacher points to right answers, over the iterations; empty where it scored no responses."""
+    if not any(f"{TEACHER}/right_responses" in row for row in rows):
+        return ""
+    found = OverIterations(rows)
+    right, wrong, (value, error) = found.right.sum(), found.wrong.sum(), found.decisive
+    if min(right, wrong) < FEWEST or not error:
+        return (
+            f"whether the teacher points to right answers is not known: {right:,.0f} right and {wrong:,.0f} wrong "
+            f"responses could be compared, and {FEWEST} of each are needed"
+        )
+    return f"the teacher {'points' if value > 2 * error else 'does not clearly point'} to right answers: {found}"
+
+
+class OutcomeHistory:
+    """Remembers a run's figures, to say when they show that the teacher does not help, or no longer does."""
+
+    def __init__(self, rows: Rows) -> None:
+        """Begin with the rows of the iterations that the run has already."""
+        self._rows = {int(row["iteration"]): row for row in rows}
+
+    def warning(self, finished: IterationFinished) -> str:
+        """Return what the iterations so far show against the teacher; empty while that is nothing, or not sure."""
+        self._rows[finished.iteration] = outcome_metrics(finished.samples)
+        rows = [row for iteration, row in sorted(self._rows.items()) if iteration <= finished.iteration]
+        first = len(rows) - len(rows) // 4
+        whole, before, recent = map(OverIterations, (rows, rows[:first], rows[first:]))
+        if whole.is_firm and whole.decisive[0] < whole.decisive[1]:
+            return (
+                f"this teacher's advice does not point to right answers: {whole}. Copying it makes none likelier; "
+                "outcomes may (policy.kind: spot or grpo)"
+            )
+        (once, error), (now, error_now) = before.decisive, recent.decisive
+        if recent.is_firm and once > 3 * error and now + 2 * error_now < SPENT * once:
+            return (
+                "the teacher has nothing left to teach: it no longer points to right answers. Until iteration "
+                f"{finished.iteration + first - len(rows)}: {before}; since then: {recent}"
+            )
+        return ""
