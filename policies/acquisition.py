@@ -35,6 +35,9 @@ class PositionScores(NamedTuple):
     divergence: Float64Array  # JS, in bits, of the two policies renormalised on the candidates
     gap: Float64Array  # G = lambda_mass (1 - A) + lambda_shape JS
 
+    def at(self, rows: Int64Array) -> PositionScores:
+        return PositionScores(*(part[rows] for part in self))
+
 
 def score_positions(
     teacher_logprobs: npt.ArrayLike,

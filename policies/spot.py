@@ -7,7 +7,9 @@ paper's ablations, and two controls for the choice of positions, are settings.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -17,6 +19,7 @@ from pydantic import Field, model_validator
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import both, gather
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
+from spot_async.errors import VersionMismatchError
 from spot_async.protocols import PromptStages
 from spot_async.terms import pull, row_bytes
 from spot_async.types import (
@@ -36,7 +39,6 @@ from .acquisition import (
     ScoreVariant,
     probeable_tokens,
     random_scores,
-    score_positions,
     select_positions,
 )
 from .samples import student_sample
@@ -62,8 +64,10 @@ class SpotSettings(PluginSettings):
     score_variant: ScoreVariant = Field(
         "Full", description="acquisition score; those other than Full are its ablations"
     )
-    selection: Literal["score", "random", "entropy"] = Field(
-        "score", description="positions by acquisition score or, as controls, at random or by teacher entropy alone"
+    selection: Literal["score", "entropy", "earliest", "random"] = Field(
+        "score",
+        description="positions by acquisition score or, as controls, by teacher entropy alone, the first ones, or at "
+        "random",
     )
     verifier_guidance: bool = Field(
         True, description="false: no probes; the teacher's prior is the target at every selected position"
@@ -114,13 +118,14 @@ class SpotPolicy:
         self._run_seed = context.run_seed
         self._vocab_size = context.vocab_size
         self._probeable = probeable_tokens(context.tokenizer, context.vocab_size) if probing else None  # (V,)
-        self._rule = ScoreRule(
+        self._score = ScoreRule(
             candidates=settings.score_top_k,
             vocab_size=context.vocab_size,
             lambda_mass=settings.lambda_mass,
             lambda_shape=settings.lambda_shape,
-            variant=settings.score_variant if settings.selection == "score" else "H",
+            variant=settings.score_variant,
         )
+        self._rule = self._score if settings.selection == "score" else replace(self._score, variant="H")
         self.needs = PolicyNeeds(
             teacher_top_k=settings.score_top_k if probing else 1,
             teacher_top_k_key="score_top_k" if probing else None,
@@ -137,9 +142,8 @@ class SpotPolicy:
             stages.score(rollout.token_ids, top_k=self._teacher_top_k(stages)), stages.verify(rollout.token_ids)
         )
         selection = await self._acquire(prompt, rollout, scores, stages)
-        branches = await gather(
-            self._explore(prompt, rollout, scores, int(position), stages) for position in selection.positions
-        )
+        explored = (self._explore(prompt, rollout, scores, int(position), stages) for position in selection.positions)
+        selection, branches = await both(self._compared(selection, rollout, scores, stages), gather(explored))
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
         sample = student_sample(prompt, stages, rollout, judgement, scores, pulls=(pull(scores),), soft_targets=targets)
@@ -165,7 +169,7 @@ class SpotPolicy:
 
     def _estimates(self, stages: PromptStages) -> bool:
         """Return whether servers give only part of what the score needs, so that it is only known within intervals."""
-        if self._probeable is None or self.settings.selection == "random":
+        if self._probeable is None or self.settings.selection not in ("score", "entropy"):
             return False
         asks_student = self.settings.selection == "score" and not is_batched(stages.student)
         return asks_student or not is_exact(stages.teacher)
@@ -185,39 +189,55 @@ class SpotPolicy:
             return await certified_selection(
                 rollout, scores, eligible, stages, self._rule, budget=budget, max_asked=max_asked
             )
-        student_logprobs, parts = None, None
+        student_logprobs, parts, score = None, None, None
         match self.settings.selection:
             case "score":
-                student_logprobs, parts = await self._acquisition_score(eligible, rollout, scores, stages)
-                score = parts.score
+                student_logprobs, parts = await self._score_parts(eligible, rollout, scores, stages)
+                by = score = parts.score
             case "entropy":
-                score = scores.entropy[eligible] / np.log(self._vocab_size)
+                by = score = scores.entropy[eligible] / np.log(self._vocab_size)
+            case "earliest":
+                by = np.arange(len(eligible), 0.0, -1.0)
             case "random":
-                score = random_scores(len(eligible), derive_seed(self._run_seed, prompt.ordinal, "random positions"))
-        valid = np.ones(len(eligible), dtype=np.bool_)
-        selected = select_positions(score, valid, self.settings.positions)
-        certain = np.ones(len(selected), dtype=np.bool_)
-        return Selection(eligible[selected], eligible, score, parts, student_logprobs, certain=certain)
+                by = random_scores(len(eligible), derive_seed(self._run_seed, prompt.ordinal, "random positions"))
+        chosen = select_positions(by, np.ones(len(eligible), dtype=np.bool_), self.settings.positions)
+        return Selection(
+            positions=eligible[chosen],
+            eligible=eligible,
+            score=score,
+            gap=None if parts is None else parts.gap,
+            parts=None if parts is None else parts.at(chosen),
+            student_logprobs=None if student_logprobs is None else student_logprobs[chosen],
+            certain=np.ones(len(chosen), dtype=np.bool_),
+        )
 
-    async def _acquisition_score(
-        self, eligible: Int64Array, rollout: Generation, scores: TokenScores, stages: PromptStages
+    async def _compared(
+        self, selection: Selection, rollout: Generation, scores: TokenScores, stages: PromptStages
+    ) -> Selection:
+        """Return the selection with the score's parts at its positions, if the student can be asked for them.
+
+        A rule that does not need them gets them for the record, so that it can be compared with the score.
+        """
+        is_asked = stages.student is None or stages.student.candidate_logprobs != "none"
+        if selection.parts is not None or not len(selection.positions) or not is_asked:
+            return selection
+        with contextlib.suppress(VersionMismatchError):  # they change nothing that is trained
+            logprobs, parts = await self._score_parts(selection.positions, rollout, scores, stages)
+            return replace(selection, parts=parts, student_logprobs=logprobs)
+        return selection
+
+    async def _score_parts(
+        self, positions: Int64Array, rollout: Generation, scores: TokenScores, stages: PromptStages
     ) -> tuple[npt.NDArray[np.float32], PositionScores]:
-        """Return the student's log-probabilities (E, k_s), and s = H C G with its parts (equations 5 to 7)."""
+        """Return the student's log-probabilities (N, k_s), and s = H C G with its parts (equations 5 to 7)."""
+        top = slice(self.settings.score_top_k)
         student_logprobs = await stages.candidate_logprobs(
             rollout.token_ids,
-            eligible.astype(np.int32),
-            scores.topk_ids[eligible],
+            positions.astype(np.int32),
+            scores.topk_ids[positions, top],
             version=rollout.version_spans[0].version,
         )
-        parts = score_positions(
-            scores.topk_logprobs[eligible],
-            student_logprobs,
-            scores.entropy[eligible],
-            self._vocab_size,
-            lambda_mass=self.settings.lambda_mass,
-            lambda_shape=self.settings.lambda_shape,
-            variant=self.settings.score_variant,
-        )
+        parts = self._score.parts(scores.topk_logprobs[positions, top], student_logprobs, scores.entropy[positions])
         return student_logprobs, parts
 
     async def _explore(
@@ -304,11 +324,16 @@ class SpotPolicy:
     def _record(
         self, rollout: Generation, stages: PromptStages, selection: Selection, branches: Sequence[Branch]
     ) -> dict[str, Any]:
-        """Return what SPOT adds to `samples.jsonl`: each position's score (null where masked) and each branch."""
-        score = np.full(len(rollout.token_ids), np.nan, dtype=np.float32)
-        score[selection.eligible] = selection.score
-        return {
-            "acquisition_score": score,
+        """Return what SPOT adds to `samples.jsonl`: each branch, and what the rule knows of every position.
+
+        Scores and gaps are null where a position is masked, gaps also where the student's row is not known.
+        """
+        record: dict[str, Any] = {}
+        for name, known in (("acquisition_score", selection.score), ("gap", selection.gap)):
+            if known is not None:
+                record[name] = np.full(len(rollout.token_ids), np.nan, dtype=np.float32)
+                record[name][selection.eligible] = known
+        return record | {
             "selected_positions": selection.positions.tolist(),
             "branches": [self._branch_record(rollout, stages, selection, branch) for branch in branches],
         }
@@ -317,7 +342,7 @@ class SpotPolicy:
         self, rollout: Generation, stages: PromptStages, selection: Selection, branch: Branch
     ) -> dict[str, Any]:
         """Return one branch's record. Only `prior` and `target` sum to 1; others are full-vocabulary probabilities."""
-        row = int(np.searchsorted(selection.eligible, branch.position))
+        row = int(np.searchsorted(selection.positions, branch.position))
         parts = {} if selection.parts is None else selection.parts._asdict()
         student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])
         target = branch.target if branch.values is not None or self._keeps(branch) else None
@@ -325,7 +350,7 @@ class SpotPolicy:
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
             "retained": self._keeps(branch),
-            "certain": bool(selection.certain[np.searchsorted(selection.positions, branch.position)]),
+            "certain": bool(selection.certain[row]),
             "score_parts": {name: round(float(part[row]), 6) for name, part in parts.items()},
             "candidates": [
                 {

@@ -147,6 +147,14 @@ class ScoreRule:
     def asks_student(self) -> bool:
         return self.variant not in ("H", "HC")
 
+    def parts(
+        self, teacher_logprobs: npt.ArrayLike, student_logprobs: npt.ArrayLike, teacher_entropy: npt.ArrayLike
+    ) -> PositionScores:
+        """Return `score_positions` of known rows, by this rule."""
+        lambdas = {"lambda_mass": self.lambda_mass, "lambda_shape": self.lambda_shape}
+        rows = teacher_logprobs, student_logprobs, teacher_entropy
+        return score_positions(*rows, self.vocab_size, variant=self.variant, **lambdas)
+
 
 def asked_student(ids: npt.ArrayLike, logprobs: npt.ArrayLike) -> StudentRows:
     """Return the rows of a student that was asked for exact log-probabilities (T, L) of tokens (T, L)."""
@@ -347,15 +355,7 @@ def _with_exact_rows(bounds: ScoreBounds, teacher: TeacherRows, student: Student
     rows = np.flatnonzero(exact)
     if not len(rows):
         return bounds
-    scores = score_positions(
-        teacher.logprobs[rows, :k],
-        logprobs[rows],
-        teacher.entropy_lower[rows],
-        rule.vocab_size,
-        lambda_mass=rule.lambda_mass,
-        lambda_shape=rule.lambda_shape,
-        variant=rule.variant,
-    )
+    scores = rule.parts(teacher.logprobs[rows, :k], logprobs[rows], teacher.entropy_lower[rows])
     known = ScoreBounds(*(Interval(part, part) for part in scores))
     if not rule.asks_student:  # its log-probabilities above are placeholders
         known = known._replace(**{name: getattr(bounds, name).at(rows) for name in ("coverage", "divergence", "gap")})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -32,13 +32,14 @@ OUTCOMES: tuple[Outcome, ...] = ("exact", "certain", "refined", "uncertain")
 
 @dataclass(frozen=True)
 class Selection:
-    """The positions to probe, and the score of every eligible position. All others are masked."""
+    """The positions to probe, and what is known of every eligible position. All others are masked."""
 
     positions: Int64Array  # (N,) response positions, ascending
-    eligible: Int64Array  # (E,) response positions that were scored
-    score: Float64Array  # (E,) midpoints where only intervals are known
-    parts: PositionScores | None = None  # the acquisition score's parts; None for the controls
-    student_logprobs: npt.NDArray[np.floating] | None = None  # (E, K) at the teacher's top-k; NaN where unknown
+    eligible: Int64Array  # (E,) response positions that could be selected
+    score: Float64Array | None  # (E,) midpoints where only intervals are known; None for a rule without scores
+    gap: Float64Array | None = None  # (E,) G; NaN where the student's row is not known; None: it was not asked
+    parts: PositionScores | None = None  # (N,) the acquisition score's; None if the student was not asked
+    student_logprobs: npt.NDArray[np.floating] | None = None  # (N, K) at the teacher's top-k; NaN where unknown
     outcome: Outcome = "exact"
     certain: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # (N,) surely among the best
     asked: Mapping[str, int] | None = None  # `Refinement.counts`; None where nothing was estimated
@@ -90,18 +91,21 @@ async def certified_selection(
     refinement = Refinement(evidence, rollout, eligible, stages)
     await refinement.run(round_size=2 * budget, max_asked=max_asked)
     chosen = evidence.selected
-    return Selection(
+    known = Selection(
         positions=eligible[chosen],
         eligible=eligible,
         score=evidence.bounds.score.middle,
-        parts=evidence.bounds.middle if rule.asks_student else None,
-        student_logprobs=evidence.student.logprobs_at(scores.topk_ids[eligible].astype(np.int64))
-        if rule.asks_student
-        else None,
         outcome="certain" if at_once else "refined" if evidence.certain else "uncertain",
         certain=evidence.decision.chosen[chosen],
         asked=refinement.counts,
     )
+    if not rule.asks_student:
+        return known
+    logprobs = evidence.student.logprobs_at(scores.topk_ids[eligible].astype(np.int64))
+    top = slice(rule.candidates)
+    of_served = rule.parts(scores.topk_logprobs[eligible, top], logprobs[:, top], scores.entropy[eligible])
+    parts = evidence.bounds.middle.at(chosen)
+    return replace(known, gap=of_served.gap, parts=parts, student_logprobs=logprobs[chosen])
 
 
 class Refinement:

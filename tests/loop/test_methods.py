@@ -206,19 +206,21 @@ async def test_eopds_gate_falls_to_the_midpoints_side_where_only_bounds_are_know
     assert sample.metrics["eopd/uncertain"] == pytest.approx(np.mean(np.abs(middle - 0.8) < 0.1), abs=1e-9)
 
 
-@pytest.mark.parametrize("selection", ["score", "random", "entropy"])
+@pytest.mark.parametrize("selection", ["score", "random", "entropy", "earliest"])
 def test_controls_choose_positions_without_asking_the_student(selection):
     run = simulated_run(make_policy(SpotPolicy, policy_context(run_seed=5), selection=selection))
     records = [sample.record for sample in run.samples]
-    assert run.stages.candidates.counters.completed == (32 if selection == "score" else 0)
+    assert run.stages.candidates.counters.completed == 32  # of a control: about what it chose, for the record
     assert sum(len(r["selected_positions"]) for r in records) > 55
-    by_entropy = 0
+    by_entropy = by_place = 0
     for record in records:
         entropy = record["teacher_entropy_nats"]
         allowed = [i for i, token in enumerate(record["response_ids"]) if token > 1]
         best = sorted(sorted(allowed, key=lambda i: -entropy[i])[:2])
         by_entropy += record["selected_positions"] == best
+        by_place += record["selected_positions"] == allowed[:2]
     assert (by_entropy == len(records)) == (selection == "entropy")
+    assert (by_place == len(records)) == (selection == "earliest")
     if selection == "entropy":  # the same choice as the score's variant H, without its requests
         variant = simulated_run(make_policy(SpotPolicy, score_variant="H"))
         chosen = [sample.record["selected_positions"] for sample in variant.samples]

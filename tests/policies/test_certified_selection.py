@@ -222,13 +222,39 @@ async def test_with_whole_distributions_nothing_is_estimated_and_nothing_more_is
 
 
 @pytest.mark.parametrize(("settings", "part"), [({"selection": "entropy"}, "H"), ({"score_variant": "HC"}, "HC")])
-async def test_scores_of_the_teacher_alone_never_ask_the_student(stages_of, exact, settings, part):
+async def test_scores_of_the_teacher_alone_ask_the_student_only_about_what_was_selected(
+    stages_of, exact, settings, part
+):
     for seed in range(4):
         stages = stages_of(seed, student=SINGLE_STUDENT, teacher=TRUNCATED_TEACHER)
         sample = await supervise(stages, **settings)
         assert stages.rollout_top_k == [0]
-        assert stages.candidates == []
+        assert [positions for positions, _ in stages.candidates] == [sample.record["selected_positions"]]
         assert sample.record["selected_positions"] == exact(stages, part)
+
+
+@pytest.mark.parametrize("cannot", ["no candidates", "other weights by now"])
+async def test_a_control_on_a_student_that_cannot_tell_is_recorded_without_the_scores_parts(stages_of, exact, cannot):
+    spans = (VersionSpan(0, TOKENS, OLD if cannot == "other weights by now" else NEW),)
+    student = {**SINGLE_STUDENT, "candidate_logprobs": "none" if cannot == "no candidates" else "single"}
+    stages = stages_of(3, student=student, teacher=TRUNCATED_TEACHER, spans=spans)
+    sample = await supervise(stages, selection="entropy")
+    assert sample.record["selected_positions"] == exact(stages, "H")
+    for branch in sample.record["branches"]:
+        assert branch["score_parts"] == {}
+        assert all(candidate["student"] is None for candidate in branch["candidates"])
+
+
+async def test_gaps_are_recorded_where_the_students_row_is_known_and_are_those_of_whole_distributions(
+    stages_of, dense_scores
+):
+    stages = stages_of(3, noise=0.0, teacher=TRUNCATED_TEACHER)
+    batched = (await supervise(stages)).record["gap"]
+    np.testing.assert_allclose(batched, dense_scores(*stages.rows, 16)["gap"], atol=1e-5)
+    single = stages_of(3, noise=0.0, student=SINGLE_STUDENT, teacher=TRUNCATED_TEACHER)
+    known = ~np.isnan((await supervise(single)).record["gap"])
+    assert 2 <= known.sum() < TOKENS
+    np.testing.assert_allclose((await supervise(single)).record["gap"][known], batched[known], atol=1e-5)
 
 
 async def test_eopds_gate_counts_what_the_teachers_noise_leaves_open(stages_of):

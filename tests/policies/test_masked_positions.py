@@ -64,14 +64,14 @@ async def test_a_teacher_that_knows_every_position_reports_no_masks() -> None:
     assert "teacher/masked" not in sample.metrics
 
 
-@pytest.mark.parametrize("selection", ["score", "entropy", "random"])
+@pytest.mark.parametrize("selection", ["score", "entropy", "earliest", "random"])
 async def test_spot_neither_asks_about_nor_probes_masked_positions(selection: str) -> None:
     stages = scripted()
     sample = await sample_of(SpotPolicy, stages, score_top_k=K, positions=TOKENS, selection=selection)
     assert sample.supervision is not None
     (targets,) = sample.supervision.soft_targets
     assert targets.positions.tolist() == [0, 2, 3, 5]
-    assert [positions for positions, _ in stages.candidates] == ([[0, 2, 3, 5]] if selection == "score" else [])
+    assert [positions for positions, _ in stages.candidates] == [[0, 2, 3, 5]]
 
 
 async def test_eopds_gate_stays_shut_at_masked_positions() -> None:

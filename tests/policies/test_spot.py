@@ -167,3 +167,21 @@ async def test_the_record_holds_what_spot_saw():
     assert nine["student"] == pytest.approx(0.05)
     assert record["branches"][0]["score_parts"]["coverage"] == pytest.approx(0.2)  # four candidates of 0.05
     assert [b["retained"] for b in record["branches"]] == [True, False]
+    assert np.isnan(record["gap"]).tolist() == [False, True, False, False, True]
+    assert record["gap"][2] == pytest.approx(record["branches"][0]["score_parts"]["gap"], abs=1e-6)
+
+
+@pytest.mark.parametrize("selection", ["random", "entropy", "earliest"])
+async def test_a_control_records_at_what_it_probes_all_that_the_score_has_there(selection):
+    score = (await supervise(scripted(), positions=3)).record
+    stages = scripted()
+    record = (await supervise(stages, selection=selection)).record
+    assert stages.candidates == [(at := record["selected_positions"], CANDIDATES[at].tolist())]
+    by_position = {branch["position"]: branch for branch in score["branches"]}
+    for branch in record["branches"]:
+        same = by_position[branch["position"]]
+        assert branch["score_parts"] == pytest.approx(same["score_parts"], abs=1e-6)
+        assert branch["score_parts"]["score"] == pytest.approx(score["acquisition_score"][branch["position"]], abs=1e-6)
+        assert [c["student"] for c in branch["candidates"]] == [c["student"] for c in same["candidates"]]
+    # What it went by is recorded where it says something about the position.
+    assert ("acquisition_score" in record) == (selection == "entropy")
