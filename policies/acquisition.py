@@ -11,11 +11,15 @@ from __future__ import annotations
 import math
 import string
 import unicodedata
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from spot_async.base import registry
+from spot_async.base.tasks import error_words
+from spot_async.errors import PluginError
 from spot_async.models.entropy import plogp
 from spot_async.types import BoolArray, Float64Array, Int64Array
 
@@ -86,6 +90,23 @@ def score_positions(
     return PositionScores(normalized_entropy * factors[variant], normalized_entropy, mass, coverage, divergence, gap)
 
 
+def rule_scores(name: str, predictors: Mapping[str, npt.NDArray[Any]]) -> Float64Array:
+    """Return the scores (E,) of a rule `module:function`. It gets `predictors`, (E,) each, by their recorded names.
+
+    Raises PluginError, in one line, for whatever it raises, and for what is no score.
+    """
+    count = len(predictors["position"])
+    try:
+        scores = np.asarray(registry.named(name)(predictors), dtype=np.float64)
+    except Exception as error:
+        raise PluginError(f"policy.selection={name} raised {error_words(error)}") from error
+    wrong = scores[~(np.isfinite(scores) & (scores >= 0.0))]
+    if scores.shape != (count,) or len(wrong):
+        shown = f"{wrong[0]:g}" if len(wrong) else f"the shape {scores.shape}"
+        raise PluginError(f"policy.selection={name} returned {shown}: return {count} numbers >= 0, one a position")
+    return scores
+
+
 def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) -> Int64Array:
     """Return the `budget` best valid positions, ascending. Ties go to the earlier position.
 
@@ -95,11 +116,6 @@ def select_positions(score: npt.ArrayLike, valid: npt.ArrayLike, budget: int) ->
     best_first = np.argsort(-scores, kind="stable")
     eligible = np.asarray(valid, dtype=np.bool_) & (scores > 0.0)
     return np.sort(best_first[eligible[best_first]][:budget]).astype(np.int64)
-
-
-def random_scores(count: int, seed: int) -> Float64Array:
-    """Return uniform scores (count,) in (0, 1], drawn from `seed` alone: a control that looks at nothing."""
-    return 1.0 - np.random.default_rng(seed).random(count)
 
 
 def probeable_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> BoolArray:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from spot_async.base import registry
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import both, gather
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
-from spot_async.errors import VersionMismatchError
+from spot_async.errors import ConfigError, RequestError
+from spot_async.models.responses import token_of
 from spot_async.protocols import PromptStages
 from spot_async.terms import pull, row_bytes
 from spot_async.types import (
@@ -38,7 +40,7 @@ from .acquisition import (
     PositionScores,
     ScoreVariant,
     probeable_tokens,
-    random_scores,
+    rule_scores,
     select_positions,
 )
 from .samples import student_sample
@@ -48,6 +50,7 @@ from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certifie
 
 # Upper limits of the bytes in a record for each branch, candidate and continuation, without their texts.
 BRANCH_BYTES, CANDIDATE_BYTES, CONTINUATION_BYTES = 1536, 768, 128
+RULES = ("score", "entropy", "earliest", "random")
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -64,10 +67,13 @@ class SpotSettings(PluginSettings):
     score_variant: ScoreVariant = Field(
         "Full", description="acquisition score; those other than Full are its ablations"
     )
-    selection: Literal["score", "entropy", "earliest", "random"] = Field(
+    selection: str = Field(
         "score",
-        description="positions by acquisition score or, as controls, by teacher entropy alone, the first ones, or at "
-        "random",
+        description="positions by acquisition `score` or, as controls, by teacher `entropy` alone, the `earliest`, or "
+        "at `random`; or by a function of your own, `module:function`",
+    )
+    skip_answer: bool = Field(
+        False, description="true: nothing is selected from the box on that the verifier reads the answer from"
     )
     verifier_guidance: bool = Field(
         True, description="false: no probes; the teacher's prior is the target at every selected position"
@@ -88,6 +94,13 @@ class SpotSettings(PluginSettings):
     )
     gamma: NonNegativeFloat = Field(1.0, description="inverse temperature of the outcome tilt; 0: no tilt")
     beta: NonNegativeFloat = Field(0.1, description="weight of the branch loss")
+
+    @field_validator("selection")
+    @classmethod
+    def _is_rule(cls, value: str) -> str:
+        if value not in RULES and not (":" in value and callable(registry.named(value))):
+            raise ValueError(f"{value!r} is none of {', '.join(RULES)}, and names no function as module:function")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -126,9 +139,18 @@ class SpotPolicy:
             variant=settings.score_variant,
         )
         self._rule = self._score if settings.selection == "score" else replace(self._score, variant="H")
+        self._answer_start = context.answer_start if settings.skip_answer else None
+        if settings.skip_answer and self._answer_start is None:
+            raise ConfigError(
+                "policy.skip_answer=true: the verifier reads no box, so nobody knows where an answer begins: set it to "
+                "false, or verifier to boxed_match, math_verify or multiple_choice"
+            )
+        is_own = settings.selection not in RULES
         self.needs = PolicyNeeds(
             teacher_top_k=settings.score_top_k if probing else 1,
             teacher_top_k_key="score_top_k" if probing else None,
+            candidate_logprobs=probing and is_own,
+            candidates_key="selection" if probing and (is_own or self._rule.asks_student) else None,
             outcomes=settings.verifier_guidance,
             probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
             term_bytes=settings.positions * row_bytes(settings.probe_top_k),
@@ -182,6 +204,8 @@ class SpotPolicy:
             return NOTHING_SELECTED
         probeable = self._probeable[rollout.token_ids]  # (T,)
         eligible = np.flatnonzero(probeable & scores.known)
+        if self._answer_start and (start := self._answer_start(stages.decode(rollout.token_ids))) is not None:
+            eligible = eligible[eligible < token_of(rollout.token_ids, start, stages.decode)]
         if len(eligible) == 0:
             return NOTHING_SELECTED
         if self._estimates(stages):
@@ -199,7 +223,18 @@ class SpotPolicy:
             case "earliest":
                 by = np.arange(len(eligible), 0.0, -1.0)
             case "random":
-                by = random_scores(len(eligible), derive_seed(self._run_seed, prompt.ordinal, "random positions"))
+                seed = derive_seed(self._run_seed, prompt.ordinal, "random positions")
+                by = 1.0 - np.random.default_rng(seed).random(len(eligible))  # in (0, 1]
+            case own:
+                student_logprobs, parts = await self._score_parts(eligible, rollout, scores, stages)
+                predictors = {
+                    "position": eligible,
+                    "token": np.array([stages.decode(rollout.token_ids[t : t + 1]) for t in eligible]),
+                    "behavior_logprobs": rollout.logprobs[eligible],
+                    "teacher_logprobs": scores.logprobs[eligible],
+                    **parts._asdict(),
+                }
+                by = score = rule_scores(own, predictors)
         chosen = select_positions(by, np.ones(len(eligible), dtype=np.bool_), self.settings.positions)
         return Selection(
             positions=eligible[chosen],
@@ -221,7 +256,7 @@ class SpotPolicy:
         is_asked = stages.student is None or stages.student.candidate_logprobs != "none"
         if selection.parts is not None or not len(selection.positions) or not is_asked:
             return selection
-        with contextlib.suppress(VersionMismatchError):  # they change nothing that is trained
+        with contextlib.suppress(RequestError):  # a prompt is not given up for what changes nothing that is trained
             logprobs, parts = await self._score_parts(selection.positions, rollout, scores, stages)
             return replace(selection, parts=parts, student_logprobs=logprobs)
         return selection

@@ -15,7 +15,7 @@ Conventions, everywhere in this package:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -345,6 +345,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
     reference: bool = False  # log-probabilities under a frozen reference
     exact_entropy: bool = False
     candidate_logprobs: bool = False
+    candidates_key: str | None = None  # the key of `policy` whose value needs those, or at least a rollout's top-k
     rollout_top_k: int = 0  # that it cannot do without at each sampled token
     outcomes: bool = True  # it learns from whether responses are right, so problems must have answers
     written_responses: bool = False  # it learns from responses in the data, so problems must have one
@@ -378,6 +379,8 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     vocab_limit: int | None = None  # ids below this have a row in every model's softmax; None: all have the same rows
     tokenizer: Any  # the same model's transformers tokenizer; ids mean the same to the student
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
+    # Returns where the answer begins in a response's text, None for one without. None where the verifier reads no box.
+    answer_start: Callable[[str], int | None] | None = None
     run_seed: int = 0  # a policy derives its random numbers from this and the prompt's ordinal
     reference_kl: bool = False  # whether the run's loss has a KL to the reference
 

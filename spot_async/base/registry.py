@@ -23,11 +23,7 @@ def names(group: Group) -> list[str]:
 def load(group: Group, kind: str) -> Any:
     """Return the plug-in class called `kind`. Raises ValueError, with the nearest name, when there is none."""
     if ":" in kind:
-        module_name, _, class_name = kind.partition(":")
-        try:
-            found = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"cannot load {kind!r}: {error}{_where_to_look(error, module_name)}") from None
+        found = named(kind)
     else:
         for point in entry_points(group=f"spot_async.{group}", name=kind):
             found = point.load()
@@ -40,6 +36,15 @@ def load(group: Group, kind: str) -> Any:
     if not hasattr(found, "Settings"):
         raise ValueError(f"{kind!r} has no Settings class, so it is no plug-in of spot-async")
     return found
+
+
+def named(name: str) -> Any:
+    """Return what `module:Class` or `module:function` names. Raises ValueError when there is none."""
+    module_name, _, inner = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), inner)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot load {name!r}: {error}{_where_to_look(error, module_name)}") from None
 
 
 def unknown(group: Group, kind: str) -> str:

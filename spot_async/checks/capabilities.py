@@ -38,10 +38,13 @@ def check_capabilities(
             raise ConfigError(
                 f"{role}.model: the vocabularies that student ({student.model}) and {role} ({other.model}) serve differ"
             )
+    key, has_top_k = needs.candidates_key, student.max_generation_top_k > 0
+    asking = f"policy.{key}={getattr(config.policy, key)}" if key else f"policy {config.policy.kind}"
     lacking = f": it needs {student.weights_need}" if student.weights_need else ""
     missing = [
-        (needs.candidate_logprobs and student.candidate_logprobs == "none",
-         "student.backend does not serve log-probabilities of chosen candidates"),
+        (student.candidate_logprobs == "none" and (needs.candidate_logprobs or (key is not None and not has_top_k)),
+         f"student.backend ({student.server}) serves no log-probabilities of chosen tokens, which {asking} "
+         "needs: choose another, or another backend"),
         (student.max_generation_top_k < needs.rollout_top_k,
          f"student.backend ({student.server}) gives the top-{student.max_generation_top_k} of sampled tokens, policy "
          f"{config.policy.kind} needs top-{needs.rollout_top_k}: ask for fewer, or choose another backend"),

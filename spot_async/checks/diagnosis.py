@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
-from spot_async.base.tasks import gather
+from spot_async.base.tasks import gather, in_thread
 from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, sums_ends
@@ -75,7 +75,9 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
         await each.time()
         if len(servers[each.role]) > 1:
             each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
-    warnings = plan_warnings(plan) + [line for found in agreements.values() for line in found.warnings]
+    warnings = await in_thread(plan_warnings, config, plan) + [
+        line for found in agreements.values() for line in found.warnings
+    ]
     return Diagnosis(
         capabilities=together,
         roles={each.name: each.facts for each in diagnoses},

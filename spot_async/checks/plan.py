@@ -39,11 +39,12 @@ from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.files import ModelFiles, check_attention, read_model, softmax_width
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
-from spot_async.models.weight_files import has_weights, weight_files
+from spot_async.models.weight_files import has_weights, same_weights, weight_files
 from spot_async.protocols import CandidateScorer, Policy
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import IntArray, PolicyNeeds
+from spot_async.verification.normalization import answer_start
 from spot_async.watchdog.silence import SilenceLimits, silence_limits
 
 
@@ -222,6 +223,7 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
         model.policy_context,
         vocab_limit=None if common is None else common.limit,
         sampling=config.sampling,
+        answer_start=answer_start if config.verifier.READS_BOX else None,
         run_seed=config.run.seed,
         reference_kl=config.training.reference_kl > 0,
     )
@@ -339,17 +341,39 @@ PROMPTS_READ = 64
 UNKNOWN_SHARE = 0.5
 
 
-def plan_warnings(plan: TrainPlan) -> list[str]:
-    """Return the warnings about prompts and tokenizers of a run, which need no server."""
+def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
+    """Return the warnings about models, prompts and tokenizers of a run, which need no server."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
+        *_self_teacher(config, plan),
         *_generation_prompts(plan),
         *plan.doubts,
         *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),
     ]
+
+
+def _self_teacher(config: Config, plan: TrainPlan) -> list[str]:
+    """Return a line for each thing that goes wrong where the teacher that scores has the student's own weights."""
+    needs, teacher, warnings = plan.policy.needs, plan.teacher, []
+    if teacher is None or not needs.teacher_scores or not same_weights(plan.student.directory, teacher.directory):
+        return []
+    first = next(iter(plan.schedule))
+    if not needs.teacher_prompt_tokens and np.array_equal(first.read_by_teacher, first.token_ids):
+        warnings.append(
+            "teacher.model: it has the student's own weights and reads the same prompt, so it teaches nothing (its KL "
+            "to the student is 0): give it a context of its own in prompt.teacher.text, or another model"
+        )
+    skips = getattr(config.policy, "skip_answer", True)
+    if needs.candidates_key is not None and getattr(config.policy, needs.candidates_key) == "score" and not skips:
+        warnings.append(
+            "policy.selection=score: the teacher has the student's own weights, and the score goes to where it reads "
+            "the answer: set policy.skip_answer=true, and compare with plain OPD (policy.kind=opd), which was better "
+            "in trials (docs/methods.md)"
+        )
+    return warnings
 
 
 def _generation_prompts(plan: TrainPlan) -> list[str]:

@@ -61,7 +61,12 @@ FREE = (
     ),
 )
 # Keys that came later, with the values that mean what runs did without them.
-LATER = (("training.lora", None), ("training.normalize_advantages", False), ("prompt.teacher", None))
+LATER = (
+    ("training.lora", None),
+    ("training.normalize_advantages", False),
+    ("prompt.teacher", None),
+    ("policy.skip_answer", False),
+)
 FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
 
 

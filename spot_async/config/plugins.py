@@ -36,6 +36,7 @@ class PluginSettings(Section):
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()  # names of settings that change the pace, but no result
     # Of a verifier: it compares a response's answer with the problem's. False: it judges without one, by asking.
     JUDGES_ANSWERS: ClassVar[bool] = True
+    READS_BOX: ClassVar[bool] = False  # of a verifier: a response's answer is what its last box holds
 
     _account: Account | None = PrivateAttr(None)  # that its requests are charged to; None: it opens its own
 

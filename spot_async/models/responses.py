@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
-from spot_async.types import BoolArray, Generation, VersionSpan, WeightVersion
+from spot_async.types import BoolArray, Generation, IntArray, VersionSpan, WeightVersion
 
 
 def foreign(response: Generation) -> Generation:
@@ -41,6 +44,15 @@ def first_tokens(response: Generation, n: int) -> Generation:
         topk_ids=None if response.topk_ids is None else response.topk_ids[:n].copy(),
         topk_logprobs=None if response.topk_logprobs is None else response.topk_logprobs[:n].copy(),
     )
+
+
+def token_of(token_ids: IntArray, character: int, decode: Callable[[IntArray], str]) -> int:
+    """Return the position of the token that has a `character` of the response's text. Only its end is decoded again."""
+    tail, end, reach = decode(token_ids)[character:], len(token_ids), 1
+    while not decode(token_ids[-reach:]).endswith(tail):
+        reach *= 2
+    places = range(max(0, end - reach), end)
+    return places[bisect.bisect_left(places, True, key=lambda t: not decode(token_ids[t:]).endswith(tail)) - 1]
 
 
 def joined(*pieces: Generation) -> Generation:

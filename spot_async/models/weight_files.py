@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import filecmp
 import math
 import os
 import re
@@ -91,6 +92,14 @@ def weight_files(directory: Path) -> list[Path]:
 def has_weights(directory: Path) -> bool:
     """Whether a directory that was published holds whole weights, and not an adapter alone."""
     return (directory / SINGLE_FILE).is_file() or (directory / INDEX_FILE).is_file()
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two model directories hold the same weights. Each file is read up to the first difference."""
+    if one.samefile(other) or not has_weights(one):
+        return one.samefile(other)
+    names = [path.name for path in weight_files(one)]
+    return filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
 def weight_headers(directory: Path) -> dict[str, Header]:

@@ -106,8 +106,9 @@ def simulated_turn_ids(turns: Sequence[ChatTurn | str]) -> IntArray:
 
 
 def policy_context(**changes: Any) -> PolicyContext:
-    """Return what a policy is told about a simulated run."""
-    return PolicyContext(**{"vocab_size": VOCAB_SIZE, "tokenizer": SimulatedTokenizer(), **changes})
+    """Return what a policy is told about a simulated run, whose responses have no box."""
+    given = {"vocab_size": VOCAB_SIZE, "tokenizer": SimulatedTokenizer(), "answer_start": lambda text: None}
+    return PolicyContext(**{**given, **changes})
 
 
 def advantages_of(supervision: Supervision, behavior_logprobs: FloatArray | None = None) -> FloatArray:

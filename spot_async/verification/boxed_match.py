@@ -33,6 +33,7 @@ class BoxedMatch(Opened):
     class Settings(PluginSettings):
         """There is nothing to set."""
 
+        READS_BOX = True
         kind: str = "boxed_match"
 
     def __init__(self, settings: Settings) -> None:

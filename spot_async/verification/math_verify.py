@@ -65,6 +65,7 @@ class MathVerify(Opened):
     """Math-Verify in processes that can be killed. Outcomes are cached, missing evidence is not."""
 
     class Settings(PluginSettings):
+        READS_BOX = True
         WITHOUT_EFFECT = frozenset({"workers", "cache_entries"})
 
         kind: str = "math_verify"

@@ -67,6 +67,7 @@ class MultipleChoice(Opened):
     class Settings(PluginSettings):
         """There is nothing to set."""
 
+        READS_BOX = True
         kind: str = "multiple_choice"
 
     def __init__(self, settings: Settings) -> None:

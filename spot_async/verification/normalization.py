@@ -278,6 +278,17 @@ def extract_boxed(text: str) -> str | None:
     Surrounding white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
     length of `text`.
     """
+    content = _last_box(text)[1]
+    return None if content is None else strip_answer(content)
+
+
+def answer_start(text: str) -> int | None:
+    """Return where the box begins that `extract_boxed` reads or, where no box closes, the last; None without a box."""
+    return _last_box(text)[0]
+
+
+def _last_box(text: str) -> tuple[int | None, str | None]:
+    """Return where the box begins, and its content; None where it does not close."""
     open_braces: list[int | None] = []  # where the command of a box starts; None for any other brace
     contents: list[int] = []  # where the content of that brace starts
     last = -1
@@ -293,7 +304,9 @@ def extract_boxed(text: str) -> str | None:
             box, start = open_braces.pop(), contents.pop()
             if box is not None and box > last:
                 last, content = box, text[start : token.start()]
-    return None if content is None else strip_answer(content)
+    if content is not None:
+        return last, content
+    return max((box for box in open_braces if box is not None), default=None), None
 
 
 def strip_answer(answer: str) -> str:

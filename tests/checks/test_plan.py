@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from spot_async.checks.capabilities import check_capabilities
-from spot_async.checks.plan import plan_evaluation, plan_training
+from spot_async.checks.plan import plan_evaluation, plan_training, plan_warnings
 from spot_async.checks.served import check_places, check_roles
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
@@ -57,7 +57,11 @@ NEEDS = PolicyNeeds(teacher_top_k=16, teacher_top_k_key="score_top_k", exact_ent
             r"teacher.backend \(local\) serves top-8, policy spot needs top-16: lower policy.score_top_k to 8 or raise",
         ),
         ("teacher", {"exact_entropy": False}, "teacher.backend does not serve exact entropies"),
-        ("student", {"candidate_logprobs": "none"}, "student.backend does not serve log-probabilities of chosen"),
+        (
+            "student",
+            {"candidate_logprobs": "none"},
+            r"student.backend \(local\) serves no log-probabilities of chosen tokens, which policy spot needs",
+        ),
         ("student", {"weight_update": False}, "student.backend takes no new weights$"),
         (
             "student",
@@ -124,9 +128,22 @@ def test_a_server_whose_log_probabilities_are_at_temperature_one_needs_rollouts_
 def test_spot_asks_for_nothing_that_bounds_can_stand_for(config):
     needs = plan_training(config).policy.needs
     truncated = msgspec.structs.replace(
-        SERVED, exact_entropy=False, max_top_k=20, candidate_logprobs="none", server="any"
+        SERVED, exact_entropy=False, max_top_k=20, max_generation_top_k=20, candidate_logprobs="none", server="any"
     )
     check_capabilities(config, needs, {"student": truncated, "teacher": truncated})
+
+
+def test_a_rule_that_needs_what_the_students_server_cannot_give_is_refused_with_both_names():
+    nothing = msgspec.structs.replace(SERVED, candidate_logprobs="none", max_generation_top_k=0, server="v 1")
+    of_samples = msgspec.structs.replace(nothing, max_generation_top_k=20)
+    for rule, student in (("score", nothing), ("math:sqrt", nothing), ("math:sqrt", of_samples)):
+        config = quickstart([f"policy.selection={rule}"])
+        said = rf"^student\.backend \(v 1\) serves no .*, which policy\.selection={rule} needs"
+        with pytest.raises(ConfigError, match=said):
+            check_capabilities(config, plan_training(config).policy.needs, {"student": student, "teacher": SERVED})
+    for more in (["selection=entropy"], ["selection=random"], ["selection=earliest"], ["score_variant=HC"]):
+        config = quickstart([f"policy.{each}" for each in more])
+        check_capabilities(config, plan_training(config).policy.needs, {"student": nothing, "teacher": SERVED})
 
 
 def test_a_policy_that_chooses_tokens_needs_a_teacher_that_answers_for_them(config):
@@ -406,3 +423,43 @@ def test_a_policys_contexts_must_fit_the_teachers_context(config):
         check_capabilities(config, needs, served)
     wide = msgspec.structs.replace(SERVED, max_context_tokens=560)
     check_capabilities(config, needs, {"student": SERVED, "teacher": wide})  # the student never reads them
+
+
+ITSELF = "teacher.model=examples/running_sum/student"
+CONTEXT = "prompt.teacher={text: '{problem}so {solution}', max_tokens: 200}"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], []),
+        ([ITSELF], ["teaches nothing", "skip_answer"]),
+        ([ITSELF, CONTEXT], ["skip_answer"]),
+        ([ITSELF, CONTEXT, "policy.skip_answer=true"], []),
+        ([ITSELF, CONTEXT, "policy.selection=entropy"], []),
+        ([ITSELF, CONTEXT, "policy={kind: opd}"], []),
+        ([ITSELF, "policy={kind: eopd}"], ["teaches nothing"]),
+        ([ITSELF, "policy={kind: spot, positions: 0}"], ["teaches nothing"]),
+        ([ITSELF, "policy={kind: kd, forward_kl_weight: 0}"], []),  # it only writes
+    ],
+)
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_teacher_that_is_the_student_is_told_what_it_cannot_teach(given, said, is_copy, tmp_path):
+    copy = tmp_path / "copy"
+    if is_copy:
+        shutil.copytree(STUDENT, copy)
+    config = quickstart([f"teacher.model={copy}" if each == ITSELF and is_copy else each for each in given])
+    lines = [line for line in plan_warnings(config, plan_training(config)) if "own weights" in line]
+    assert len(lines) == len(said)
+    for line, words in zip(lines, said, strict=True):
+        assert words in line
+        assert ("policy.kind=opd" in line) == (words == "skip_answer")
+
+
+def test_a_teacher_of_the_same_shape_with_other_weights_is_another(tmp_path):
+    shutil.copytree(STUDENT, other := tmp_path / "other")
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    config = quickstart([f"teacher.model={other}"])
+    assert not any("own weights" in line for line in plan_warnings(config, plan_training(config)))

@@ -155,10 +155,12 @@ def test_training_evaluation_and_the_check_all_name_them(tmp_path):
         "training.batch_size=2",
         "training.mini_batch_size=2",
     ]
-    lines = plan_warnings(plan_training(load_config(QUICKSTART, overrides)))
+    config = load_config(QUICKSTART, overrides)
+    lines = plan_warnings(config, plan_training(config))
     assert any("data.train: 4 answers of 4 not spelled" in line for line in lines), lines
     assert any("evaluation.problems: 3 answers of 4 may say that there is none" in line for line in lines), lines
-    assert not any("answers" in line for line in plan_warnings(plan_training(load_config(QUICKSTART, [FEW]))))
+    config = load_config(QUICKSTART, [FEW])
+    assert not any("answers" in line for line in plan_warnings(config, plan_training(config)))
     result = CliRunner().invoke(app, ["check", train, "--against", held], env={"COLUMNS": "200"})
     assert (
         "warning: 4 answers of 4 not spelled as a response would box it: row-1 has 'Answer: 0' for '0'" in result.output

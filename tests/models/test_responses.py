@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spot_async.models.responses import first_tokens, foreign, joined
-from spot_async.types import Generation, VersionSpan, WeightVersion
+from spot_async.models.responses import first_tokens, foreign, joined, token_of
+from spot_async.types import Generation, IntArray, VersionSpan, WeightVersion
 
 WRITERS = st.sampled_from([None, WeightVersion(0, 1), WeightVersion(0, 2)])
 
@@ -77,3 +78,26 @@ def test_foreign_tokens_have_no_student(response: Generation) -> None:
     found = foreign(response)
     assert {row[2] for row in rows(found)} <= {None}
     assert [row[:2] for row in rows(found)] == [row[:2] for row in rows(response)]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.sampled_from(["a", " ", "é", "日", r"\boxed{", "}", "\n"]), min_size=1, max_size=40).map("".join),
+    st.lists(st.integers(1, 5), min_size=1, max_size=200),
+)
+def test_the_token_of_a_character_is_found_though_tokens_are_parts_of_characters(text: str, lengths: list[int]) -> None:
+    """A tokenizer of bytes, whose tokens have these lengths."""
+    raw, pieces = text.encode(), list[bytes]()
+    while raw:
+        length = lengths[len(pieces) % len(lengths)]
+        pieces.append(raw[:length])
+        raw = raw[length:]
+
+    def decode(ids: IntArray) -> str:
+        return b"".join(pieces[i] for i in ids).decode(errors="replace")
+
+    whole = np.arange(len(pieces), dtype=np.int32)
+    for box in re.finditer(r"\\boxed", text):
+        before = len(text[: box.start()].encode())
+        expected = np.searchsorted(np.cumsum([len(piece) for piece in pieces]), before, side="right")
+        assert token_of(whole, box.start(), decode) == expected

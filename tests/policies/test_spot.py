@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import msgspec
 import numpy as np
 import pytest
 
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError, PluginError
 from spot_async.policies.spot import SpotPolicy
 from spot_async.testing.services import generation, token_scores
 from spot_async.testing.simulation import ScriptedStages, SimulatedTokenizer, make_policy, policy_context
 from spot_async.types import Judgement, Problem, Prompt, Verdict, WeightVersion
+from spot_async.verification.normalization import answer_start
 
 VOCAB = 12
 RESPONSE = np.array([5, 2, 6, 7, 1], dtype=np.int32)  # 2 is punctuation, 1 ends
@@ -38,7 +46,7 @@ def branch(position, candidate, n=0):
 
 async def supervise(stages, ordinal=PROMPT.ordinal, **settings):
     tokenizer = SimulatedTokenizer(VOCAB, lambda token_id: ";" if token_id == 2 else str(token_id))
-    context = policy_context(vocab_size=VOCAB, tokenizer=tokenizer)
+    context = policy_context(vocab_size=VOCAB, tokenizer=tokenizer, answer_start=answer_start)
     prompt = msgspec.structs.replace(PROMPT, ordinal=ordinal)
     (sample,) = await make_policy(SpotPolicy, context, score_top_k=4, **settings).supervise(prompt, stages)
     return sample
@@ -185,3 +193,99 @@ async def test_a_control_records_at_what_it_probes_all_that_the_score_has_there(
         assert [c["student"] for c in branch["candidates"]] == [c["student"] for c in same["candidates"]]
     # What it went by is recorded where it says something about the position.
     assert ("acquisition_score" in record) == (selection == "entropy")
+
+
+TEXTS = {5: "So", 6: "five", 7: r"\boxed{", 2: ";", 1: "}"}
+
+
+def texts_of(stages):
+    """The same stages, whose tokens have texts."""
+    stages.decode = lambda token_ids: "".join(TEXTS.get(int(token_id), "?") for token_id in token_ids)
+    return stages
+
+
+@pytest.mark.parametrize("selection", ["score", "entropy", "earliest", "random"])
+async def test_nothing_is_selected_from_the_box_on_where_the_answer_is_skipped(selection):
+    async def chosen(**settings):
+        sample = await supervise(texts_of(scripted()), selection=selection, positions=3, **settings)
+        return sample.record["selected_positions"]
+
+    assert await chosen() == [0, 2, 3]
+    assert await chosen(skip_answer=True) == [0, 2]
+
+
+async def test_a_response_without_a_box_has_no_answer_to_skip():
+    assert (await supervise(scripted(), skip_answer=True, positions=3)).record["selected_positions"] == [0, 2, 3]
+
+
+def test_an_answer_that_no_verifier_reads_from_a_box_cannot_be_skipped():
+    with pytest.raises(ConfigError, match=r"^policy\.skip_answer=true: the verifier reads no box, .*: set it to false"):
+        make_policy(SpotPolicy, policy_context(answer_start=None), skip_answer=True)
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """Returns the name of a module's function that returns what it is given, or what that returns of predictors."""
+
+    def named(returns):
+        module = ModuleType("rules_of_mine")
+        module.by = returns if callable(returns) else lambda predictors: returns
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return "rules_of_mine:by"
+
+    return named
+
+
+async def test_a_rule_of_ones_own_sees_what_is_recorded_and_its_best_positions_are_probed(rule):
+    seen = {}
+
+    def by(predictors):
+        seen.update(predictors)
+        return np.where(predictors["token"] == "five", 0.0, predictors["gap"] + 1 / (1 + predictors["position"]))
+
+    record = (await supervise(texts_of(scripted()), selection=rule(by), positions=3)).record
+    by_score = (await supervise(texts_of(scripted()), positions=3)).record
+    assert record["selected_positions"] == [0, 3]  # a position of score 0 is never chosen
+    assert seen["position"].tolist() == [0, 2, 3]
+    assert seen["token"].tolist() == ["So", "five", r"\boxed{"]
+    assert seen["behavior_logprobs"].tolist() == BEHAVIOR[[0, 2, 3]].tolist()
+    assert seen["teacher_logprobs"].tolist() == TEACHER_SAMPLED[[0, 2, 3]].tolist()
+    for name, part in by_score["branches"][1]["score_parts"].items():
+        assert seen[name][1] == pytest.approx(part, abs=1e-6)
+    assert record["acquisition_score"][[0, 3]] == pytest.approx(seen["gap"][[0, 2]] + [1, 0.25], abs=1e-6)
+    assert [b["score_parts"] for b in record["branches"]] == [by_score["branches"][i]["score_parts"] for i in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("returns", "said"),
+    [
+        ([1.0, 2.0], r"returned the shape \(2,\): return 3 numbers >= 0, one a position"),
+        (1.0, r"returned the shape \(\): return 3 numbers"),
+        ([1.0, np.nan, 2.0], "returned nan: return 3 numbers"),
+        ([1.0, np.inf, 2.0], "returned inf: return 3 numbers"),
+        ([1.0, -0.5, 2.0], "returned -0.5: return 3 numbers"),
+        (None, "returned nan: return 3 numbers"),
+        (["so", "what", "?"], "raised ValueError: could not convert string"),
+        (lambda predictors: predictors["no such"], "raised KeyError: 'no such'"),
+    ],
+)
+async def test_a_rule_that_returns_no_scores_ends_the_run_in_one_line_that_names_it(rule, returns, said):
+    with pytest.raises(PluginError, match=rf"^policy\.selection=rules_of_mine:by {said}"):
+        await supervise(scripted(), selection=rule(returns))
+
+
+@pytest.mark.parametrize(
+    ("selection", "said"),
+    [
+        (
+            "entropie",
+            "'entropie' is none of score, entropy, earliest, random, and names no function",
+        ),
+        ("math:pi", "'math:pi' is none of"),
+        ("no_such_module:by", "cannot load 'no_such_module:by': No module named"),
+        ("math:no_such", "cannot load 'math:no_such': module 'math' has no attribute"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused_with_the_configuration(selection, said):
+    with pytest.raises(ConfigError, match=rf"policy\.selection: .*{re.escape(said)}"):
+        load_config(Path("configs/quickstart.yaml"), [f"policy.selection={selection}"])

@@ -197,17 +197,41 @@ def test_a_sample_that_several_wrote_says_who_wrote_which_tokens(tmp_path):
 def test_scores_are_named_after_what_chose_the_positions(tmp_path):
     record = make_run(tmp_path / "run", [spot_sample()]).sample("0")[1]
     titles = [
-        colourings(record, "abc", PolicySettings(selection))[0].title for selection in ("score", "random", "entropy")
+        colourings(record, "abc", PolicySettings(selection))[0].title
+        for selection in ("score", "random", "entropy", "mine:by")
     ]
     assert titles == [
         "Acquisition score (root scale)",
         "Random scores that chose the positions (root scale)",
         "Teacher entropy, as a share of the largest possible (root scale)",
+        "Score of mine:by (root scale)",
     ]
     path = tmp_path / "run" / "config.yaml"
     path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: random}"))
     assert "Random scores" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
     assert "random score 0.04" in (tmp_path / "run" / "inspect-0.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("selection", "looks"),
+    [
+        ("score", "Where the score looks"),
+        ("entropy", "Where the teacher is uncertain"),
+        ("mine:by", "Where your score looks"),
+        ("earliest", None),
+        ("random", None),
+    ],
+)
+def test_the_report_names_the_rule_and_shows_its_scores_where_it_has_some(tmp_path, selection, looks):
+    sample = spot_sample() if looks else {k: v for k, v in spot_sample().items() if k != "acquisition_score"}
+    files = make_run(tmp_path / "run", [sample], [metrics_row(1)])
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("{kind: spot}", f"{{kind: spot, selection: '{selection}'}}"))
+    report = read_report(files)
+    assert dict(report.facts)["selection"] == selection
+    titles = {plot.title for section in report.sections for plot in section.plots}
+    assert {title for title in titles if "looks" in title or "uncertain" in title} == ({looks} if looks else set())
+    assert "Response" in page_of(files)
 
 
 def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):

@@ -451,6 +451,17 @@ def test_a_run_that_was_never_made_is_simulated_by_its_data_sheet_alone(tmp_path
     assert "training.iterations=4 take about" in done.output
 
 
+@pytest.mark.parametrize("selection", ["earliest", "mine:by"])
+def test_a_run_by_another_rule_that_skips_answers_is_simulated(tmp_path, monkeypatch, selection):
+    (tmp_path / "mine.py").write_text("def by(predictors):\n    return predictors['gap']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    tree = planned(tmp_path).model_dump(mode="json")
+    tree["policy"] = {"kind": "spot", "selection": selection, "skip_answer": True}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "c.yaml"), "--max-staleness", "0", "--iterations", "1"])
+    assert done.exit_code == 0, done.output
+
+
 def test_no_data_sheet_speaks_of_servers_elsewhere_or_of_models_that_are_not_here(tmp_path):
     with pytest.raises(ConfigError, match="not known: give --from RUN"):
         gathered(tmp_path / "run.yaml", configuration(), SimulateOptions())

@@ -17,7 +17,7 @@ from spot_async.types import Problem
 from spot_async.verification import BoxedMatch, MathVerify, Verdict, boxed_match, extract_boxed, normalize_answer
 from spot_async.verification.math_verify import compare_strings, numbers_equal
 from spot_async.verification.multiple_choice import chosen_option
-from spot_async.verification.normalization import MAX_ANSWER_CHARS, MAX_NESTING, parse_number
+from spot_async.verification.normalization import MAX_ANSWER_CHARS, MAX_NESTING, answer_start, parse_number
 from spot_async.verification.worker_pool import WorkerDiedError
 
 FAR = float("inf")
@@ -86,6 +86,25 @@ def test_the_last_balanced_box_is_the_answer(text: str, answer: str | None) -> N
     assert extract_boxed(text) == answer
 
 
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        (r"So the answer is \boxed{5}. Done.", r"\boxed{5}. Done."),
+        (r"I get \boxed{3}. No: \fbox{5}", r"\fbox{5}"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}}"),
+        (r"It is \boxed B.", r"\boxed B."),
+        (r"\boxed{3}, no: \boxed{\frac{1}{2}", r"\boxed{3}, no: \boxed{\frac{1}{2}"),  # 3 is what is read
+        (r"cut off in {\boxed{4 + \boxed{5", r"\boxed{5"),  # nothing is read, and a probe may close it
+        (r"The answer is 5, or (B).", None),
+        (r"I write \boxed I think", None),
+        ("", None),
+    ],
+)
+def test_an_answer_begins_where_the_box_does_that_is_read(text: str, rest: str | None) -> None:
+    start = answer_start(text)
+    assert (None if start is None else text[start:]) == rest
+
+
 def reference_extraction(text: str) -> str | None:
     """The definition, in quadratic time: the box that opens last among those whose brace closes."""
     for start in range(len(text) - 1, -1, -1):
@@ -110,6 +129,10 @@ def reference_extraction(text: str) -> str | None:
 )
 def test_extraction_follows_its_definition(text: str) -> None:
     assert extract_boxed(text) == reference_extraction(text)
+    start = answer_start(text)
+    assert (start is None) == (r"\boxed{" not in text.replace(r"\\", ""))
+    if extract_boxed(text) is not None:
+        assert extract_boxed(text[start:]) == extract_boxed(text)
 
 
 @settings(max_examples=200)

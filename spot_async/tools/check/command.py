@@ -90,7 +90,7 @@ def show_run(
         screen.rule(f"what the teacher reads in its place ({len(first.teacher_ids)} tokens)", align="left")
         screen.print(Text(plan.teacher_renderer.text(first.problem)))
     screen.rule("would start", align="left")
-    show_warnings(screen, plan_warnings(plan))
+    show_warnings(screen, plan_warnings(config, plan))
     screen.print(Text("\n".join(_run_lines(config, plan, path))))
     screen.print(Text("\n".join(_machine_lines(config, plan, found))), soft_wrap=True)
     show_requirements(screen, config, found.needed)

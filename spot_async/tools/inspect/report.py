@@ -153,7 +153,9 @@ def probing_section(rows: Rows, statistics: SampleStatistics, policy: PolicySett
     looks = {
         "score": ("Where the score looks", "Mean acquisition score by place in the response."),
         "entropy": ("Where the teacher is uncertain", "Mean entropy, share of the largest possible, by place."),
-    }.get(policy.selection)  # None for random scores, which prefer no place
+    }.get(policy.selection)  # None for rules without scores, and for random ones, which prefer no place
+    if ":" in policy.selection:
+        looks = ("Where your score looks", f"Mean score of {visible(policy.selection)} by place in the response.")
     counts = {"probed": "spot/selected", "kept": "spot/retained"} if policy.guided else {"selected": "spot/selected"}
     kept = [("kept", retained), ("left out", dropped)] if policy.guided else [("", retained)]
     return Section(
@@ -335,6 +337,7 @@ def facts(
     masked = masked_share(rows)
     found = {
         "policy": config.get("policy", {}).get("kind"),
+        "selection": config.get("policy", {}).get("selection"),
         "student": config.get("student", {}).get("model"),
         "teacher": (config.get("teacher") or {}).get("model"),
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),

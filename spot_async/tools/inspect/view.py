@@ -127,7 +127,8 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
     if scores is not None and highest > 0:
         # Scores spread over orders of magnitude. The square root keeps the middle ones visible.
         levels = [max(0.0, (score or 0.0) / highest) ** 0.5 for score in scores]
-        title = f"{SELECTION_TITLES.get(policy.selection, 'Acquisition score')} (root scale)"
+        own = f"Score of {visible(policy.selection)}" if ":" in policy.selection else "Acquisition score"
+        title = f"{SELECTION_TITLES.get(policy.selection, own)} (root scale)"
         found.append(Colouring("score", title, "0", f"{highest:.3g}", tokens(levels)))
     if teacher is not None and student is not None:
         advantages = [0.0 if t is None or s is None else t - s for t, s in zip(teacher, student, strict=True)]
