@@ -83,6 +83,11 @@ def test_a_reward_and_a_pull_stand_side_by_side_and_responses_of_a_prompt_are_co
         assert len(record["group_rewards"]) == 4
 
 
+def test_a_difference_clipped_to_one_number_is_a_fixed_advantage_whatever_the_teacher_says() -> None:
+    for each in trained(pull_clip=[-1.0, -1.0]):
+        assert advantages_of(each) == pytest.approx(np.full(len(each.response_ids), -1.0))
+
+
 def test_the_students_own_top_k_is_what_is_compared_where_its_support_is_asked_for() -> None:
     run = simulated_run(make_policy(DistillPolicy, divergence="reverse_kl", support="student", top_k=3), iterations=1)
     assert run.stages.score.counters.completed == 2 * len(run.trained)
