@@ -46,18 +46,20 @@ def opinion(record: Mapping[str, Any]) -> Opinion | None:
 
     Numbers are rounded as in `samples.jsonl`: a run that was resumed has some so, from its ledger, and finds the same.
     """
-    teacher, student = (
-        np.asarray(record.get(f"{name}_logprobs", ()), np.float64).round(DECIMALS) for name in (TEACHER, "behavior")
-    )
-    reward = REWARDS.get(record.get("verdict", ""))
+    reward = REWARDS.get(str(record.get("verdict")))
+    given = (record.get(f"{name}_logprobs", ()) for name in (TEACHER, "behavior"))
+    try:
+        teacher, student = (np.asarray(each, np.float64).round(DECIMALS) for each in given)
+    except (TypeError, ValueError):  # a policy may record under these names what it likes
+        return None
     if reward is None or teacher.shape != student.shape:
         return None
     ratios = (teacher - student)[np.isfinite(teacher - student)]  # NaN where one of them is unknown
+    if not len(ratios):
+        return None
     problem, tier, category = (str(record.get(name) or "") for name in ("problem_id", "tier", "category"))
     excess = np.expm1(np.minimum(ratios, math.log(MOST_RATIO))).sum()
     agreed = (np.abs(ratios) < AGREED_NATS).sum()
-    if not len(ratios):
-        return None
     return Opinion(problem, tier, category, reward, float(ratios.sum()), float(excess), float(agreed), len(ratios))
 
 
@@ -90,7 +92,7 @@ def figures(opinions: Sequence[Opinion], area: str) -> dict[str, float]:
     compared = (size > 1).astype(np.float64)
     advantages = _centred(rewards, group) * size / np.maximum(size - 1, 1)  # R - b, b the mean of the others
     right, wrong = float(compared @ rewards), float(compared @ (1 - rewards))
-    parts = {  # amounts, and counts to divide their sum by
+    parts = {  # amounts, and the units that their sum is divided by
         "agreement": (agreed, tokens),
         "agreement_right": (agreed * rewards, tokens * rewards),
         "agreement_wrong": (agreed * (1 - rewards), tokens * (1 - rewards)),
@@ -98,15 +100,15 @@ def figures(opinions: Sequence[Opinion], area: str) -> dict[str, float]:
     if right and wrong:  # else the covariances are 0, and such a batch does not show their errors
         parts["outcome_slope"] = advantages * _centred(log_ratios, group), compared
         parts["opd_gain"] = advantages * _centred(excesses, group), compared
-    counted = {"right": right, "wrong": wrong, "alone": float(compared @ alone)}
-    metrics = {f"{area}/{name}_responses": count for name, count in counted.items()}
-    for name, (amounts, counts) in parts.items():
-        if counts.any():
-            metrics[f"{area}/{name}"] = value = float(amounts.sum() / counts.sum())
+    counts = {"right": right, "wrong": wrong, "alone": float(compared @ alone)}
+    metrics = {f"{area}/{name}_responses": count for name, count in counts.items()}
+    for name, (amounts, units) in parts.items():
+        if units.any():
+            metrics[f"{area}/{name}"] = value = float(amounts.sum() / units.sum())
             # Of a problem's responses none is independent of the others, so the error is over problems.
-            residuals, n = np.bincount(problem, amounts - value * counts), len(np.unique(problem[counts > 0]))
+            residuals, n = np.bincount(problem, amounts - value * units), len(np.unique(problem[units > 0]))
             if n > 1:
-                error = math.sqrt(residuals @ residuals * n / (n - 1)) / counts.sum()
+                error = math.sqrt(residuals @ residuals * n / (n - 1)) / units.sum()
                 metrics[f"{area}/{name}_standard_error"] = float(error)
     return metrics
 

@@ -24,7 +24,7 @@ from spot_async.telemetry.outcome_slope import OutcomeHistory, outcome_metrics, 
 from spot_async.telemetry.run_log import RunLog
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedVerifier
 from spot_async.testing.simulation import make_policy, make_run, simulated_prompts
-from spot_async.tools.inspect.report import read_report
+from spot_async.tools.inspect.report import learning_section, read_report
 from spot_async.types import Sample, TrainReport, Verdict, WeightSnapshot, WeightVersion
 
 VOCAB, TOKENS = 3, 2
@@ -202,7 +202,8 @@ def test_agreement_counts_tokens_by_verdict():
         {"behavior_logprobs": None},
         {"teacher_logprobs": np.full(2, np.nan)},
         {"teacher_logprobs": None},
-        {"teacher_logprobs": np.zeros(3)},  # of a third party
+        {"teacher_logprobs": np.zeros(3)},  # of a third party, as the next one
+        {"teacher_logprobs": [[-1.0], [-1.0, -2.0]], "verdict": ["right"]},
     ],
 )
 def test_what_has_no_verdict_or_is_not_the_students_is_left_out(changes):
@@ -287,6 +288,12 @@ def test_too_few_responses_say_how_many_they_are():
         "and 10 of each are needed"
     )
     assert outcome_words([{"iteration": 1, "rollout/accuracy": 0.5}]) == ""  # a policy without a teacher
+
+
+def test_the_report_shows_each_categorys_slope_and_escapes_its_name():
+    rows = [{"iteration": i, "teacher/outcome_slope": 0.1, "teacher/a/<b>\u202e/outcome_slope": 0.2} for i in (1, 2)]
+    (plot,) = learning_section(rows, None).plots
+    assert "a/&lt;b&gt;\ufffd" in plot.figure
 
 
 def test_a_batch_of_equal_verdicts_has_no_slope_and_counts_as_0_over_the_run():

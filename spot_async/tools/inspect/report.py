@@ -101,7 +101,12 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
 def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
     scored = any("teacher/entropy_nats" in row for row in rows)
     slope = "/outcome_slope"  # of the teacher, and of each category
-    slopes = {name.removesuffix(slope).rpartition("/")[2]: name for row in rows for name in row if name.endswith(slope)}
+    slopes = {
+        visible(name.removesuffix(slope).removeprefix("teacher/")): name
+        for row in rows
+        for name in row
+        if name.endswith(slope)
+    }
     advantages = any(row.get("train/advantage_mean") for row in rows)  # a method with only soft targets has none
     return Section(
         "Learning",
