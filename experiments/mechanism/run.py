@@ -28,6 +28,7 @@ from tables import write_tables
 
 SAMPLES_EVERY = 10  # iterations between two looks at the student's choices
 FORECAST_PROMPTS = 200
+WORTH = ("--worth", "0.01")  # as registered
 WIDE_SAMPLES = 64  # for the curves of Pass@k
 
 
@@ -155,14 +156,14 @@ def forecast(setting: Setting, directory: Path, *, extra: list[str]) -> None:
     forecasts = directory / "forecasts"
     forecasts.mkdir(parents=True, exist_ok=True)
     measured = forecasts / f"{setting.name}.json"
+    command = ["forecast", setting.config, *WORTH]
     if not measured.exists():
-        command = ["forecast", setting.config, "--prompts", str(FORECAST_PROMPTS), "-o", str(measured)]
-        call([*command, *extra], measured.with_suffix(".log"))
+        call([*command, "--prompts", str(FORECAST_PROMPTS), "-o", str(measured), *extra], measured.with_suffix(".log"))
     for row in setting.rows:
         path = forecasts / f"{setting.name}-{row.name.replace(' ', '-')}.json"
         if row.is_forecast and not path.exists():
-            command = ["forecast", setting.config, *overrides(row.keys), "--from", str(measured), "-o", str(path)]
-            call([*command, *extra], path.with_suffix(".log"))
+            of_row = [*command, *overrides(row.keys), "--from", str(measured), "-o", str(path), *extra]
+            call(of_row, path.with_suffix(".log"))
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:

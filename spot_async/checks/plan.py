@@ -346,7 +346,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
-        *_self_teacher(config, plan),
+        *self_teacher_warnings(config, plan),
         *_generation_prompts(plan),
         *plan.doubts,
         *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
@@ -355,7 +355,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
     ]
 
 
-def _self_teacher(config: Config, plan: TrainPlan) -> list[str]:
+def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:
     """Return a line for each thing that goes wrong where the teacher that scores has the student's own weights."""
     needs, teacher, warnings = plan.policy.needs, plan.teacher, []
     if teacher is None or not needs.teacher_scores or not same_weights(plan.student.directory, teacher.directory):

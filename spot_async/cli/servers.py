@@ -171,7 +171,10 @@ def forecast(
     limit_tokens: Annotated[
         int | None, typer.Option(min=1, help="begin no further problem once so many tokens were generated")
     ] = None,
-    worth: Annotated[float, typer.Option(min=0.0, help="smallest gain in value a decision that counts as help")] = 0.01,
+    worth: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="gain a decision that counts as help; default: 0.01, or a tenth of the accuracy"),
+    ] = None,
     earlier: Annotated[
         Path | None,
         typer.Option("--from", metavar="FILE", help="compute from an earlier forecast's file, and ask no server"),
@@ -184,7 +187,7 @@ def forecast(
     """Forecast, before any training, whether SPOT can help this student, with this teacher and these problems.
 
     The untrained student answers a few problems, and SPOT selects and probes as in training, with more probes of each
-    candidate. Says how much the values of candidates differ, what B+ keeps, what a decision gains, what probes cost,
+    candidate. Says what each method brings, how much the values of candidates differ, what B+ keeps and probes cost,
     and which keys would change that. Writes a page and a file for programs. Budgets of the configuration hold.
     """
     from spot_async.checks.plan import plan_training

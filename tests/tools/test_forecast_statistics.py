@@ -12,13 +12,101 @@ import pytest
 
 from spot_async.policies.targets import calibrated_target
 from spot_async.tools.forecast import values
-from spot_async.tools.forecast.estimates import Positions, decision_sums, estimate, limit, ratio, t_quantile
-from spot_async.tools.forecast.forecast import reach, settled_gain
-from spot_async.tools.forecast.measurement import PolicyKeys
+from spot_async.tools.forecast.estimates import (
+    Positions,
+    decision_sums,
+    estimate,
+    limit,
+    method_sums,
+    place_sums,
+    ratio,
+    t_quantile,
+)
+from spot_async.tools.forecast.forecast import place_figures, reach, settled_gain
+from spot_async.tools.forecast.measurement import (
+    MOST_RATIO,
+    MeasuredPrompt,
+    PolicyKeys,
+    ProbedCandidate,
+    ProbedPosition,
+    ScoredRollout,
+)
 
 KEYS = PolicyKeys(gamma=1.0, beta=0.1, positions=2, probe_top_k=4, probes=1, gate=True)
 PRIOR = np.array([0.5, 0.3, 0.2])
 VALUES = np.array([0.2, 0.9, 0.0])
+
+
+def scored_prompt(rewards, excesses):
+    """Return a prompt whose rollouts ended so, and whose tokens the teacher scored so."""
+    return MeasuredPrompt(
+        problem_id="p",
+        prompt_tokens=1,
+        rollout_tokens=[1] * len(rewards),
+        outcomes=[float(reward) for reward in rewards],
+        scored=[ScoredRollout(tokens=1, excess=float(excess), capped=0) for excess in excesses],
+        positions=[],
+        probe_requests=0,
+        probe_tokens=0,
+    )
+
+
+def test_gains_of_opd_and_of_a_reward_are_those_of_sums_over_all_responses():
+    """All responses of three tokens of a vocabulary of three, under two models with random tables, in float64."""
+    random, length, tokens = np.random.default_rng(3), 3, range(3)
+    rewards = {response: float(random.random() < 0.4) for response in itertools.product(tokens, repeat=length)}
+    prefixes = [prefix for t in range(length) for prefix in itertools.product(tokens, repeat=t)]
+    student, teacher = ({prefix: random.dirichlet([2.0] * 3) for prefix in prefixes} for _ in range(2))
+
+    def chance(response, begun=0):
+        return math.prod(student[response[:t]][response[t]] for t in range(begun, length))
+
+    def value(prefix):
+        return sum(rewards[each] * chance(each, len(prefix)) for each in rewards if each[: len(prefix)] == prefix)
+
+    opd = reward = 0.0
+    for prefix in prefixes:
+        reached = math.prod(student[prefix[:t]][prefix[t]] for t in range(len(prefix)))
+        of_tokens = np.array([value((*prefix, token)) for token in tokens])
+        opd += reached * (teacher[prefix] - student[prefix]) @ of_tokens
+        reward += reached * student[prefix] @ (of_tokens - student[prefix] @ of_tokens) ** 2
+
+    excess = {
+        each: sum(teacher[each[:t]][each[t]] / student[each[:t]][each[t]] - 1 for t in range(length))
+        for each in rewards
+    }
+    found = {"opd": 0.0, "reward": 0.0}
+    for pair in itertools.product(rewards, repeat=2):
+        sums = method_sums([scored_prompt([rewards[each] for each in pair], [excess[each] for each in pair])])
+        for name in found:
+            found[name] += chance(pair[0]) * chance(pair[1]) * sums[name][0]
+    assert found == pytest.approx({"opd": opd, "reward": reward}, abs=1e-12)
+    assert abs(opd) > 0.01  # of random models it is some number
+
+
+@pytest.mark.parametrize("knows_more", [True, False])
+def test_intervals_of_opds_gain_cover_the_truth_in_95_of_100_forecasts(knows_more):
+    """200 forecasts of 50 problems with 8 rollouts. A response is right if each of its 6 decisions is."""
+    random, forecasts, rollouts = np.random.default_rng(17), 200, 8
+
+    def population(prompts):
+        student = random.beta(4, 1.5, (prompts, 6))
+        better = random.beta(2, 2, (prompts, 1)) * (1 - student) if knows_more else random.normal(0, 0.03, (prompts, 6))
+        return student, np.clip(student + better, 0.02, 0.999)
+
+    student, teacher = population(20_000)
+    others = student.prod(axis=1, keepdims=True) / student
+    truth = ((teacher - student) * others).sum(axis=1).mean()
+    covered = 0
+    for _ in range(forecasts):
+        student, teacher = (each[:, None] for each in population(50))
+        is_right = random.random((50, rollouts, 6)) < student
+        ratios = np.where(is_right, teacher / student, (1 - teacher) / (1 - student))
+        rewards, excesses = is_right.all(axis=-1), (np.minimum(ratios, MOST_RATIO) - 1).sum(axis=-1)
+        sums = method_sums([scored_prompt(*each) for each in zip(rewards, excesses, strict=True)])
+        found = estimate(sums, ratio("opd", "contrasted"))
+        covered += found.low <= truth <= found.high
+    assert covered >= 180  # a true share of 95 % gives fewer than this once in 300 times
 
 
 def every_outcome(of_values, probes):
@@ -120,6 +208,105 @@ def test_where_outcomes_are_too_many_to_list_many_are_drawn(monkeypatch):
     monkeypatch.setattr(values, "MAX_OUTCOMES", 0)
     assert values.gain(*table, gamma=2.0, probes=3) == pytest.approx(listed, abs=0.02)
     assert values.gain(*table, gamma=2.0, probes=3) != listed
+
+
+def places(random, prompts, probes=4):
+    """Return prompts with 8 random positions each, and the true Var_p(V) (prompts, 8) there.
+
+    The score goes where candidates differ, entropy and JS go anywhere, and the last two positions are in the answer.
+    """
+    prior = random.dirichlet([2.0] * 4, (prompts, 8))
+    spread = random.beta(1, 3, (prompts, 8, 1))
+    true = np.clip(0.5 + spread * random.normal(0, 0.5, (prompts, 8, 4)), 0, 1)
+    variance = (prior * (true - (prior * true).sum(axis=-1, keepdims=True)) ** 2).sum(axis=-1)
+    correct = random.binomial(probes, true)
+    parts = {"score": spread[..., 0], "entropy": random.random((prompts, 8)), "divergence": random.random((prompts, 8))}
+    measured = [
+        MeasuredPrompt(
+            problem_id=f"p{n}",
+            prompt_tokens=1,
+            rollout_tokens=[50],
+            outcomes=[0.0],
+            positions=[
+                ProbedPosition(
+                    position=5 * at,
+                    sampled="x",
+                    score_parts={name: float(part[n, at]) for name, part in parts.items()},
+                    in_answer=at >= 6,
+                    candidates=[
+                        ProbedCandidate(
+                            token="x", teacher=0.2, prior=prior[n, at, c], correct=int(correct[n, at, c]), judged=probes
+                        )
+                        for c in range(4)
+                    ],
+                )
+                for at in range(8)
+            ],
+            probe_requests=32 * probes,
+            probe_tokens=0,
+        )
+        for n in range(prompts)
+    ]
+    return measured, variance, parts
+
+
+def test_each_rule_holds_what_is_there_and_an_oracle_no_more_than_the_best():
+    measured, variance, parts = places(np.random.default_rng(29), 1500)
+    sums = place_sums(measured, msgspec.structs.replace(KEYS, selection="random", positions=8))
+    found = {name: estimate(sums, figure) for name, figure in place_figures().items()}
+
+    def best_two(by):
+        return np.take_along_axis(variance, np.argsort(-by, axis=1)[:, :2], axis=1).mean()
+
+    truth = {
+        "score": best_two(parts["score"]),
+        "entropy": best_two(parts["entropy"]),
+        "JS": best_two(parts["divergence"]),
+        "earliest": variance[:, :2].mean(),
+        "random": variance.mean(),
+    }
+    for rule, true in truth.items():
+        assert abs(found[f"at_{rule}"].value - true) < 4 * found[f"at_{rule}"].standard_error
+        difference = found[f"over_{rule}"]
+        assert abs(difference.value - (true - truth["score"])) <= 4 * difference.standard_error
+    assert truth["random"] < found["at_oracle"].value < best_two(variance)
+    assert found["answer_share"].value == pytest.approx(0.25, abs=0.03)
+    # On the same responses the error of a difference is smaller than that of two figures apart.
+    apart = math.hypot(found["at_entropy"].standard_error, found["at_score"].standard_error)
+    assert found["over_entropy"].standard_error < apart
+
+
+def test_intervals_of_what_rules_hold_less_than_the_score_cover_the_truth():
+    random = np.random.default_rng(31)
+    keys = msgspec.structs.replace(KEYS, selection="random", positions=8)
+    _, variance, parts = places(random, 20_000, probes=0)
+    chosen = np.argsort(-parts["score"], axis=1)[:, :2]
+    truth = variance.mean() - np.take_along_axis(variance, chosen, axis=1).mean()
+    covered = 0
+    for _ in range(100):
+        measured, _, _ = places(random, 30)
+        found = estimate(place_sums(measured, keys), place_figures()["over_random"])
+        covered += found.low <= truth <= found.high
+    assert covered >= 88  # a true share of 95 % gives fewer than this once in 250 times
+
+
+def test_rules_are_compared_at_random_positions_with_scores_alone():
+    measured, _, _ = places(np.random.default_rng(1), 3)
+    keys = msgspec.structs.replace(KEYS, selection="random", positions=8)
+    fewer = msgspec.structs.replace(keys, positions=3)
+    assert place_sums(measured, fewer)["score_positions"].tolist() == [3, 3, 3]
+    assert place_sums(measured, keys)["score_positions"].tolist() == [2, 2, 2]
+    nothing = {"agreed": [0.0] * 3, "score_positions": [0.0] * 3}
+    unscored = [
+        msgspec.structs.replace(
+            prompt, positions=[msgspec.structs.replace(each, score_parts={}) for each in prompt.positions]
+        )
+        for prompt in measured
+    ]
+    for prompts, other in ((measured, msgspec.structs.replace(keys, selection="score")), (unscored, keys)):
+        sums = place_sums(prompts, other)
+        assert {name: sums[name].tolist() for name in nothing} == nothing
+        assert estimate(sums, place_figures()["over_entropy"]) is None
 
 
 @pytest.mark.parametrize("weight", [0.3, 2.5, 30.0])

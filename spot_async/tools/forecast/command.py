@@ -18,7 +18,7 @@ from spot_async.spending.account import FREE
 from spot_async.tools.forecast.forecast import make_forecast
 from spot_async.tools.forecast.measurement import Measurement
 from spot_async.tools.forecast.running import ForecastOptions, measure, policy_keys
-from spot_async.tools.forecast.verdict import FORMAT, ForecastFile, judge
+from spot_async.tools.forecast.verdict import FORMAT, ForecastFile, default_worth, judge
 from spot_async.tools.forecast.view import OUTCOME_STYLES, forecast_page, terminal_tables
 from spot_async.tools.pages.page import write_files
 
@@ -57,11 +57,12 @@ def show(screen: Console, config: Config, measurement: Measurement, options: For
             probes=measurement.probes,
             prices=prices,
         )
-    verdict = judge(forecast, options.worth)
+    worth = default_worth(forecast) if options.worth is None else options.worth
+    verdict = judge(forecast, worth)
     found = ForecastFile(
         name=options.name,
         overrides=list(options.overrides),
-        worth=options.worth,
+        worth=worth,
         verdict=verdict,
         notes=[*notes, *measurement.notes],
         forecast=forecast,

@@ -23,6 +23,7 @@ from spot_async.types import BoolArray, Float64Array, Int64Array
 
 CONFIDENCE = 0.95
 NO_SKEW = 1e-6  # below this the correction is smaller than its rounding
+AGREED_BITS = 0.01  # of JS, below which teacher and student agree
 WEIGHTINGS = 4000  # so many that the limit below is right to about a twentieth of its distance from the mean
 
 Sums = Mapping[str, Float64Array]  # by name, sums over the prompts that are counted: one each, or one per omission
@@ -107,6 +108,15 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
+# By what a rule selects: the position where it is largest comes first.
+RULES: Mapping[str, Callable[[ProbedPosition], float]] = {
+    "score": lambda position: position.score_parts.get("score") or 0.0,
+    "entropy": lambda position: position.score_parts.get("entropy") or 0.0,
+    "JS": lambda position: position.score_parts.get("divergence") or 0.0,
+    "earliest": lambda position: -position.position,
+}
+
+
 @dataclass(frozen=True)
 class Positions:
     """The probed positions of all prompts as arrays."""
@@ -117,6 +127,7 @@ class Positions:
     judged: Int64Array  # (P, k)
     owner: Int64Array  # (P,) the prompt's index
     prompts: int
+    at: Sequence[ProbedPosition] = ()  # P of them
 
     @property
     def student_is_known(self) -> BoolArray:
@@ -138,6 +149,7 @@ class Positions:
             judged=self.judged[chosen],
             owner=self.owner[chosen],
             prompts=self.prompts,
+            at=[self.at[row] for row in np.flatnonzero(chosen).tolist()],
         )
 
     def per_prompt(self, per_position: Float64Array) -> Float64Array:
@@ -150,16 +162,16 @@ class Positions:
 def positions_of(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> Positions:
     """Return the positions that a run with these keys would probe, where enough probes have verdicts.
 
-    Of the positions that were measured those of the best scores are taken, and of their candidates the first.
+    Of the positions that were measured those are taken that the run would select, and of their candidates the first.
     """
     found = [
-        (number, position.candidates[: keys.probe_top_k])
+        (number, position)
         for number, prompt in enumerate(measured)
-        for position in best(prompt.positions, keys.positions)
+        for position in best(prompt.positions, keys)
         if all(each.judged > keys.probes and each.judged > 1 for each in position.candidates[: keys.probe_top_k])
     ]
-    width = min((len(candidates) for _, candidates in found), default=keys.probe_top_k)
-    rows = [candidates[:width] for _, candidates in found]
+    width = min([keys.probe_top_k, *(len(position.candidates) for _, position in found)])
+    rows = [position.candidates[:width] for _, position in found]
 
     def table(read: Callable[..., float | None]) -> Float64Array:
         cells = [[np.nan if (cell := read(each)) is None else cell for each in row] for row in rows]
@@ -173,12 +185,18 @@ def positions_of(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> Positi
         judged=table(lambda each: each.judged).astype(np.int64),
         owner=np.array([number for number, _ in found], dtype=np.int64),
         prompts=len(measured),
+        at=[position for _, position in found],
     )
 
 
-def best(positions: Sequence[ProbedPosition], count: int) -> list[ProbedPosition]:
-    """Return the positions of the `count` best scores. Without scores they are the first."""
-    return sorted(positions, key=lambda each: -(each.score_parts.get("score") or 0.0))[:count]
+def best(positions: Sequence[ProbedPosition], keys: PolicyKeys) -> Sequence[ProbedPosition]:
+    """Return the positions that a run with these keys would select of those that were measured.
+
+    Where the rule is not one of `RULES`, as at random, they are all: the mean of fewer is the same.
+    """
+    if keys.selection not in RULES:
+        return positions
+    return sorted(positions, key=RULES[keys.selection], reverse=True)[: keys.positions]
 
 
 def rollout_sums(measured: Sequence[MeasuredPrompt]) -> dict[str, Float64Array]:
@@ -216,11 +234,76 @@ def rollout_sums(measured: Sequence[MeasuredPrompt]) -> dict[str, Float64Array]:
     }
 
 
+def method_sums(measured: Sequence[MeasuredPrompt]) -> dict[str, Float64Array]:
+    """Return what each prompt adds to the first-order gains of OPD and of a reward, in value a response.
+
+    V(v) is the value after a token v, p_S and p_T are the probabilities of student and teacher, R is a verdict, b the
+    mean verdict of the problem's other rollouts:
+
+        sum_t sum_v (p_T - p_S) V  =  E[(R - b) sum_t (p_T / p_S - 1)]
+        sum_t Var_{p_S}(V)         =  Var(R)
+
+    The expectation of p_T / p_S - 1 under p_S is 0, so b takes no more than noise off. V along a rollout is a
+    martingale that ends in R, so its steps' variances add up. Both are covariances with R of a problem's rollouts.
+    """
+    rows = []
+    for prompt in measured:
+        known = [
+            (outcome, scored.excess)
+            for outcome, scored in zip(prompt.outcomes, prompt.scored, strict=False)
+            if outcome is not None and scored.tokens
+        ]
+        reward, opd = np.cov(np.array(known), rowvar=False)[0] if len(known) > 1 else (0.0, 0.0)
+        tokens, capped = (sum(getattr(each, name) for each in prompt.scored) for name in ("tokens", "capped"))
+        rows.append((len(known) > 1, opd, reward, tokens, capped))
+    names = ("contrasted", "opd", "reward", "scored_tokens", "capped")
+    return dict(zip(names, np.array(rows, np.float64).reshape(-1, len(names)).T, strict=True))
+
+
 def probe_prompt_tokens(prompt: MeasuredPrompt) -> float:
     """Return the tokens that the prompt's probes began with, if all probes of a position were sent or none."""
     begun = [(prompt.prompt_tokens + each.position + 1) * len(each.candidates) for each in prompt.positions]
     of_each = sum(len(each.candidates) for each in prompt.positions)
     return sum(begun) * prompt.probe_requests / of_each if of_each else 0.0
+
+
+def place_sums(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> dict[str, Float64Array]:
+    """Return what each prompt adds to Var_p(V) at the positions of each rule, of those that were probed at random.
+
+    A rule takes as many of a response's positions as a run would, or the best quarter if that were all, by what is
+    known without probes. So its sums are unbiased. An oracle takes those that half of the probes find best, and the
+    other half judges them: it is below the best there is. All are 0 where positions are not random, or have no score.
+    """
+    positions = positions_of(measured, keys)
+    most = int(np.bincount(positions.owner, minlength=1).max())
+    count = keys.positions if keys.positions < most else most // 4
+    if keys.selection != "random" or not count or not all("score" in each.score_parts for each in positions.at):
+        positions = positions.where(np.zeros(len(positions.owner), np.bool_))
+
+    def first(by: Float64Array) -> Float64Array:
+        """Return 1 for the positions of each response at which `by` (P,) is largest, else 0."""
+        order = np.lexsort((-by, positions.owner))
+        owner, is_first = positions.owner[order], np.zeros(len(order))
+        is_first[order[np.arange(len(order)) - np.searchsorted(owner, owner) < count]] = 1.0
+        return is_first
+
+    prior, correct, judged = positions.prior, positions.correct, positions.judged
+    some = np.random.default_rng(0).hypergeometric(correct, judged - correct, judged // 2)
+    with np.errstate(divide="ignore", invalid="ignore"):  # less than two probes in a half
+        one = values.value_variance(prior, some, judged // 2)
+        other = values.value_variance(prior, correct - some, judged - judged // 2)
+    variance = values.value_variance(prior, correct, judged)
+    parts = {rule: np.array([of(each) for each in positions.at]) for rule, of in RULES.items()}
+    rules = {rule: first(part) for rule, part in parts.items()} | {"random": np.ones(len(variance))}
+    columns = {
+        "oracle": first(one) * other + first(other) * one,
+        "oracle_positions": first(one) + first(other),
+        "agreed": variance * (parts["JS"] < AGREED_BITS),
+        "answer": variance * np.array([each.in_answer for each in positions.at], np.bool_),
+        **{rule: chosen * variance for rule, chosen in rules.items()},
+        **{f"{rule}_positions": chosen for rule, chosen in rules.items()},
+    }
+    return {name: positions.per_prompt(column) for name, column in columns.items()}
 
 
 def decision_sums(positions: Positions, keys: PolicyKeys) -> dict[str, Float64Array]:
@@ -243,7 +326,6 @@ def value_sums(positions: Positions) -> dict[str, Float64Array]:
         "value": (prior * shares).sum(axis=-1),
         "compared": known.astype(np.float64),
         "value_of_student": (of_student * shares).sum(axis=-1),
-        "value_where_compared": np.where(known, (prior * shares).sum(axis=-1), 0.0),
         "variance": values.value_variance(prior, correct, judged),
         "most": values.most_gain(prior, correct, judged),
     }

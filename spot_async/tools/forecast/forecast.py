@@ -15,6 +15,7 @@ from spot_async.spending.account import FREE
 from spot_async.spending.prices import PER_MILLION, Prices
 from spot_async.tools.forecast import values
 from spot_async.tools.forecast.estimates import (
+    RULES,
     Estimate,
     Positions,
     Sums,
@@ -22,19 +23,21 @@ from spot_async.tools.forecast.estimates import (
     decision_sums,
     estimate,
     limit,
+    method_sums,
+    place_sums,
     positions_of,
     ratio,
     rollout_sums,
     value_sums,
 )
-from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys, ProbedPosition
+from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys
 from spot_async.types import Float64Array, Int64Array
 
 GAMMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the plot of gains
 BETAS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the plot of what is reached
 SHARES = frozenset(  # figures that lie between 0 and 1
     ("student_accuracy", "student_pass", "teacher_accuracy", "mixed_groups", "value_of_student", "value", "kept_share",
-     "reach")
+     "reach", "capped_share", "agreed_share", "answer_share")
 )  # fmt: skip
 PAPER_WEIGHT = 35.0  # beta T / M in the paper's setting, if its responses have 700 tokens
 
@@ -97,9 +100,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     by_keys: list[KeyRow]
     never_correct: int  # positions at which no probe was correct
     always_correct: int  # positions at which every probe was
-    score_parts: dict[str, float]  # means over selected positions
     tokens: list[TokenRow]  # most frequent first
-    places: list[int]  # selected positions by twentieths of the response
 
 
 def make_forecast(
@@ -110,7 +111,8 @@ def make_forecast(
     `rollouts` and `probes` are how many were asked for. `prices` are those of the student's servers.
     """
     positions = positions_of(measured, keys)
-    sums = rollout_sums(measured) | value_sums(positions) | decision_sums(positions, keys)
+    sums = rollout_sums(measured) | method_sums(measured) | place_sums(measured, keys)
+    sums |= value_sums(positions) | decision_sums(positions, keys)
     of_all = [position for prompt in measured for position in prompt.positions]
     shares = values.shares(positions.correct, positions.judged)
     return Forecast(
@@ -136,9 +138,7 @@ def make_forecast(
         by_keys=[key_row(measured, keys, changes) for changes in ({}, *changes_to_try(measured, keys))],
         never_correct=int((positions.correct == 0).all(axis=-1).sum()),
         always_correct=int((shares == 1.0).all(axis=-1).sum()),
-        score_parts=mean_parts(of_all),
         tokens=token_rows(measured, keys),
-        places=place_counts(measured),
     )
 
 
@@ -154,6 +154,11 @@ def figures_of(keys: PolicyKeys, probes: int, prices: Prices) -> dict[str, Calla
         return lambda sums: np.asarray(sums[name] / sums["prompts"] * keys.probes / probes)
 
     return {
+        "opd_gain": ratio("opd", "contrasted"),
+        "reward_gain": ratio("reward", "contrasted"),
+        "opd_reward_gain": lambda sums: np.asarray((sums["opd"] + sums["reward"]) / sums["contrasted"]),
+        "tilt_gain": partial(tilt_gain, keys),
+        "capped_share": ratio("capped", "scored_tokens"),
         "student_accuracy": ratio("correct", "judged"),
         "student_pass": ratio("solved", "groups"),
         "teacher_accuracy": ratio("taught_correct", "taught"),
@@ -163,12 +168,8 @@ def figures_of(keys: PolicyKeys, probes: int, prices: Prices) -> dict[str, Calla
         "selected": ratio("selected", "prompts"),
         "value_of_student": ratio("value_of_student", "compared"),
         "value": ratio("value", "positions"),
-        "prior_gain": lambda sums: np.asarray(
-            (sums["value_where_compared"] - sums["value_of_student"]) / sums["compared"]
-        ),
         "value_variance": ratio("variance", "positions"),
         "kept_share": ratio("kept", "positions"),
-        "first_order_gain": lambda sums: np.asarray(keys.gamma * sums["variance"] / sums["positions"]),
         "gain": ratio("gain", "positions"),
         "branch_weight": partial(branch_weight, keys),
         "reach": partial(reach, keys),
@@ -179,7 +180,29 @@ def figures_of(keys: PolicyKeys, probes: int, prices: Prices) -> dict[str, Calla
             sums["probe_tokens"] * keys.probes / probes / sums["first_rollout_tokens"]
         ),
         "probe_money": money,
+        **place_figures(),
     }
+
+
+def place_figures() -> dict[str, Callable[[Sums], Float64Array]]:
+    """Return the means of Var_p(V) where rules would probe, less that of the score, and where all of it lies."""
+
+    def over_score(rule: str) -> Callable[[Sums], Float64Array]:
+        return lambda sums: means[rule](sums) - means["score"](sums)
+
+    means = {rule: ratio(rule, f"{rule}_positions") for rule in (*RULES, "random", "oracle")}
+    return {
+        **{f"at_{rule}": mean for rule, mean in means.items()},
+        **{f"over_{rule}": over_score(rule) for rule in means},
+        "agreed_share": ratio("agreed", "random"),
+        "answer_share": ratio("answer", "random"),
+    }
+
+
+def tilt_gain(keys: PolicyKeys, sums: Sums) -> Float64Array:
+    """Return gamma Var_p(V) of all selected positions of a response together."""
+    selected = np.minimum(keys.positions, sums["selected"] / sums["prompts"])
+    return np.asarray(keys.gamma * sums["variance"] / sums["positions"] * selected)
 
 
 def branch_weight(keys: PolicyKeys, sums: Sums) -> Float64Array:
@@ -299,17 +322,11 @@ def is_scored(measured: Sequence[MeasuredPrompt]) -> bool:
     return any("score" in position.score_parts for prompt in measured for position in prompt.positions)
 
 
-def mean_parts(positions: Sequence[ProbedPosition]) -> dict[str, float]:
-    names = dict.fromkeys(name for position in positions for name in position.score_parts)
-    known = {name: [part for each in positions if (part := each.score_parts.get(name)) is not None] for name in names}
-    return {name: float(np.mean(parts)) for name, parts in known.items() if parts}
-
-
 def token_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys, most: int = 14) -> list[TokenRow]:
     """Return what was found at the tokens that were selected most often."""
     by_token: dict[str, list[MeasuredPrompt]] = {}
     for prompt in measured:
-        for position in best(prompt.positions, keys.positions):
+        for position in best(prompt.positions, keys):
             alone = msgspec.structs.replace(prompt, positions=[position])
             by_token.setdefault(position.sampled, []).append(alone)
     rows = []
@@ -328,11 +345,3 @@ def token_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys, most: int =
             )
         )
     return rows
-
-
-def place_counts(measured: Sequence[MeasuredPrompt], bins: int = 20) -> list[int]:
-    counts = [0] * bins
-    for prompt in measured:
-        for each in prompt.positions:
-            counts[each.position * bins // prompt.rollout_tokens[0]] += 1
-    return counts

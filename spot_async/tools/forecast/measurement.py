@@ -13,12 +13,18 @@ import msgspec
 import numpy as np
 
 from spot_async.base.tasks import both, gather
+from spot_async.models.responses import token_of
 from spot_async.protocols import Policy, PromptStages
-from spot_async.types import Prompt, Verdict
+from spot_async.types import FloatArray, Prompt, Verdict
+from spot_async.verification.normalization import answer_start
+
+MOST_RATIO = 10.0  # of p_T / p_S at a token: rare larger ones would decide a mean of few rollouts alone
 
 
 class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `policy` that a forecast depends on, and that it varies."""
+    """The keys of `policy` that a forecast depends on, and that it varies, but for the first."""
+
+    selection: str = "score"
 
     gamma: float
     beta: float
@@ -50,7 +56,16 @@ class ProbedPosition(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     sampled: str
     score_parts: dict[str, float | None] = {}
+    in_answer: bool = False  # from the box on that the verifier reads
     candidates: list[ProbedCandidate]
+
+
+class ScoredRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the teacher's probabilities p_T say of a rollout's tokens, beside the student's p_S."""
+
+    tokens: int  # that have both; the sums are over these
+    excess: float  # sum of min(p_T / p_S, MOST_RATIO) - 1
+    capped: int  # tokens whose ratio was above
 
 
 class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +78,7 @@ class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: list[int] = []  # of the rollout that was probed, likewise
     rollout_tokens: list[int]  # of each rollout; the first is the one that was probed
     outcomes: list[float | None]  # of each rollout
+    scored: list[ScoredRollout] = []  # likewise; empty in files of earlier versions
     teacher_outcome: float | None = None  # of the teacher's own response
     positions: list[ProbedPosition]
     probe_requests: int
@@ -89,9 +105,11 @@ async def measure_prompt(
     `rollouts` counts the one that the policy makes. `teacher_writes`: the teacher answers once too.
     """
 
-    async def another(n: int) -> tuple[int, float | None]:
+    async def another(n: int) -> tuple[int, float | None, ScoredRollout]:
         rollout = await stages.rollout(n=n)
-        return len(rollout.token_ids), (await stages.verify(rollout.token_ids)).verdict.reward
+        scores, judgement = await both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
+        teacher = np.where(scores.known, scores.logprobs, np.float32(np.nan))
+        return len(rollout.token_ids), judgement.verdict.reward, scored_rollout(teacher, rollout.logprobs)
 
     async def of_teacher() -> float | None:
         if not teacher_writes:
@@ -103,27 +121,45 @@ async def measure_prompt(
         both(gather(another(n) for n in range(1, rollouts)), of_teacher()),
     )
     (sample,) = samples
+    response_ids = sample.record["response_ids"]
+    start = answer_start(sample.record["response"])
+    answer = len(response_ids) if start is None else token_of(response_ids, start, stages.decode)
     return MeasuredPrompt(
         problem_id=prompt.problem.id,
         tier=prompt.problem.tier,
         prompt_tokens=len(prompt.token_ids),
         prompt_ids=prompt.token_ids.tolist(),
-        response_ids=sample.record["response_ids"].tolist(),
-        rollout_tokens=[len(sample.record["response_ids"]), *(tokens for tokens, _ in others)],
-        outcomes=[Verdict(sample.record["verdict"]).reward, *(reward for _, reward in others)],
+        response_ids=response_ids.tolist(),
+        rollout_tokens=[len(response_ids), *(tokens for tokens, _, _ in others)],
+        outcomes=[Verdict(sample.record["verdict"]).reward, *(reward for _, reward, _ in others)],
+        scored=[
+            scored_rollout(sample.record["teacher_logprobs"], sample.record["behavior_logprobs"]),
+            *(scored for _, _, scored in others),
+        ],
         teacher_outcome=teacher_outcome,
-        positions=[_position(branch) for branch in sample.record["branches"]],
+        positions=[_position(branch, in_answer=branch["position"] >= answer) for branch in sample.record["branches"]],
         probe_requests=round(sample.metrics["probe/requests"]),
         probe_tokens=round(sample.metrics["probe/tokens"]),
     )
 
 
-def _position(branch: Mapping[str, Any]) -> ProbedPosition:
+def scored_rollout(teacher: FloatArray, student: FloatArray) -> ScoredRollout:
+    """Return the sums over a rollout's tokens, of its log-probabilities (T,); NaN where the teacher's are unknown."""
+    ratios = np.exp(teacher.astype(np.float64) - student)[~np.isnan(teacher)]
+    return ScoredRollout(
+        tokens=len(ratios),
+        excess=float(np.minimum(ratios, MOST_RATIO).sum()) - len(ratios),
+        capped=int((ratios > MOST_RATIO).sum()),
+    )
+
+
+def _position(branch: Mapping[str, Any], *, in_answer: bool) -> ProbedPosition:
     """Return what a branch of the policy's record says."""
     return ProbedPosition(
         position=branch["position"],
         sampled=branch["sampled"],
         score_parts={name: _finite(part) for name, part in branch["score_parts"].items()},
+        in_answer=in_answer,
         candidates=[_candidate(candidate) for candidate in branch["candidates"]],
     )
 

@@ -6,23 +6,21 @@ docs/check.md says how to read each, and that their bounds are rules of thumb.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
 
 from spot_async.base.text import counted
-from spot_async.tools.forecast.estimates import Estimate
+from spot_async.tools.forecast.estimates import RULES, Estimate
 from spot_async.tools.forecast.forecast import PAPER_WEIGHT, Forecast, KeyRow
 from spot_async.tools.forecast.measurement import Measurement
 
 FLAT_SPREAD = 0.1  # standard deviation of the values below which candidates hardly differ
 FEW_KEPT = 0.3
 LOW_WEIGHT = 5.0  # beta T / M
-MANY_MIXED = 0.2  # groups of GRPO
-MUCH_HEADROOM = 0.2
-LARGE_WORTH = 0.1  # of what a decision is worth, above which `worth` asks for much
-LITTLE_MASS = 0.9  # of the teacher, on the candidates behind the score
+MOST_AGREED = 0.5  # of all Var_p(V)
+SMALL_TILT = 0.5  # of OPD's gain, below which SPOT's probes brought nothing in the settings that were tried
 
 Outcome = Literal["helps", "cannot help", "unclear"]
 
@@ -45,10 +43,13 @@ def judge(forecast: Forecast, worth: float) -> Verdict:
         return _verdict(forecast, "cannot help", nothing_correct(forecast))
     outcome = outcome_of(settled, worth)
     sentence = sentence_of(outcome, settled, worth, forecast.prompts)
-    found = _verdict(forecast, outcome, sentence, list(changes(forecast, outcome, worth)))
-    if outcome == "helps":
-        return found
-    return msgspec.structs.replace(found, reasons=[*found.reasons, *much_asked(forecast, worth)])
+    return _verdict(forecast, outcome, sentence, list(changes(forecast, outcome, worth)))
+
+
+def default_worth(forecast: Forecast) -> float:
+    """Return the gain that counts as help: one point, or a tenth of the student's accuracy if that is less."""
+    accuracy = forecast.figures["student_accuracy"]
+    return 0.01 if accuracy is None else min(0.01, 0.1 * accuracy.value)
 
 
 def _verdict(forecast: Forecast, outcome: Outcome, sentence: str, changes: list[str] | None = None) -> Verdict:
@@ -82,7 +83,7 @@ def nothing_correct(forecast: Forecast) -> str:
 def sentence_of(outcome: Outcome, settled: Estimate, worth: float, prompts: int) -> str:
     expected = (
         f"with these keys a decision gains {points(settled)} points of accuracy, 95 % interval {ends(settled)}; "
-        f"{100 * worth:g} counts as help"
+        f"{100 * worth:.2g} counts as help"
     )
     match outcome:
         case "helps":
@@ -97,7 +98,7 @@ def more_prompts(settled: Estimate, worth: float, prompts: int) -> str:
     """Return how many prompts would tell the gain from `worth`, if it is as estimated."""
     distance = abs(settled.value - worth)
     reach = settled.value - settled.low if settled.value > worth else settled.high - settled.value
-    if distance < reach / 5:
+    if distance <= reach / 5:
         return "The two lie too close together to tell them apart"
     return f"With about {math.ceil(prompts * (reach / distance) ** 2)} --prompts it would be clear"
 
@@ -105,7 +106,8 @@ def more_prompts(settled: Estimate, worth: float, prompts: int) -> str:
 def reasons(forecast: Forecast) -> Iterator[str]:
     """Yield what speaks for the outcome, and what a reader should compare SPOT with."""
     found = forecast.figures
-    variance, value, prior_gain = (found[name] for name in ("value_variance", "value", "prior_gain"))
+    variance, value = found["value_variance"], found["value"]
+    yield opd_beside_spot(forecast)
     if variance is not None:
         spread = math.sqrt(max(0.0, variance.value))
         differ = "hardly differ" if spread < FLAT_SPREAD else "differ"
@@ -120,23 +122,46 @@ def reasons(forecast: Forecast) -> Iterator[str]:
             f"prior's {100 * value.value:.1f} (95 %), so no gamma brings more. The noise of {forecast.probes} probes a "
             "candidate is in this limit: more --probes and --prompts lower it."
         )
-    if prior_gain is not None and prior_gain.low > 0:
-        yield (
-            f"OPD alone gains {points(prior_gain)} points at these positions, because the teacher likes best what the "
-            "student does well."
-        )
+    yield from where_to_probe(forecast.figures)
     yield from of_training(forecast)
-    yield from comparisons(forecast)
-
-
-def much_asked(forecast: Forecast, worth: float) -> Iterator[str]:
-    """Yield that `worth` asks for a large part of what a decision is worth, where the student solves few problems."""
-    value = forecast.figures["value"]
-    if value is not None and 0.0 < LARGE_WORTH * value.value < worth:
+    if (headroom := found["headroom"]) is not None and headroom.high < 0:
         yield (
-            f"--worth {worth:g} asks for much here: a decision ends well in {value.value:.1%} of all cases, so this is "
-            f"{worth / value.value:.0%} of it. --worth {LARGE_WORTH * value.value:.1g} would ask for a tenth."
+            f"The teacher is {points(headroom, sign=-1)} points worse than the student: distilling it lowers accuracy."
         )
+
+
+def opd_beside_spot(forecast: Forecast) -> str:
+    """Return what OPD alone gains to first order, what SPOT's tilt adds, and which of the two to take."""
+    opd, tilt = forecast.figures["opd_gain"], forecast.figures["tilt_gain"]
+    if opd is None:
+        return (
+            "What OPD alone gains is not known: it takes two problems with two rollouts each that have a verdict and "
+            f"the teacher's log-probabilities. Each had {counted(forecast.rollouts, 'rollout')} (--rollouts)."
+        )
+    said = f"OPD alone gains {points(opd)} points a response to first order"
+    if opd.low <= 0.0 <= opd.high:
+        return f"{said}, which could be none. {more_prompts(opd, 0.0, forecast.prompts)}."
+    if opd.high < 0.0:
+        return f"{said}: this teacher's advice does not point to right answers."
+    if tilt is None:
+        return f"{said}."
+    said = f"{said}, and SPOT's tilt adds {points(tilt)}. Registered runs reached less in 11 of 11 rows."
+    if tilt.value < SMALL_TILT * opd.value:
+        return f"{said} The tilt is the smaller part: take policy.kind=opd in its place, without probes."
+    return said
+
+
+def where_to_probe(found: Mapping[str, Estimate | None]) -> Iterator[str]:
+    """Yield what the score's positions hold beside random ones and those of other rules, where that was measured."""
+    score, random, over = (found[name] for name in ("at_score", "at_random", "over_random"))
+    if score is None or random is None or over is None:
+        return
+    chance = ", which may be chance" if over.low <= 0.0 <= over.high else ""
+    yield f"Best scores hold {score.value / random.value:.1f} times the Var_p(V) of random positions{chance}."
+    if (agreed := found["agreed_share"]) is not None and agreed.low > MOST_AGREED:
+        yield f"{agreed.value:.0%} of it lies where teacher and student agree, and the score hardly looks there."
+    if more := [rule for rule in RULES if (gain := found[f"over_{rule}"]) is not None and gain.low > 0.0]:
+        yield f"Those by {' or '.join(more)} hold more than those by score."
 
 
 def of_training(forecast: Forecast) -> Iterator[str]:
@@ -149,24 +174,6 @@ def of_training(forecast: Forecast) -> Iterator[str]:
             f"beta is small for such short responses: beta T / M is {weight.value:.2g}, in the paper's setting about "
             f"{PAPER_WEIGHT:g}. OPD pulls back to the prior, and {reach.value:.0%} of the tilt is reached."
         )
-
-
-def comparisons(forecast: Forecast) -> Iterator[str]:
-    """Yield what other methods have in their favour here."""
-    found = forecast.figures
-    kept, headroom, mixed = found["kept_share"], found["headroom"], found["mixed_groups"]
-    if headroom is not None and headroom.high < 0:
-        yield (
-            f"The teacher is {points(headroom, sign=-1)} points worse than the student: distilling it lowers accuracy."
-        )
-    elif headroom is not None and headroom.value > MUCH_HEADROOM and kept is not None and kept.value < FEW_KEPT:
-        yield (
-            f"The teacher is {points(headroom)} points better. If the student lacks knowledge rather than good "
-            "choices, the gate withholds it where the student fails. Base models cannot show which it is: compare with "
-            "policy.gate=false, with policy.verifier_guidance=false and with kd."
-        )
-    if mixed is not None and mixed.value > MANY_MIXED:
-        yield f"GRPO has a signal here too: {mixed.value:.0%} of its groups have mixed outcomes. Compare with it."
 
 
 def changes(forecast: Forecast, outcome: Outcome, worth: float) -> Iterator[str]:
@@ -185,8 +192,6 @@ def changes(forecast: Forecast, outcome: Outcome, worth: float) -> Iterator[str]
             "No change that was tried would help for certain: gamma up to 8, beta up to the paper's ratio, more "
             "probes, fewer candidates, fewer positions."
         )
-        if forecast.score_parts.get("mass", 1.0) < LITTLE_MASS:
-            yield f"More candidates may: forecast with a policy.probe_top_k above {forecast.keys.probe_top_k}."
 
 
 def simplest(rows: list[KeyRow]) -> list[KeyRow]:

@@ -13,7 +13,6 @@ from spot_async.telemetry.screen import number_table
 from spot_async.tools.forecast.estimates import Estimate
 from spot_async.tools.forecast.forecast import Forecast, KeyRow, RankRow, TierRow
 from spot_async.tools.forecast.verdict import ends, words
-from spot_async.tools.inspect.view import PART_LABELS
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.page import Plot, Section, filled
 from spot_async.tools.pages.series import Series, fine_percent, short_number
@@ -28,6 +27,15 @@ OUTCOME_STYLES = {"helps": "bold green", "cannot help": "bold red", "unclear": "
 SHARE, PLAIN = "share", "plain"
 # Figures in groups: name, how it is written, its title and what it is.
 FIGURES: tuple[tuple[str, tuple[tuple[str, str, str, str], ...]], ...] = (
+    ("What methods bring a response, to first order", (
+        ("opd_gain", SHARE, "OPD", "sum_t sum_v (p_T - p_S) V, from rollouts and their scores"),
+        ("opd_reward_gain", SHARE, "OPD and a reward", "the row above and GRPO's, if both weigh 1"),
+        ("tilt_gain", SHARE, "SPOT, beside OPD", "gamma Var_p(V) at its positions"),
+        ("reward_gain", SHARE, "GRPO", "sum_t Var(V) under the student, which is Var(R)"),
+        ("mixed_groups", SHARE, "GRPO's mixed groups", "groups of rollouts with a correct and a wrong one"),
+        ("headroom", SHARE, "KD, at most", "the teacher's accuracy minus the student's, on the same problems"),
+        ("capped_share", SHARE, "weights capped", "tokens with p_T / p_S above 10, which count as 10"),
+    )),
     ("Values at the selected positions", (
         ("value_of_student", SHARE, "value under the student", "success from here if the student chooses a candidate"),
         ("value", SHARE, "value under the teacher's prior", "success from here if the teacher does; where OPD leads"),
@@ -35,7 +43,6 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str, str, str], ...]], ...] = (
         ("kept_share", SHARE, "B+ keeps", "of the positions, with policy.probes probes a candidate"),
     )),
     ("Expected gain a decision", (
-        ("first_order_gain", SHARE, "first order", "gamma Var_p(V)"),
         ("gain", SHARE, "of the target", "over the prior, tilted by what training's probes would show"),
         ("branch_weight", PLAIN, "beta T / M", "weight of a kept position over its weight in OPD's mean"),
         ("reach", SHARE, "reached", "of the way to the target, where OPD and branches settle"),
@@ -45,9 +52,18 @@ FIGURES: tuple[tuple[str, tuple[tuple[str, str, str, str], ...]], ...] = (
         ("student_accuracy", SHARE, "student, a response", "of the rollouts, as the training verifier judges them"),
         ("student_pass", SHARE, "student, any response", "problems that one of the rollouts solves"),
         ("teacher_accuracy", SHARE, "teacher, a response", ""),
-        ("headroom", SHARE, "headroom", "teacher minus student, on the same problems"),
-        ("mixed_groups", SHARE, "GRPO's mixed groups", "groups of rollouts with a correct and a wrong one"),
         ("response_tokens", PLAIN, "T", "tokens of a response"),
+    )),
+    ("Where to probe: Var_p(V) at the best of random positions", (
+        ("at_score", PLAIN, "by score", "the mean over as many as are configured, or over the best quarter"),
+        ("over_JS", PLAIN, "by JS, minus score", "by the part of the score that compares student and teacher"),
+        ("over_entropy", PLAIN, "by entropy, minus score", "on the same responses, as in the other rows"),
+        ("over_earliest", PLAIN, "the earliest, minus score", ""),
+        ("over_random", PLAIN, "at random, minus score", ""),
+        ("at_random", PLAIN, "at random", "the mean over all of them"),
+        ("at_oracle", PLAIN, "an oracle, at least", "half of the probes choose, the others judge"),
+        ("agreed_share", SHARE, "where both agree", "share of all of it where JS is below 0.01 bits"),
+        ("answer_share", SHARE, "inside the answer", "share of all of it from the last box on"),
     )),
     ("Price of SPOT's probes", (
         ("selected", PLAIN, "selected positions", "of a rollout"),
@@ -204,25 +220,16 @@ def position_section(found: Forecast) -> Section:
     """Return plots of what the score selects."""
     if not found.positions:
         return Section("Selected positions", ())
-    labels = {name: PART_LABELS.get(name, visible(name)).partition(" (")[0] for name in found.score_parts}
-    parts = {labels[name]: mean for name, mean in found.score_parts.items()}
     names = [f"“{visible(row.token)}”".replace("\n", "⏎") for row in found.tokens]
-    shares = [count / found.positions for count in found.places]
-    edges = [100 * i // len(found.places) for i in range(len(found.places) + 1)]
     kept = [row.positions * row.kept_share for row in found.tokens]
     dropped = [row.positions - each for row, each in zip(found.tokens, kept, strict=True)]
-    plots = [
+    plots = (
         Plot("Which tokens are selected", "The student's token there, most frequent first, and how many B+ would keep.",
              svg.row_plot(names, [("kept", kept), ("left out", dropped)])),
         Plot("Variance of the values there", "Under the prior, at positions of the same tokens.",
              svg.row_plot(names, [("", [max(0.0, row.value_variance) for row in found.tokens])])),
-        Plot("Where they are", "Share of the selected positions by place in the response.",
-             svg.histogram(edges, [("", shares)], x_name="percent of the response", format_y=fine_percent)),
-    ]  # fmt: skip
-    if parts:
-        plots.append(Plot("Parts of their score", "Means over the selected positions.",
-                          svg.row_plot(list(parts), [("", list(parts.values()))])))  # fmt: skip
-    return Section("Selected positions", tuple(plots))
+    )  # fmt: skip
+    return Section("Selected positions", plots)
 
 
 def _with_errors(name: str, points: Sequence[tuple[float, Estimate]], colour: int) -> Series:
