@@ -6,7 +6,7 @@ Deadlines are absolute, on the running loop's clock (`asyncio.get_running_loop()
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from spot_async.models.common_vocabulary import EndTokens
@@ -367,7 +367,10 @@ class PromptStages(Protocol):
 
 
 class Policy(Protocol):
-    """A method: one coroutine per prompt over the stages. It does no I/O and no scheduling of its own."""
+    """A method: one coroutine per prompt over the stages. It does no I/O and no scheduling of its own.
+
+    A policy that cannot supervise every prompt is also a `ScheduleChecker`.
+    """
 
     @property
     def needs(self) -> PolicyNeeds:
@@ -379,6 +382,15 @@ class Policy(Protocol):
 
         Errors of stages pass through: a `RequestError` gives up the prompt, a `BudgetSpentError` ends admission.
         """
+        ...
+
+
+@runtime_checkable
+class ScheduleChecker(Protocol):
+    """Checks the prompts of a run before anything starts. Optional, for a policy."""
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Check all prompts of all epochs, in admission order. Raises ConfigError or DataError to refuse the run."""
         ...
 
 

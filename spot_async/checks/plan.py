@@ -40,7 +40,7 @@ from spot_async.models.files import ModelFiles, check_attention, read_model, sof
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.models.weight_files import has_weights, same_weights, weight_files
-from spot_async.protocols import CandidateScorer, Policy
+from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
 from spot_async.types import IntArray, PolicyNeeds
@@ -156,6 +156,8 @@ def plan_training(config: Config) -> TrainPlan:
     )
     _check_schedule(config, schedule.iterations)
     check_eval_every(config, schedule.iterations)
+    if isinstance(policy, ScheduleChecker):
+        policy.check(islice(schedule, schedule.iterations * config.training.batch_size))
     _check_queue_bytes(config, policy.needs)
     silence = silence_limits(config, policy.needs)
     evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()

@@ -201,7 +201,7 @@ async def test_a_directory_called_like_the_package_is_not_the_package(tmp_path, 
     monkeypatch.chdir(tmp_path)
     launched = LaunchedServer(
         LaunchSettings(python=sys.executable),
-        Assignment("teacher", "teacher", tmp_path, tmp_path / "log"),
+        Assignment("teacher", "teacher.backend.launch", "teacher", tmp_path, tmp_path / "log"),
         lambda *_: Command([], package="some_server"),
     )
     with pytest.raises(ConfigError, match="no some_server in"):
