@@ -60,13 +60,20 @@ class Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
-async def compare_tokenizers(server: RemoteServer, texts: Iterable[str], *, deadline: float, **fields: str) -> None:
-    """Raise `ConfigError` unless ids mean the same on both sides, because requests contain only ids."""
+async def compare_tokenizers(
+    server: RemoteServer, texts: Iterable[str], *, deadline: float, may_refuse: bool = False, **fields: str
+) -> None:
+    """Raise `ConfigError` unless ids mean the same on both sides, because requests contain only ids.
+
+    Where nothing is at the path, as behind a router, there is a warning. `may_refuse`: also for any other refusal.
+    """
     for text in texts:
         body = {**fields, "prompt": text, "add_special_tokens": False}
         try:
             theirs = await server.post("/tokenize", body, Tokenized, deadline=deadline)
-        except PermanentError:  # a router, or a server without its tokenizer
+        except PermanentError as error:
+            if not (may_refuse or is_unknown(error)):
+                raise
             structlog.get_logger().warning("tokenizers not compared", role=server.role, missing="/tokenize")
             return
         if theirs.tokens != server.files.vocabulary.tokenizer.encode(text, add_special_tokens=False):
