@@ -61,10 +61,12 @@ class Setting:
     read_choices: Callable[[Sample], Iterator[tuple[str, str]]]  # of a response: what the choice depends on, the choice
     place_of: Callable[[int, str, str], str | None]  # what the choice at a position of a response depends on
     evaluation: Mapping[str, object] = field(default_factory=dict)
+    forecast: Sequence[str] = ("--prompts", "200")  # arguments of the forecast that measures
+    model: str = ""  # the untrained student, if it has another name in its folder
 
     @property
     def student(self) -> str:
-        return f"{self.folder}/student"
+        return self.model or f"{self.folder}/student"
 
     @property
     def train(self) -> str:
@@ -148,22 +150,47 @@ SUM_ROWS = (
     ),
 )  # fmt: skip
 
+
+def rule_rows(**training: object) -> tuple[Row, ...]:
+    """Return OPD, and SPOT at gamma 4 by each rule that selects positions. `training` are keys of all of them."""
+    keys = {f"training.{key}": value for key, value in training.items()}
+    rules: Mapping[str, Mapping[str, object]] = {
+        "score": {"selection": "score"},
+        "score, not the answer": {"selection": "score", "skip_answer": True},
+        "entropy": {"selection": "entropy"},
+        "earliest": {"selection": "earliest"},
+        "random": {"selection": "random"},
+    }
+    rows = (OPD_ROW, *(spot(name, gamma=4.0, beta=1.0, **rule) for name, rule in rules.items()))
+    return tested(*(replace(row, keys={**row.keys, **keys}) for row in rows))
+
+
 METHODS, STRATEGIES = frozenset("WXYZ"), frozenset({"one", "two", "three"})
 WIDE = f"{RELAY}/data/heldout-wide.jsonl"
-SETTINGS = {
-    setting.name: setting
-    for setting in (
-        Setting(
-            "choice", f"{RELAY}/choice.yaml", RELAY, WIDE, CHOICE_ROWS,
-            METHODS, relay_choices, relay_place,
-        ),
-        Setting(
-            "knowledge", f"{RELAY}/knowledge.yaml", RELAY, WIDE, KNOWLEDGE_ROWS,
-            METHODS, relay_choices, relay_place,
-        ),
-        Setting(
-            "running-sum", "configs/quickstart.yaml", "examples/running_sum", "examples/running_sum/data/heldout.jsonl",
-            SUM_ROWS, STRATEGIES, sum_choices, sum_place, {"evaluation.samples": 16},
-        ),
+PROBES_ANYWHERE = ("--prompts", "400", "policy.selection=random", "policy.positions=8", "--probes", "4")
+PART_TWO = (
+    Setting(
+        "choice", f"{RELAY}/choice.yaml", RELAY, WIDE, CHOICE_ROWS,
+        METHODS, relay_choices, relay_place,
+    ),
+    Setting(
+        "knowledge", f"{RELAY}/knowledge.yaml", RELAY, WIDE, KNOWLEDGE_ROWS,
+        METHODS, relay_choices, relay_place,
+    ),
+    Setting(
+        "running-sum", "configs/quickstart.yaml", "examples/running_sum", "examples/running_sum/data/heldout.jsonl",
+        SUM_ROWS, STRATEGIES, sum_choices, sum_place, {"evaluation.samples": 16},
+    ),
+)  # fmt: skip
+CHOICE, KNOWLEDGE, RUNNING_SUM = PART_TWO
+PART_THREE = tuple(
+    replace(setting, name=f"where-{name}", rows=rows, forecast=PROBES_ANYWHERE)
+    for name, setting, rows in (
+        ("choice", CHOICE, rule_rows()),
+        ("knowledge", KNOWLEDGE, rule_rows()),
+        ("running-sum", RUNNING_SUM, rule_rows(iterations=30)),
+        ("self", replace(KNOWLEDGE, config=f"{RELAY}/self.yaml", model=f"{RELAY}/reader"), rule_rows()),
     )
-}  # fmt: skip
+)
+PARTS = {"two": PART_TWO, "three": PART_THREE}
+SETTINGS = {setting.name: setting for part in PARTS.values() for setting in part}

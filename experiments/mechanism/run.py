@@ -1,6 +1,7 @@
 """Runs every row of README.md through the program, and writes its tables and pictures.
 
     python experiments/mechanism/run.py runs/reproduction
+    python experiments/mechanism/run.py runs/where --part three
     python experiments/mechanism/run.py runs/reproduction --tables      # of what is there, and run nothing
 
 Every row is trained by `spot-async train` and measured by `spot-async eval`, in processes of their own. What a run came
@@ -23,11 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rows import ALL_SEEDS, FIRST_SEED, ROOT, SETTINGS, Row, Setting
+from rows import ALL_SEEDS, FIRST_SEED, PARTS, ROOT, SETTINGS, Row, Setting
 from tables import write_tables
 
 SAMPLES_EVERY = 10  # iterations between two looks at the student's choices
-FORECAST_PROMPTS = 200
 WORTH = ("--worth", "0.01")  # as registered
 WIDE_SAMPLES = 64  # for the curves of Pass@k
 
@@ -158,7 +158,7 @@ def forecast(setting: Setting, directory: Path, *, extra: list[str]) -> None:
     measured = forecasts / f"{setting.name}.json"
     command = ["forecast", setting.config, *WORTH]
     if not measured.exists():
-        call([*command, "--prompts", str(FORECAST_PROMPTS), "-o", str(measured), *extra], measured.with_suffix(".log"))
+        call([*command, *setting.forecast, "-o", str(measured), *extra], measured.with_suffix(".log"))
     for row in setting.rows:
         path = forecasts / f"{setting.name}-{row.name.replace(' ', '-')}.json"
         if row.is_forecast and not path.exists():
@@ -176,7 +176,8 @@ def write_record(path: Path, content: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--part", choices=PARTS, default="two", help="of README.md: whose settings")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="these settings only")
     parser.add_argument("--rows", nargs="+", help="these rows only")
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of 100 to 107")
     parser.add_argument("--at-once", type=int, default=2, help="runs at a time")
@@ -185,7 +186,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of all commands")
     given = parser.parse_args()
     directory = given.directory.resolve()
-    settings = [SETTINGS[name] for name in given.settings]
+    settings = [SETTINGS[name] for name in given.settings] if given.settings else PARTS[given.part]
     seeds = given.seeds or list(range(FIRST_SEED, FIRST_SEED + ALL_SEEDS))
     # Seed by seed, so that a stop leaves all rows with the same seeds, and paired.
     jobs = [

@@ -21,7 +21,7 @@ from spot_async.tools.forecast.measurement import MeasuredPrompt
 
 DRAWS = 10_000
 LAST_LOOKS = 3  # iterations, of those that were looked at, over which final shares of choices are taken
-OPD = "OPD"
+OPD, BASE = "OPD", "base"  # rows; BASE is the untrained student
 KS = (1, 2, 4, 8, 16, 32, 64)
 COLOURS = 10
 
@@ -72,6 +72,18 @@ HYPOTHESES = (
     Hypothesis("H4b", "choice", "Pass@8", "SPOT gamma 4", "shuffled gamma 4"),
     Hypothesis("H5", "choice", "Pass@8", "GRPO 64 x 8", "SPOT"),
     Hypothesis("H6", "knowledge", "Avg@8", "gamma 0, no gate", "SPOT"),
+    Hypothesis("W1a", "where-choice", "Avg@8", OPD, BASE),
+    Hypothesis("W1b", "where-knowledge", "Avg@8", OPD, BASE),
+    Hypothesis("W1c", "where-running-sum", "Avg@8", OPD, BASE),
+    Hypothesis("W1d", "where-self", "Avg@8", OPD, BASE),
+    Hypothesis("W2a", "where-choice", "Pass@8", "score", "random"),
+    Hypothesis("W2b", "where-choice", "Pass@8", "score", "entropy"),
+    Hypothesis("W2c", "where-choice", "Pass@8", "score", "earliest"),
+    Hypothesis("W3a", "where-running-sum", "Avg@8", "earliest", "score"),
+    Hypothesis("W3b", "where-running-sum", "Avg@8", "entropy", "score"),
+    Hypothesis("W4a", "where-self", "Avg@8", OPD, "score"),
+    Hypothesis("W4b", "where-self", "Avg@8", "random", "score"),
+    Hypothesis("W4c", "where-self", "Avg@8", "score, not the answer", "score"),
 )
 
 
@@ -158,9 +170,9 @@ def hypotheses_table(
     lines = ["## Hypotheses", "", "| | claim | seeds | difference in points | 95 % interval | verdict |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     for each in HYPOTHESES:
-        found = difference(
-            rows_of.get(each.setting, {}), each.more, each.less, each.metric, tiers_of.get(each.setting, {})
-        )
+        if each.setting not in rows_of:
+            continue
+        found = difference(rows_of[each.setting], each.more, each.less, each.metric, tiers_of[each.setting])
         claim = f"{each.setting}, {each.metric}: {each.more} > {each.less}"
         if found is None:
             lines.append(f"| {each.name} | {claim} | 0 | | | not run |")
@@ -170,6 +182,28 @@ def hypotheses_table(
         lines.append(f"| {each.name} | {claim} | {seeds} | {mean:+.1f} ± {error:.1f} | {low:+.1f} to {high:+.1f} "
                      f"| {verdict} |")  # fmt: skip
     return [*lines, ""]
+
+
+def first_order_table(directory: Path, rows_of: Mapping[str, Mapping[str, Mapping[int, Record]]]) -> list[str]:
+    """Return what the forecast says that OPD gains, to first order, beside what it came to. Without forecasts: none."""
+    lines = ["## OPD's gain, forecast and reached", "", "Points of accuracy a response.", "",
+             "| setting | forecast before training | Avg@8 gained | forecast above 0 by two errors |",
+             "|---|---|---|---|"]  # fmt: skip
+    first = len(lines)
+    for setting in (each.setting for each in HYPOTHESES if each.less == BASE and each.setting in rows_of):
+        rows = rows_of[setting]
+        path = directory / "forecasts" / f"{setting}.json"
+        gain = read_forecast(path).forecast.figures.get("opd_gain") if path.exists() else None
+        if gain is None or OPD not in rows or BASE not in rows:
+            continue
+        reached = [
+            float((per_problem(each) - per_problem(rows[BASE][seed])).mean()) for seed, each in rows[OPD].items()
+        ]
+        says = "yes" if gain.value > 2 * gain.standard_error else "no"
+        lines.append(
+            f"| {setting} | {with_error(gain.value, gain.standard_error)} | {mean_with_error(reached)} | {says} |"
+        )
+    return [*lines, ""] if len(lines) > first else []
 
 
 def differences_table(
@@ -357,11 +391,14 @@ def write_tables(directory: Path, settings: Sequence[Setting]) -> None:
         path = directory / "records" / setting.name / "base.json"
         base = json.loads(path.read_text()) if path.exists() else None
         lines += results_table(setting, base, rows) + differences_table(setting, rows, tiers)
+        if base is not None:
+            rows_of[setting.name] = {**rows, BASE: {seed: base for seeds in rows.values() for seed in seeds}}
         points += calibration(directory, setting, rows, problems)
         passes.append(pass_curves(setting, base, rows))
         if OPD in rows and (measured := measured_decisions(directory, setting, problems)):
             choices.append(choice_curves(setting, rows, measured, points))
-    lines = hypotheses_table(rows_of, tiers_of) + lines + calibration_table(points)
+    lines = hypotheses_table(rows_of, tiers_of) + first_order_table(directory, rows_of) + lines
+    lines += calibration_table(points) if points else []
     (directory / "tables.md").write_text("\n".join(lines))
     sys.stdout.write("\n".join(lines) + "\n")
     try:
