@@ -224,16 +224,18 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
     """Print what `train` prints at its end; `path` is the run directory."""
     from spot_async.run_directory.reading import RunFiles
     from spot_async.spending.run_spending import spending_words
-    from spot_async.telemetry.console import evaluation_table, unverified_note
+    from spot_async.telemetry.console import best_words
     from spot_async.telemetry.outcome_slope import outcome_words
+    from spot_async.tools.inspect.held_out import figures_of, result_table
     from spot_async.tools.inspect.troubles import missing_signal
 
-    last = outcome.after or outcome.before
-    if last is not None:
-        screen.print(evaluation_table(outcome.before, outcome.after, outcome.best))
-        if note := unverified_note(last):
-            screen.print(note)
-    rows = RunFiles(path).metrics()
+    files = RunFiles(path)
+    rows = files.metrics()
+    last = figures_of(files, "after") or figures_of(files, "before")
+    if results := result_table(files.summary(), files.config(), last):
+        screen.print(results.for_terminal(), Text(results.note), sep="\n")
+    if outcome.best is not None:
+        screen.print(best_words(outcome.best, outcome.before), soft_wrap=True)
     if note := missing_signal(rows):
         screen.print(Text(note, style="yellow"))
     if note := outcome_words(rows):

@@ -1,4 +1,4 @@
-"""Shows a run to people while it runs, and the table at its end.
+"""Shows a run to people while it runs.
 
 A terminal has a live panel. Elsewhere, and on a dumb terminal, there is one line per iteration, and one now and then
 during evaluations, so that a log stays readable. In an asynchronous run an evaluation is made beside training, and both
@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -22,7 +21,7 @@ from rich.text import Text
 from spot_async.base.events import Event
 from spot_async.base.text import counted, rough_time, visible, with_error
 from spot_async.errors import RequestError
-from spot_async.evaluation.results import EvaluationResult, paired_change
+from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import (
     WAITS_FOR,
     Evaluated,
@@ -38,12 +37,11 @@ from spot_async.loop.events import (
 )
 from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
-from spot_async.telemetry.evaluations import BestCheckpoint, estimate_words
+from spot_async.telemetry.evaluations import BestCheckpoint
 from spot_async.telemetry.outcome_slope import outcome_metrics
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
 from spot_async.telemetry.totals import performance_words
-from spot_async.types import Verdict
 
 REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
@@ -314,70 +312,6 @@ def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
         f"Best by {metric}: iteration {best.iteration}, {with_error(best.value, best.standard_error)} on all problems. "
         "It was picked by these same problems, so this figure is optimistic: measure it on others before comparing."
     )
-
-
-def evaluation_table(
-    before: EvaluationResult | None, after: EvaluationResult | None, best: BestCheckpoint | None = None
-) -> Table:
-    """Return a table of Avg@k and Pass@k per tier, before and after, with standard errors and the best student below.
-
-    The change is paired on problems. With one sample per problem, Avg@k and Pass@k are the same and shown once.
-    """
-    result = after or before
-    assert result is not None
-    k = result.figures().samples
-    columns = [(name, each) for name, each in (("before", before), ("after", after)) if each is not None]
-    title = f"Held-out problems: percent ± standard error over the n problems of a {kind_of_row(result)}"
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        caption=Text(visible("\n".join(table_notes(result, best, before)))) or None,
-        caption_justify="left",
-        caption_style="",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    average = f"Avg@{k}" if len({each.samples for each in result.benchmarks if each.is_judged}) <= 1 else "Avg"
-    headings = [metric if len(columns) == 1 else f"{metric}\n{name}"
-                for metric in (average, f"Pass@{k}")[:k] for name, _ in columns]  # fmt: skip
-    if before is not None and after is not None:
-        headings.append(f"{average}\nchange")
-    table.add_column(kind_of_row(result), overflow="fold")  # names are folded on narrow screens, not cut
-    for heading in ("n", *headings):
-        table.add_column(heading, justify="right", overflow="fold")
-    noted = {result.overall if result.is_single else each.name for each in result.benchmarks if each.note is not None}
-    *single, whole = result.row_names()
-    for row in (*single, whole):
-        figures = [each.figures(row) for _, each in columns]
-        cells = [estimate_words(f.avg) for f in figures]
-        if k > 1:
-            cells += [estimate_words(f.pass_at.get(k)) for f in figures]
-        if before is not None and after is not None and figures[0].avg is not None:
-            cells.append(with_error(*paired_change(before, after, row), signed=True))
-        table.add_row(
-            Text(visible(row) + " *" * (row in noted)), str(figures[0].problems), *cells, end_section=row in single[-1:]
-        )
-    return table
-
-
-def table_notes(
-    result: EvaluationResult, best: BestCheckpoint | None, before: EvaluationResult | None
-) -> Iterator[str]:
-    """Return the notes below the table."""
-    yield from (f"* {each.name}: {each.note}" for each in result.benchmarks if each.note is not None)
-    if best is not None:
-        yield best_words(best, before)
-
-
-def kind_of_row(result: EvaluationResult) -> str:
-    return "tier" if result.is_single else "benchmark"
-
-
-def unverified_note(result: EvaluationResult) -> str | None:
-    """Return a note if responses count as incorrect only because they could not be judged."""
-    missing = result.count(Verdict.TIMEOUT) + result.count(Verdict.ERROR)
-    return f"{missing} responses could not be judged and count as incorrect" if missing else None
 
 
 def percent(value: float | None) -> str:

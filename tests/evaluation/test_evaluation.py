@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import root_cause
@@ -27,9 +28,9 @@ from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
 from spot_async.evaluation.runner import ResponseSampler, collected, evaluate
 from spot_async.running.summary import change_summary, evaluation_summary
-from spot_async.telemetry.console import evaluation_table, unverified_note
 from spot_async.telemetry.evaluations import figures_table
 from spot_async.testing.virtual_time import run_on_virtual_time
+from spot_async.tools.inspect.held_out import result_table
 from spot_async.types import Generation, Judgement, Problem, Verdict
 from spot_async.verification import BoxedMatch
 
@@ -67,6 +68,14 @@ def evaluation_file(found):
     return msgspec.json.decode(msgspec.json.encode(figures), type=EvaluationFigures)
 
 
+def end_table(before, after=None):
+    """What `train` prints at its end."""
+    summary = {"before": evaluation_summary(before), "after": evaluation_summary(after)}
+    summary["change"] = change_summary(before, after)
+    found = result_table(summary, {}, evaluation_file(after or before))
+    return Group(found.for_terminal(), Text(found.note))
+
+
 def printed(table, width=140):
     console = Console(file=io.StringIO(), width=width)
     console.print(table)
@@ -81,12 +90,12 @@ def test_figures_and_errors_are_over_problems_and_missing_evidence_is_incorrect_
     assert (figures.tokens, figures.mean_tokens.value, figures.truncated) == (36, 4.5, 1 / 8)
     assert figures.verdicts == {"correct": 3, "wrong": 4, "no_answer": 0, "timeout": 1, "error": 0}
     assert before.figures("easy").avg.value == 0.25
-    assert "1 responses could not be judged" in unverified_note(before)
-    text = printed(figures_table(evaluation_file(before)))
-    assert "1 responses could not be judged" in text
-    assert re.search(r"^ tier +n", text, re.M)  # as `train` calls the parts of one benchmark
-    assert "benchmark" not in text
-    assert unverified_note(result([[1, 0]], ["easy"])) is None
+    for table in (figures_table(evaluation_file(before)), end_table(before)):
+        text = printed(table)
+        assert "1 responses could not be judged" in text
+        assert re.search(r"^ ?tier +(n|problems)", text, re.M)
+        assert "benchmark" not in text
+    assert "could not be judged" not in printed(end_table(result([[1, 0]], ["easy"])))
 
 
 @settings(max_examples=40)
@@ -135,9 +144,9 @@ def test_the_macro_is_the_unweighted_mean_of_what_counts_for_it_with_independent
     assert "* elsewhere: judged by x, [/as] it is" in text
     assert found.row_names() == ["large", "small", "elsewhere", "outputs", "macro"]
     assert paired_change(found, found, "macro") == (0.0, 0.0)
-    text = printed(evaluation_table(found, found))
+    text = printed(end_table(found, found))
     assert "macro" in text
-    assert "elsewhere *" in text
+    assert "elsewhere (Pass@1) *" in text
     assert "* elsewhere: judged by x, [/as] it is" in text
 
 
@@ -152,9 +161,9 @@ def test_every_benchmark_reports_the_pass_at_k_of_the_mean_and_tables_say_which_
     found = collected(planned, {each.key: each for each in judged}, ())
     assert list(found.benchmarks[0].figures().pass_at) == [2, 4]
     assert re.search(r"many +2 +12.5.* +25.0.* +50.0", printed(figures_table(evaluation_file(found))))
-    text = printed(evaluation_table(found, None))
-    assert re.search(r"benchmark +n +Avg +Pass@2", text)
-    assert re.search(r"many +2 +12.5 ±12.5 +25.0 ±25.0", text)
+    text = printed(end_table(found))
+    assert re.search(r"benchmark +problems +Avg before +Pass before", text)
+    assert re.search(r"many \(Pass@4\) +2 +12.5 ±12.5 +50.0 ±50.0", text)
     rows = evaluation_summary(found)["tiers"]
     assert {name: (row["pass_k"], row["pass"]) for name, row in rows.items()} == {
         "many": (4, 0.5), "few": (2, 1.0), "macro": (2, 0.625)
@@ -172,18 +181,16 @@ def test_the_change_is_paired_on_problems():
 
 
 def test_the_table_shows_every_tier_before_and_after():
-    text = printed(
-        evaluation_table(result([[1, 0], [0, 0]], ["easy", "hard"]), result([[1, 1], [0, 1]], ["easy", "hard"]))
-    )
+    text = printed(end_table(result([[1, 0], [0, 0]], ["easy", "hard"]), result([[1, 1], [0, 1]], ["easy", "hard"])))
     for expected in ("easy", "hard", "all", "Avg@2", "Pass@2", "before", "after", "change", "+50.0 ±0.0"):
         assert expected in text
     assert "25.0 ±25.0" in text
     long = result([[1, 0], [0, 0]], ["easy", "a-tier-of-a-very-long-name-2025"])
-    for table in (evaluation_table(long, long), figures_table(evaluation_file(long))):
+    for table in (end_table(long, long), figures_table(evaluation_file(long))):
         assert "…" not in printed(table, width=60)
     odd = result([[1, 0], [0, 0]], ["easy", "[/hard]\x1b[2J"])  # a problem file's own words
     assert printed(figures_table(evaluation_file(odd))).count("[/hard]\u241b[2J") == 2
-    assert printed(evaluation_table(odd, None)).count("[/hard]\u241b[2J") == 1
+    assert printed(end_table(odd)).count("[/hard]\u241b[2J") == 1
 
 
 def test_each_sample_is_asked_for_with_its_own_seed_and_failures_surface():

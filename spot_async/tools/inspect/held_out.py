@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
+from rich.table import Table
+from rich.text import Text
 
-from spot_async.base.text import counted, with_error
+from spot_async.base.text import counted, visible, with_error
+from spot_async.config.evaluation import ALL_TIERS
 from spot_async.evaluation.metrics import Estimate, EvaluationFigures, read_figures
 from spot_async.run_directory.reading import RunFiles, evaluated_iteration
 from spot_async.telemetry.bottleneck import percent
+from spot_async.telemetry.evaluations import kind_of_row, notes
+from spot_async.telemetry.screen import number_table
 from spot_async.telemetry.totals import Rows
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series
@@ -26,7 +31,7 @@ from spot_async.tools.pages.series import Series
 class ResultRow:
     """A tier's figures before and after training, in percent with standard errors."""
 
-    tier: str
+    tier: str  # or benchmark
     problems: int
     cells: tuple[str, ...]
 
@@ -35,7 +40,14 @@ class ResultRow:
 class ResultTable:
     headings: tuple[str, ...]
     rows: tuple[ResultRow, ...]
-    note: str
+    note: str  # in lines
+
+    def for_terminal(self) -> Table:
+        table = number_table(*self.headings)
+        for row in self.rows:
+            is_last_part = row in self.rows[-2:-1]
+            table.add_row(Text(visible(row.tier)), str(row.problems), *row.cells, end_section=is_last_part)
+        return table
 
     @property
     def line(self) -> str:
@@ -147,10 +159,12 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTable | None:
-    """Return Avg@k and Pass@k per tier, before and after; None if nothing was judged.
+def result_table(
+    summary: Mapping[str, Any] | None, config: Mapping[str, Any], evaluation: EvaluationFigures | None
+) -> ResultTable | None:
+    """Return Avg@k and Pass@k per tier, or per benchmark, before and after; None if nothing was judged.
 
-    `note` is added to the note below the table.
+    `evaluation` is the last one, which has what its figures need as notes.
     """
     if summary is None:
         return None
@@ -165,8 +179,11 @@ def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTab
     metrics = ("avg", "pass")[: max(ks.values(), default=k)]  # with one sample both figures are the same
     at_k = f"@{k}" if is_even else ""
     changes = summary.get("change") or {}
-    headings = ["tier", "problems", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
+    part = "tier" if evaluation is None else kind_of_row(evaluation)
+    headings = [part, "problems", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
     headings += [f"Avg{at_k} change"] if changes else []
+    benchmarks = {} if evaluation is None else evaluation.benchmarks
+    noted = {name if len(benchmarks) > 1 else ALL_TIERS for name, each in benchmarks.items() if each.note is not None}
     rows = []
     for tier in whole["tiers"]:
         figures = [each["tiers"][tier] for each in found.values()]
@@ -175,9 +192,10 @@ def result_table(summary: Mapping[str, Any] | None, note: str = "") -> ResultTab
             change = changes[tier]
             cells.append(with_error(change["avg"], change["avg_standard_error"], signed=True))
         name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
-        rows.append(ResultRow(name, int(figures[0]["problems"]), tuple(cells)))
+        rows.append(ResultRow(name + " *" * (tier in noted), int(figures[0]["problems"]), tuple(cells)))
     paired = " The change is paired on problems." if changes else ""
-    return ResultTable(tuple(headings), tuple(rows), f"Percent ± one standard error over problems.{paired}{note}")
+    note = f"Held-out problems: percent ± one standard error over problems.{paired}{sampling_note(config, evaluation)}"
+    return ResultTable(tuple(headings), tuple(rows), "\n".join([note, *(notes(evaluation) if evaluation else ())]))
 
 
 def sampling_note(config: Mapping[str, Any], evaluation: EvaluationFigures | None) -> str:

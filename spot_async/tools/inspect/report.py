@@ -33,7 +33,7 @@ from spot_async.telemetry.totals import (
     stage_names,
     total,
 )
-from spot_async.tools.inspect.held_out import HeldOut, ResultTable, figures_of, held_out, result_table, sampling_note
+from spot_async.tools.inspect.held_out import HeldOut, ResultTable, figures_of, held_out, result_table
 from spot_async.tools.inspect.troubles import (
     failures_by_stage,
     failures_section,
@@ -73,7 +73,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
     before, after = figures_of(files, "before"), figures_of(files, "after")
     evaluated = held_out(rows, config, before, after)
     failed = files.failed_attempts()
-    results = result_table(summary, sampling_note(config, after or before))
+    results = result_table(summary, config, after or before)
     sections = (
         learning_section(rows, evaluated),
         probing_section(rows, statistics, PolicySettings.of(config)),
