@@ -224,18 +224,22 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
     """Print what `train` prints at its end; `path` is the run directory."""
     from spot_async.run_directory.reading import RunFiles
     from spot_async.spending.run_spending import spending_words
-    from spot_async.telemetry.console import best_words
     from spot_async.telemetry.outcome_slope import outcome_words
-    from spot_async.tools.inspect.held_out import figures_of, result_table
+    from spot_async.tools.inspect.held_out import figures_of, held_out, result_table
     from spot_async.tools.inspect.troubles import missing_signal
 
     files = RunFiles(path)
-    rows = files.metrics()
-    last = figures_of(files, "after") or figures_of(files, "before")
-    if results := result_table(files.summary(), files.config(), last):
-        screen.print(results.for_terminal(), Text(results.note), sep="\n")
-    if outcome.best is not None:
-        screen.print(best_words(outcome.best, outcome.before), soft_wrap=True)
+    rows, config = files.metrics(), files.config()
+    before, after = figures_of(files, "before"), figures_of(files, "after")
+    if results := result_table(files.summary(), config, after or before):
+        screen.print(results.for_terminal(), Text(results.note), sep="\n", soft_wrap=True)
+    if evaluated := held_out(rows, config, before, after):
+        screen.print(
+            f"best student: {evaluated.best_words}. It was picked by these same problems, so this figure is "
+            "optimistic: measure it on others before comparing",
+            soft_wrap=True,
+            highlight=False,
+        )
     if note := missing_signal(rows):
         screen.print(Text(note, style="yellow"))
     if note := outcome_words(rows):

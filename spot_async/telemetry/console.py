@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spot_async.base.events import Event
-from spot_async.base.text import counted, rough_time, visible, with_error
+from spot_async.base.text import counted, rough_time, visible
 from spot_async.errors import RequestError
-from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import (
     WAITS_FOR,
     Evaluated,
@@ -37,7 +36,6 @@ from spot_async.loop.events import (
 )
 from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
-from spot_async.telemetry.evaluations import BestCheckpoint
 from spot_async.telemetry.outcome_slope import outcome_metrics
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
@@ -296,22 +294,6 @@ def evaluation_words(evaluation: Evaluated, iteration: int) -> str:
     n = figures.samples
     after = "" if evaluation.iteration == iteration else f" after iteration {evaluation.iteration}"
     return f"held out{after}: Avg@{n} {percent(figures.avg.value)}, Pass@{n} {percent(figures.pass_at[n].value)}"
-
-
-def best_words(best: BestCheckpoint, before: EvaluationResult | None) -> str:
-    """Return the best student and its figure in words, and why the figure is optimistic."""
-    metric = f"{best.criterion.capitalize()}@{best.samples}"
-    if before is not None:
-        start = before.figures()
-        first = start.avg if best.criterion == "avg" else start.pass_at[start.samples]
-        if first is not None and best.value <= first.value:
-            return (
-                f"No student was better by {metric} than the one it started from; best was iteration {best.iteration}."
-            )
-    return (
-        f"Best by {metric}: iteration {best.iteration}, {with_error(best.value, best.standard_error)} on all problems. "
-        "It was picked by these same problems, so this figure is optimistic: measure it on others before comparing."
-    )
 
 
 def percent(value: float | None) -> str:

@@ -26,6 +26,8 @@ from spot_async.models.small_files import is_small
 from spot_async.models.weight_files import ADAPTER_CONFIG
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
+from spot_async.tools.compare.tables import markdown_table
+from spot_async.tools.inspect.held_out import ResultTable, figures_of, result_table
 
 METHODS = {
     "spot": "SPOT (on-policy distillation with sparse probing and outcome calibration)",
@@ -43,6 +45,7 @@ TRAINING = ("epochs", "iterations", "batch_size", "mini_batch_size", "learning_r
 def model_card(files: RunFiles, name: str, version: str, *, is_best: bool) -> str:
     """Return the card of a finished run's student, as Markdown. `name` is what it is called on the hub."""
     config, summary = files.config(), files.summary() or {}
+    last = figures_of(files, "after") or figures_of(files, "before")
     kind = str((config.get("policy") or {}).get("kind", "")).rpartition(":")[2]
     student, teacher = _model(config, "student"), _model(config, "teacher")
     data = list(_data(config))
@@ -69,7 +72,7 @@ def model_card(files: RunFiles, name: str, version: str, *, is_best: bool) -> st
         "",
         "## Figures",
         "",
-        *_figure_lines(summary, is_best=is_best),
+        *_figure_lines(summary, result_table(summary, config, last), is_best=is_best),
         "",
         "## Settings",
         "",
@@ -114,8 +117,7 @@ def _data_lines(data: Sequence[tuple[str, bool]], summary: Mapping[str, Any]) ->
     yield f"Trained on {names or 'unnamed problems'}{problems}, in {summary.get('iterations', 0):,} iterations."
 
 
-def _figure_lines(summary: Mapping[str, Any], *, is_best: bool) -> Iterator[str]:
-    before, after = (((summary.get(label) or {}).get("tiers") or {}) for label in ("before", "after"))
+def _figure_lines(summary: Mapping[str, Any], results: ResultTable | None, *, is_best: bool) -> Iterator[str]:
     best = summary.get("best")
     if is_best and best is not None:
         figure = with_error(best["value"], best.get("standard_error"))
@@ -124,24 +126,12 @@ def _figure_lines(summary: Mapping[str, Any], *, is_best: bool) -> Iterator[str]
         yield ""
         yield "The last student of the run, for comparison:"
         yield ""
-    if not after:
+    if results is None or not summary.get("after"):
         yield "The trained student was not evaluated."
         return
-    ks = {name: row.get("pass_k") for name, row in after.items()}
-    yield "Percent and standard error over the problems that were held out, before and after training."
+    yield results.note
     yield ""
-    yield "| problems | n | Avg, before | Avg, after | Pass@k, before | Pass@k, after |"
-    yield "|---|---:|---:|---:|---:|---:|"
-    for name, row in after.items():
-        earlier = before.get(name) or {}
-        cells = [_figure(earlier, "avg"), _figure(row, "avg"), _figure(earlier, "pass"), _figure(row, "pass")]
-        shown = name.replace("|", "/")
-        yield f"| {shown} (k = {ks[name]}) | {row['problems']} | {' | '.join(cells)} |"
-
-
-def _figure(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
-    return "" if value is None else with_error(value, row.get(f"{name}_standard_error"))
+    yield markdown_table(results.headings, [(row.tier, str(row.problems), *row.cells) for row in results.rows])
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

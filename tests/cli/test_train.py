@@ -198,8 +198,9 @@ def test_evaluations_during_the_run_are_recorded_and_keep_the_best_student(finis
     assert (run / "evaluation-000002.jsonl").read_bytes() == (run / "evaluation-after.jsonl").read_bytes()
     assert len((run / "evaluation-000001.jsonl").read_text().splitlines()) == 12
     better = best["value"] > summary["before"]["tiers"]["all"]["avg"]
-    said = f"Best by Avg@2: iteration {best['iteration']}" if better else "No student was better by Avg@2"
-    assert said in out
+    assert f"best student: iteration {best['iteration']}, Avg@2 {100 * best['value']:.1f} ±" in out
+    assert ("no better than before training" in out) != better
+    assert "optimistic" in out
 
 
 def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatch):

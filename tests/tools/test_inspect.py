@@ -197,19 +197,17 @@ def test_a_sample_that_several_wrote_says_who_wrote_which_tokens(tmp_path):
 def test_scores_are_named_after_what_chose_the_positions(tmp_path):
     record = make_run(tmp_path / "run", [spot_sample()]).sample("0")[1]
     titles = [
-        colourings(record, "abc", PolicySettings(selection))[0].title
-        for selection in ("score", "random", "entropy", "mine:by")
+        colourings(record, "abc", PolicySettings(selection))[0].title for selection in ("score", "entropy", "mine:by")
     ]
     assert titles == [
         "Acquisition score (root scale)",
-        "Random scores that chose the positions (root scale)",
         "Teacher entropy, as a share of the largest possible (root scale)",
         "Score of mine:by (root scale)",
     ]
     path = tmp_path / "run" / "config.yaml"
-    path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: random}"))
-    assert "Random scores" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
-    assert "random score 0.04" in (tmp_path / "run" / "inspect-0.html").read_text()
+    path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, selection: entropy}"))
+    assert "Teacher entropy, as a share" in CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"]).output
+    assert "entropy share 0.04" in (tmp_path / "run" / "inspect-0.html").read_text()
 
 
 @pytest.mark.parametrize(

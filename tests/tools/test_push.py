@@ -47,8 +47,8 @@ def run(tmp_path):
         {
             "iterations": 60,
             "problems": {"usable": 8000},
-            "before": {"tiers": {"all": figures | {"avg": 0.25, "pass": 0.5}}},
-            "after": {"tiers": {"all": figures | {"avg": 0.615, "pass": 0.75}}},
+            "before": {"samples": 4, "tiers": {"all": figures | {"avg": 0.25, "pass": 0.5}}},
+            "after": {"samples": 4, "tiers": {"all": figures | {"avg": 0.615, "pass": 0.75}}},
         }
     )
     return directory.path
@@ -75,7 +75,8 @@ def test_a_student_is_pushed_whole_and_private_with_a_card_that_the_run_fills_in
     for words in (f"org/base/tree/{COMMIT}", "trained by SPOT", "teacher `teacher`", "learning_rate: ", "spot-async 0"):
         assert words in card
     assert "`train.jsonl`, 8,000 problems, in 60 iterations" in card
-    assert "| all (k = 4) | 5 | 25.0 ±2.0 | 61.5 ±2.0 | 50.0 | 75.0 |" in card
+    assert "| tier | n | Avg@4 before | Avg@4 after | Pass@4 before | Pass@4 after |" in card
+    assert "| all | 5 | 25.0 ±2.0 | 61.5 ±2.0 | 50.0 | 75.0 |" in card
     assert str(ROOT) not in card
     # What was pushed can be trained on.
     pushed = with_downloads(load_config(ROOT / "configs" / "quickstart.yaml", ["student.model=me/student"]))

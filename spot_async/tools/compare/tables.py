@@ -84,15 +84,15 @@ def markdown(
         [name, *(wrap[mark].format(percent(value)) for mark, value in zip(row, values, strict=True))]
         for name, row, values in zip(comparison.methods, marks(comparison.values), comparison.values, strict=True)
     ]
-    parts = [_markdown_table(["method", *columns], rows), *notes]
+    parts = [markdown_table(["method", *columns], rows), *notes]
     for number, name in enumerate(comparison.methods):
         if number != comparison.baseline:
             parts += [
                 f"## {name} minus {comparison.methods[comparison.baseline]}",
-                _markdown_table(["benchmark", *comparison.metrics], difference_rows(comparison, number)),
+                markdown_table(["benchmark", *comparison.metrics], difference_rows(comparison, number)),
             ]
     if compute[1]:
-        parts += ["## Compute of training", _markdown_table(*compute)]
+        parts += ["## Compute of training", markdown_table(*compute)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -161,7 +161,8 @@ def _csv(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of Markdown: names in its first column, and figures."""
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in (headings, *rows)]
     rule = ["---", *("---:" for _ in headings[1:])]
     return "\n".join("| " + " | ".join(row) + " |" for row in (escaped[0], rule, *escaped[1:]))

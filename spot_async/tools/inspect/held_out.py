@@ -43,7 +43,7 @@ class ResultTable:
     note: str  # in lines
 
     def for_terminal(self) -> Table:
-        table = number_table(*self.headings)
+        table = number_table(*(heading.replace(" ", "\n") for heading in self.headings))
         for row in self.rows:
             is_last_part = row in self.rows[-2:-1]
             table.add_row(Text(visible(row.tier)), str(row.problems), *row.cells, end_section=is_last_part)
@@ -180,7 +180,7 @@ def result_table(
     at_k = f"@{k}" if is_even else ""
     changes = summary.get("change") or {}
     part = "tier" if evaluation is None else kind_of_row(evaluation)
-    headings = [part, "problems", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
+    headings = [part, "n", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
     headings += [f"Avg{at_k} change"] if changes else []
     benchmarks = {} if evaluation is None else evaluation.benchmarks
     noted = {name if len(benchmarks) > 1 else ALL_TIERS for name, each in benchmarks.items() if each.note is not None}
@@ -194,7 +194,8 @@ def result_table(
         name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
         rows.append(ResultRow(name + " *" * (tier in noted), int(figures[0]["problems"]), tuple(cells)))
     paired = " The change is paired on problems." if changes else ""
-    note = f"Held-out problems: percent ± one standard error over problems.{paired}{sampling_note(config, evaluation)}"
+    note = f"Held-out problems: percent ± standard error over the n problems of a {part}."
+    note += paired + sampling_note(config, evaluation)
     return ResultTable(tuple(headings), tuple(rows), "\n".join([note, *(notes(evaluation) if evaluation else ())]))
 
 

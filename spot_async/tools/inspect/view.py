@@ -19,11 +19,6 @@ Palette = Literal["score", "advantage", "surprise"]
 ADVANTAGE_FULL_NATS = 3.0  # from this difference on, the colour is full
 SURPRISE_FULL_NATS = 5.0
 ENTROPY_FULL_NATS = 2.0
-SELECTION_TITLES = {  # by `policy.selection`: the scores that chose the positions, in words
-    "random": "Random scores that chose the positions",
-    "entropy": "Teacher entropy, as a share of the largest possible",
-}
-SCORE_NAMES = {"random": "random score", "entropy": "entropy share"}  # by `policy.selection`: a token's score
 PART_LABELS = {  # the method's symbols for `score_parts`; policies may record others
     "score": "score s",
     "entropy": "entropy H (share of log V)",
@@ -112,7 +107,7 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
     length = len(sample.response_ids)
     marks = {branch.position: number for number, branch in enumerate(sample.branches, start=1)}
     gated = frozenset(sample.gated_positions)
-    name = SCORE_NAMES.get(policy.selection, "score")
+    name = "entropy share" if policy.selection == "entropy" else "score"
     labels = [token_label(sample, position, texts[position], name) for position in range(length)]
 
     def tokens(levels: Sequence[float]) -> tuple[TokenView, ...]:
@@ -127,9 +122,10 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
     if scores is not None and highest > 0:
         # Scores spread over orders of magnitude. The square root keeps the middle ones visible.
         levels = [max(0.0, (score or 0.0) / highest) ** 0.5 for score in scores]
-        own = f"Score of {visible(policy.selection)}" if ":" in policy.selection else "Acquisition score"
-        title = f"{SELECTION_TITLES.get(policy.selection, own)} (root scale)"
-        found.append(Colouring("score", title, "0", f"{highest:.3g}", tokens(levels)))
+        title = f"Score of {visible(policy.selection)}" if ":" in policy.selection else "Acquisition score"
+        if policy.selection == "entropy":
+            title = "Teacher entropy, as a share of the largest possible"
+        found.append(Colouring("score", f"{title} (root scale)", "0", f"{highest:.3g}", tokens(levels)))
     if teacher is not None and student is not None:
         advantages = [0.0 if t is None or s is None else t - s for t, s in zip(teacher, student, strict=True)]
         levels = [max(-1.0, min(1.0, advantage / ADVANTAGE_FULL_NATS)) for advantage in advantages]
