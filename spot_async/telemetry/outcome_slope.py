@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from spot_async.base.text import with_error
 from spot_async.loop.events import IterationFinished
@@ -28,17 +29,37 @@ SPENT = 0.2  # a gain is, once it is surely below this share of what it was
 REWARDS = {verdict.value: verdict.reward for verdict in Verdict}
 
 
+class RatioSums(NamedTuple):
+    """Sums over the tokens of a response that both models know."""
+
+    tokens: int
+    log_ratio: float  # of log p_T / p_S
+    excess: float  # of min(p_T / p_S, MOST_RATIO) - 1
+    agreed: int
+    capped: int  # tokens whose ratio is above MOST_RATIO
+
+
 class Opinion(NamedTuple):
-    """What a teacher thinks of a judged response: sums over the student's tokens that it knows."""
+    """What a teacher thinks of a judged response."""
 
     problem: str
     tier: str
     category: str
     reward: float
-    log_ratio: float  # of log p_T / p_S
-    excess: float  # of min(p_T / p_S, MOST_RATIO) - 1
-    agreed: float
-    tokens: float
+    sums: RatioSums
+
+
+def ratio_sums(teacher: npt.NDArray[np.floating], student: npt.NDArray[np.floating]) -> RatioSums:
+    """Return the sums over a response's log-probabilities (T,); NaN where one of them is unknown."""
+    ratios = teacher.astype(np.float64) - student
+    ratios = ratios[np.isfinite(ratios)]
+    return RatioSums(
+        tokens=len(ratios),
+        log_ratio=float(ratios.sum()),
+        excess=float(np.expm1(np.minimum(ratios, math.log(MOST_RATIO))).sum()),
+        agreed=int((np.abs(ratios) < AGREED_NATS).sum()),
+        capped=int((ratios > math.log(MOST_RATIO)).sum()),
+    )
 
 
 def opinion(record: Mapping[str, Any]) -> Opinion | None:
@@ -54,13 +75,9 @@ def opinion(record: Mapping[str, Any]) -> Opinion | None:
         return None
     if reward is None or teacher.shape != student.shape:
         return None
-    ratios = (teacher - student)[np.isfinite(teacher - student)]  # NaN where one of them is unknown
-    if not len(ratios):
-        return None
     problem, tier, category = (str(record.get(name) or "") for name in ("problem_id", "tier", "category"))
-    excess = np.expm1(np.minimum(ratios, math.log(MOST_RATIO))).sum()
-    agreed = (np.abs(ratios) < AGREED_NATS).sum()
-    return Opinion(problem, tier, category, reward, float(ratios.sum()), float(excess), float(agreed), len(ratios))
+    sums = ratio_sums(teacher, student)
+    return Opinion(problem, tier, category, reward, sums) if sums.tokens else None
 
 
 def outcome_metrics(samples: Iterable[Sample]) -> dict[str, float]:
@@ -83,7 +100,8 @@ def figures(opinions: Sequence[Opinion], area: str) -> dict[str, float]:
     differences between problems are in the slope: a teacher may disagree more where they are hard. They are not in the
     gain, since the expectation of p_T / p_S - 1 is 0 for each problem.
     """
-    problems, tiers, _, rewards, log_ratios, excesses, agreed, tokens = map(np.array, zip(*opinions, strict=True))
+    problems, tiers, _, rewards, sums = map(np.array, zip(*opinions, strict=True))
+    tokens, log_ratios, excesses, agreed, _ = sums.T
     names, problem, responses = np.unique(problems, return_inverse=True, return_counts=True)
     of_tier = len(names) + np.unique(tiers, return_inverse=True)[1]
     alone = responses[problem] == 1

@@ -19,6 +19,7 @@ from spot_async.errors import BudgetSpentError, ConfigError, DataError, Permanen
 from spot_async.policies.spot import SpotPolicy
 from spot_async.running.library import stages_for
 from spot_async.spending.prices import Prices
+from spot_async.telemetry.outcome_slope import RatioSums, ratio_sums
 from spot_async.testing.services import SimulatedStudent
 from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_services, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -30,8 +31,6 @@ from spot_async.tools.forecast.measurement import (
     PolicyKeys,
     ProbedCandidate,
     ProbedPosition,
-    ScoredRollout,
-    scored_rollout,
 )
 from spot_async.tools.forecast.running import (
     ForecastOptions,
@@ -203,7 +202,7 @@ def prompts_of(
             prompt_tokens=10,
             rollout_tokens=[tokens] * 8,
             outcomes=[float(n % 8 == i) for i in range(8)],
-            scored=[ScoredRollout(tokens=tokens, excess=advice(n) * (n % 8 == i), capped=3) for i in range(8)],
+            scored=[RatioSums(tokens, 0.0, advice(n) * (n % 8 == i), agreed=0, capped=3) for i in range(8)],
             teacher_outcome=1.0,
             positions=[position(3), position(9)],
             probe_requests=2 * 4 * probes,
@@ -295,7 +294,7 @@ def test_without_scores_or_a_second_rollout_opds_gain_is_unknown_and_it_says_wha
         msgspec.structs.replace(each, outcomes=each.outcomes[:1], scored=each.scored[:1])
         for each in prompts_of((0.5,) * 4)
     ]
-    nothing_known = [ScoredRollout(tokens=0, excess=0.0, capped=0)] * 8
+    nothing_known = [RatioSums(0, 0.0, 0.0, 0, 0)] * 8
     masked = [msgspec.structs.replace(each, scored=nothing_known) for each in prompts_of((0.5,) * 4)]
     for prompts, rollouts in ((unscored, 8), (single, 1), (masked, 8)):
         found = make_forecast(prompts, KEYS, rollouts=rollouts, probes=16)
@@ -307,9 +306,10 @@ def test_without_scores_or_a_second_rollout_opds_gain_is_unknown_and_it_says_wha
 def test_ratios_are_summed_over_tokens_that_both_models_know_and_capped_ones_are_counted():
     teacher = np.array([np.log(0.5), np.log(0.9), np.nan, -np.inf, np.log(0.2)], np.float32)
     student = np.log(np.array([0.25, 0.01, 0.5, 0.5, 0.2], np.float32))
-    found = scored_rollout(teacher, student)
-    assert (found.tokens, found.capped) == (4, 1)
-    assert found.excess == pytest.approx(2.0 + 10.0 + 0.0 + 1.0 - 4)
+    found = ratio_sums(teacher, student)
+    assert (found.tokens, found.agreed, found.capped) == (3, 1, 1)
+    assert found.excess == pytest.approx(2.0 + 10.0 + 1.0 - 3)
+    assert found.log_ratio == pytest.approx(np.log(2.0 * 90.0))
 
 
 def test_a_gain_is_worth_it_relative_to_the_accuracy_at_hand():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spot_async.policies.targets import calibrated_target
+from spot_async.telemetry.outcome_slope import MOST_RATIO, RatioSums
 from spot_async.tools.forecast import values
 from spot_async.tools.forecast.estimates import (
     Positions,
@@ -24,12 +25,10 @@ from spot_async.tools.forecast.estimates import (
 )
 from spot_async.tools.forecast.forecast import place_figures, reach, settled_gain
 from spot_async.tools.forecast.measurement import (
-    MOST_RATIO,
     MeasuredPrompt,
     PolicyKeys,
     ProbedCandidate,
     ProbedPosition,
-    ScoredRollout,
 )
 
 KEYS = PolicyKeys(gamma=1.0, beta=0.1, positions=2, probe_top_k=4, probes=1, gate=True)
@@ -44,7 +43,7 @@ def scored_prompt(rewards, excesses):
         prompt_tokens=1,
         rollout_tokens=[1] * len(rewards),
         outcomes=[float(reward) for reward in rewards],
-        scored=[ScoredRollout(tokens=1, excess=float(excess), capped=0) for excess in excesses],
+        scored=[RatioSums(1, 0.0, float(excess), 0, 0) for excess in excesses],
         positions=[],
         probe_requests=0,
         probe_tokens=0,

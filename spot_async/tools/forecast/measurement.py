@@ -15,10 +15,9 @@ import numpy as np
 from spot_async.base.tasks import both, gather
 from spot_async.models.responses import token_of
 from spot_async.protocols import Policy, PromptStages
-from spot_async.types import FloatArray, Prompt, Verdict
+from spot_async.telemetry.outcome_slope import RatioSums, ratio_sums
+from spot_async.types import Prompt, Verdict
 from spot_async.verification.normalization import answer_start
-
-MOST_RATIO = 10.0  # of p_T / p_S at a token: rare larger ones would decide a mean of few rollouts alone
 
 
 class PolicyKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,14 +59,6 @@ class ProbedPosition(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[ProbedCandidate]
 
 
-class ScoredRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """What the teacher's probabilities p_T say of a rollout's tokens, beside the student's p_S."""
-
-    tokens: int  # that have both; the sums are over these
-    excess: float  # sum of min(p_T / p_S, MOST_RATIO) - 1
-    capped: int  # tokens whose ratio was above
-
-
 class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """What one prompt showed. Outcomes are 1 or 0; None without a verdict."""
 
@@ -78,7 +69,7 @@ class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
     response_ids: list[int] = []  # of the rollout that was probed, likewise
     rollout_tokens: list[int]  # of each rollout; the first is the one that was probed
     outcomes: list[float | None]  # of each rollout
-    scored: list[ScoredRollout] = []  # likewise; empty in files of earlier versions
+    scored: list[RatioSums] = []  # likewise, by the teacher; empty in files of earlier versions
     teacher_outcome: float | None = None  # of the teacher's own response
     positions: list[ProbedPosition]
     probe_requests: int
@@ -105,11 +96,11 @@ async def measure_prompt(
     `rollouts` counts the one that the policy makes. `teacher_writes`: the teacher answers once too.
     """
 
-    async def another(n: int) -> tuple[int, float | None, ScoredRollout]:
+    async def another(n: int) -> tuple[int, float | None, RatioSums]:
         rollout = await stages.rollout(n=n)
         scores, judgement = await both(stages.score(rollout.token_ids, top_k=0), stages.verify(rollout.token_ids))
         teacher = np.where(scores.known, scores.logprobs, np.float32(np.nan))
-        return len(rollout.token_ids), judgement.verdict.reward, scored_rollout(teacher, rollout.logprobs)
+        return len(rollout.token_ids), judgement.verdict.reward, ratio_sums(teacher, rollout.logprobs)
 
     async def of_teacher() -> float | None:
         if not teacher_writes:
@@ -122,6 +113,9 @@ async def measure_prompt(
     )
     (sample,) = samples
     response_ids = sample.record["response_ids"]
+    sums = ratio_sums(sample.record["teacher_logprobs"], sample.record["behavior_logprobs"])
+    probed = len(response_ids), Verdict(sample.record["verdict"]).reward, sums
+    rollout_tokens, outcomes, scored = map(list, zip(probed, *others, strict=True))
     start = answer_start(sample.record["response"])
     answer = len(response_ids) if start is None else token_of(response_ids, start, stages.decode)
     return MeasuredPrompt(
@@ -130,26 +124,13 @@ async def measure_prompt(
         prompt_tokens=len(prompt.token_ids),
         prompt_ids=prompt.token_ids.tolist(),
         response_ids=response_ids.tolist(),
-        rollout_tokens=[len(response_ids), *(tokens for tokens, _, _ in others)],
-        outcomes=[Verdict(sample.record["verdict"]).reward, *(reward for _, reward, _ in others)],
-        scored=[
-            scored_rollout(sample.record["teacher_logprobs"], sample.record["behavior_logprobs"]),
-            *(scored for _, _, scored in others),
-        ],
+        rollout_tokens=rollout_tokens,
+        outcomes=outcomes,
+        scored=scored,
         teacher_outcome=teacher_outcome,
         positions=[_position(branch, in_answer=branch["position"] >= answer) for branch in sample.record["branches"]],
         probe_requests=round(sample.metrics["probe/requests"]),
         probe_tokens=round(sample.metrics["probe/tokens"]),
-    )
-
-
-def scored_rollout(teacher: FloatArray, student: FloatArray) -> ScoredRollout:
-    """Return the sums over a rollout's tokens, of its log-probabilities (T,); NaN where the teacher's are unknown."""
-    ratios = np.exp(teacher.astype(np.float64) - student)[~np.isnan(teacher)]
-    return ScoredRollout(
-        tokens=len(ratios),
-        excess=float(np.minimum(ratios, MOST_RATIO).sum()) - len(ratios),
-        capped=int((ratios > MOST_RATIO).sum()),
     )
 
 
