@@ -178,14 +178,6 @@ class ScoreStageConfig(StageConfig):
         "server that gives log-probabilities of chosen tokens",
     )
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_hedges(cls, value: Any) -> Any:
-        """Run directories from when there were hedged requests say of them that they made none."""
-        if isinstance(value, dict) and value.get("hedge_after_s", 0.0) is None:
-            return {name: each for name, each in value.items() if name != "hedge_after_s"}
-        return value
-
 
 class StagesConfig(Section):
     """What a prompt's coroutine asks for, each with limits of its own."""

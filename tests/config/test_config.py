@@ -43,11 +43,6 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
     assert (config.policy.kind, config.policy.gamma) == ("derived_policy:Derived", 2.0)
 
 
-def test_a_file_that_a_run_with_hedged_requests_off_wrote_is_still_read(config_path):
-    score = load_config(config_path, ["stages.score.hedge_after_s=null", "stages.score.attempts=7"]).stages.score
-    assert (score.attempts, "hedge_after_s" in score.model_dump()) == (7, False)
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
