@@ -57,6 +57,11 @@ def write_whole(path: Path, data: bytes) -> None:
         flush_to_disk(path.parent)
 
 
+def as_json(value: object) -> bytes:
+    """Return a value as JSON that people can read."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
 def flush_to_disk(path: Path) -> None:
     """Return once the file, or the directory's list of files, would outlive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from spot_async.base.files import as_json
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import LoraConfig
 from spot_async.config.training import TARGETS
@@ -62,7 +62,7 @@ def write_config(directory: Path, layers: Layers, lora: LoraConfig, base: str) -
         "use_rslora": False,
         "inference_mode": True,
     }
-    (directory / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+    (directory / ADAPTER_CONFIG).write_bytes(as_json(config))
 
 
 def write_zero_adapter(directory: Path, base: Path, lora: LoraConfig) -> None:

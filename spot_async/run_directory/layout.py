@@ -42,7 +42,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from spot_async.base.files import decode_json, flush_to_disk, open_regular, read_bounded, write_whole, writing
+from spot_async.base.files import as_json, decode_json, flush_to_disk, open_regular, read_bounded, write_whole, writing
 from spot_async.base.processes.resources import usable_cores
 from spot_async.base.text import visible
 from spot_async.base.writers import refuse_foreign_writers
@@ -162,7 +162,7 @@ class RunDirectory:
             cls.check_unused(path, purpose)
             new = [each for each in (path, *path.parents) if not each.exists()]
             (path / "logs").mkdir(parents=True)  # fails for the second of two runs that start at once
-            (path / "run.json").write_bytes(_json(_RunFile(RUN_FORMAT, command=purpose, cores=cores)))
+            (path / "run.json").write_bytes(as_json(_RunFile(RUN_FORMAT, command=purpose, cores=cores)))
             (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
             # What a run keeps later is of no use without these.
             for each in (path / "run.json", path / "config.yaml", path, *(made.parent for made in new)):
@@ -320,7 +320,7 @@ class RunDirectory:
         (self.path / SUMMARY).unlink(missing_ok=True)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_whole(self.path / SUMMARY, _json(summary))
+        write_whole(self.path / SUMMARY, as_json(summary))
 
 
 def _end_of(path: Path, iteration: int) -> int:
@@ -358,10 +358,6 @@ def append_whole(file: FileIO, data: bytes) -> None:
         with contextlib.suppress(OSError):  # a torn line is harmless; the first error is what people must see
             file.truncate(end)
         raise
-
-
-def _json(value: Any) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def row_bytes(row: Any) -> bytes:

@@ -10,14 +10,13 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import structlog
 from rich.console import Console
 from rich.text import Text
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
-from spot_async.base.files import write_whole
+from spot_async.base.files import as_json, write_whole
 from spot_async.base.tasks import alongside, budget_error
 from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
@@ -141,9 +140,7 @@ def write_files(
             )
             outputs = outputs_of(problems, texts, generator=occasion.weights.name, dataset=benchmark.name)
             name = f"{occasion.stem}-outputs-{benchmark.name}.json"
-            write_whole(
-                occasion.directory.path / name, msgspec.json.format(msgspec.json.encode(outputs), indent=2) + b"\n"
-            )
+            write_whole(occasion.directory.path / name, as_json(outputs))
     write_figures(occasion, result, log.identity)
 
 
@@ -154,8 +151,7 @@ def write_figures(occasion: Occasion, result: EvaluationResult, identity: Identi
         settings=identity.settings,
         settings_fingerprint=settings_fingerprint(identity.settings),
     )
-    text = msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n"
-    write_whole(occasion.directory.path / f"{occasion.stem}.json", text)
+    write_whole(occasion.directory.path / f"{occasion.stem}.json", as_json(figures))
 
 
 def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:

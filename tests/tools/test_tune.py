@@ -14,6 +14,7 @@ import pytest
 from joined_policy import Reads
 from typer.testing import CliRunner
 
+from spot_async.base.files import as_json
 from spot_async.cli import app
 from spot_async.config import SamplingConfig, StageConfig, StagesConfig
 from spot_async.config.loading import config_from, load_config
@@ -38,7 +39,7 @@ from spot_async.tools.tune.command import (
 )
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, without_limits
-from spot_async.tools.tune.results import as_json, as_yaml, check_output
+from spot_async.tools.tune.results import as_yaml, check_output
 from spot_async.types import PolicyNeeds, Problem, Prompt
 
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.base.files import as_json
 from spot_async.errors import ConfigError
 from spot_async.telemetry.screen import number_table
 from spot_async.tools.pages import svg
@@ -117,10 +118,6 @@ def tuning_page(tuning: Tuning, name: str) -> str:
         headings=HEADINGS,
         tables=[ramp_table(ramp) for ramp in tuning.ramps],
     )
-
-
-def as_json(tuning: Tuning) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(tuning), indent=2)
 
 
 def check_output(config: Path, output: Path) -> None:
