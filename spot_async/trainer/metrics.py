@@ -1,4 +1,4 @@
-"""The trainer's metrics: their names and meanings, and the sums they are computed from.
+"""The trainer's metrics, and the sums they are computed from. docs/metrics.md says what each means.
 
 Every rank tallies its own micro-batches. The tallies are then summed over all ranks, and `Tally.report` makes metrics
 of the sums. `Meters` measure how well the ranks use their devices. Tokens and arithmetic are counted from the shares of
@@ -22,47 +22,6 @@ from spot_async.trainer.divergence import divergence_statistics
 from spot_async.trainer.loss import mismatch_statistics, weight_statistics
 from spot_async.trainer.messages import UpdateShare
 from spot_async.trainer.parallel import Strategy
-
-METRICS: dict[str, str] = {
-    "loss": "objective minimised, mean over the iteration's updates; the sum of the three parts below",
-    "loss_policy": "clipped policy term; near the negative mean advantage when the data are on-policy",
-    "loss_branch": "weighted losses of all soft targets: SPOT's branches (cross-entropy), divergences of other methods",
-    "loss_reference": "KL to the reference, its coefficient included",
-    "ratio_mean": "mean of pi_theta / pi_old per token; 1 on-policy, drifts over the iteration's updates",
-    "ratio_max": "largest ratio of any token; a large one means that server and trainer disagree on pi_old",
-    "mismatch_mean": "mean |log pi| difference, trainer to inference server, same weights; 1e-2 is usual in bfloat16",
-    "mismatch_max": "the largest such difference of any token",
-    "mismatch_kl": "k3 estimate of KL(served || trainer) per token, nats; growing means that they drift apart",
-    "lag_mean": "iterations by which the weights that sampled a token were older than those trained, mean per token",
-    "lag_max": "the largest lag of any token",
-    "staleness_mean": "mean |log pi| difference, trainer to inference server, of tokens that older weights sampled",
-    "staleness_max": "the largest such difference of any token",
-    "staleness_kl": "k3 estimate of KL(served || trainer) per such token, nats",
-    "effective_sample_share": "effective sample size under weights pi_trainer / pi_served, as a share of the tokens",
-    "importance_weight_mean": "mean truncated importance weight; 1 without training.importance_cap",
-    "importance_capped": "share of tokens whose weight reached training.importance_cap",
-    "clip_fraction": "share of tokens whose gradient the clip removed",
-    "behavior_kl": "k3 estimate of KL(pi_old || pi_theta) per token, nats",
-    "kl_to_teacher": "KL(student || teacher) per token, nats: the mean of log pi_old - log q of the first pull; "
-    "without pulls that of divergences, over the cells that they compare",
-    "advantage_mean": "mean per-token advantage, of rewards and pulls together",
-    "pull_mean": "mean of log q - log pi_old within its limits, over all pulls, before their weights",
-    "pull_clipped": "share of these differences that their limits changed",
-    "student_mass": "the student's probability of a divergence's own tokens, mean over targets",
-    "teacher_mass": "the target's probability of them; 1 where it has no tail",
-    "clipped_cells": "share of a divergence's cells whose gradient its clip removed",
-    "grad_norm": "gradient norm before clipping, mean over updates",
-    "learning_rate": "of all updates of the iteration",
-    "branch_positions": "different positions with a soft target, such as |B+|, summed over trajectories",
-    "branch_positions_per_trajectory": "the same per trajectory",
-    "trajectories": "trained in the iteration",
-    "tokens": "response tokens trained in the iteration",
-    "updates": "optimiser steps",
-    "train_s": "seconds from the batch's arrival to the end of the last optimiser step, without waits for the disk",
-    "publish_s": "seconds for which writing weights durably held up training",
-    "checkpoint_s": "seconds for which a checkpoint held up training, in the iteration that follows it",
-    "tokens_per_s": "tokens / train_s",
-}
 
 _SUMS = (
     "loss",
@@ -104,13 +63,6 @@ _SUMS = (
 )
 
 _MAXIMA = ("ratio", "mismatch", "lag", "staleness")
-PERFORMANCE: dict[str, str] = {
-    "tokens_per_s_per_rank": "tokens of prompts and responses trained, of all ranks / train_s / ranks; a rank is a GPU",
-    "tflops_per_rank": "1e12 operations that training on them needs / train_s / ranks; see models/model_size.py",
-    "mfu": "model FLOPs utilisation: these operations / train_s, as a share of the GPUs' dense bfloat16 rate",
-    "max_memory_allocated_gib": "most that tensors took of a GPU since the iteration before, of the rank with most",
-    "max_memory_reserved_gib": "most that torch held of it, likewise; with what it keeps for tensors to come",
-}
 GIB = float(1 << 30)
 
 
@@ -191,7 +143,7 @@ class Tally:
         self.see(mismatch=mismatch.difference_max, staleness=staleness.difference_max)
 
     def report(self, *, grad_norms: Sequence[float], learning_rate: float) -> dict[str, float]:
-        """Return the `METRICS`, except times and means over nothing. `grad_norms` has one norm per update.
+        """Return the metrics `train/...`, except times and means over nothing. `grad_norms` has one norm per update.
 
         It waits until the device has computed everything, the last optimiser step too.
 
@@ -268,7 +220,7 @@ class Meters:
         self._sheet = gpu_named(torch.cuda.get_device_name(device)) if is_known else None
 
     def read(self, updates: Sequence[UpdateShare], strategy: Strategy, train_s: float) -> dict[str, float]:
-        """Return `PERFORMANCE` of an iteration over all ranks, without what is not known of each of them.
+        """Return the metrics `perf/...` of an iteration over all ranks, without what is not known of each of them.
 
         `updates` are this rank's shares. Peaks of memory begin anew.
         """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 from joined_policy import TakesTurns
+from metrics_page import of_area, rows
 
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
@@ -41,10 +41,8 @@ from spot_async.testing.services import (
     capabilities,
 )
 from spot_async.testing.simulation import make_policy, make_run, policy_context, simulated_prompts
-from spot_async.trainer.metrics import METRICS, PERFORMANCE
 from spot_async.types import Traffic, Verdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 PLACEHOLDERS = {"<stage>": r"\w+", "<replica>": r"[\w-]+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+",
                 "<category>": r"\w+", "<figure>": r"\w+", "<verdict>": "(right|wrong)"}  # fmt: skip
 
@@ -57,8 +55,7 @@ TRUNCATED = {
 
 def documented():
     """Regular expressions by the name as the page writes it."""
-    names = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.M)
-    patterns = {}
+    names, patterns = rows(), {}
     for name in names:
         pattern = re.escape(name)
         for placeholder, expression in PLACEHOLDERS.items():
@@ -69,12 +66,12 @@ def documented():
 
 
 class Trainer(SimulatedTrainer):
-    """Reports what the real one does."""
+    """Reports what the real one does; tests/trainer compares that with the page."""
 
     async def train(self, iteration, batch):
         report = await super().train(iteration, batch)
         return msgspec.structs.replace(
-            report, metrics=dict.fromkeys(METRICS, 1.0), performance=dict.fromkeys(PERFORMANCE, 1.0)
+            report, metrics=dict.fromkeys(of_area("train"), 1.0), performance=dict.fromkeys(of_area("perf"), 1.0)
         )
 
     async def published(self, step):

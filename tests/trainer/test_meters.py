@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import torch
 from event_files import records
+from metrics_page import of_area
 from rich.console import Console
 from run_files import make_run
 from torch.utils.flop_counter import FlopCounterMode
@@ -36,7 +37,7 @@ from spot_async.telemetry.totals import performance_words, run_performance
 from spot_async.tools.inspect.report import read_report
 from spot_async.trainer import metrics
 from spot_async.trainer.messages import Batch, Trained, UpdateShare, decode_answer
-from spot_async.trainer.metrics import PERFORMANCE, Meters
+from spot_async.trainer.metrics import Meters
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Supervision
@@ -45,6 +46,7 @@ MakeTrainer = Callable[..., StudentTrainer]
 MakeSample = Callable[..., Supervision]
 GIB = 1 << 30
 H100 = "NVIDIA H100 80GB HBM3"
+PERFORMANCE = of_area("perf")
 
 
 class StandInCard:
@@ -197,7 +199,7 @@ def test_figures_are_of_all_ranks_over_the_time_that_the_trainer_is_busy(
     own = training_operations(size, lengths, rows=10 + 11 + 12)
     other = OtherRank([1000.0, 3 * own, 312e12], [30.0 * GIB, 70.0 * GIB])
     found = rank.read(updates, other, 4.0)  # type: ignore[arg-type]
-    assert found.keys() == PERFORMANCE.keys()
+    assert found.keys() == PERFORMANCE
     assert found["tokens_per_s_per_rank"] == (sum(lengths) + 1000) / 4 / 2
     assert found["tflops_per_rank"] == pytest.approx(4 * own / 4 / 2 / 1e12)
     assert found["mfu"] == pytest.approx(4 * own / 4 / (989e12 + 312e12))
@@ -205,7 +207,7 @@ def test_figures_are_of_all_ranks_over_the_time_that_the_trainer_is_busy(
     again = rank.read(updates, other, 4.0)  # type: ignore[arg-type]
     assert again["max_memory_allocated_gib"] == 50.0  # of this iteration alone
     unknown = OtherRank([1000.0, own, math.nan], [0.0, 0.0])
-    assert rank.read(updates, unknown, 4.0).keys() == PERFORMANCE.keys() - {"mfu"}  # type: ignore[arg-type]
+    assert rank.read(updates, unknown, 4.0).keys() == PERFORMANCE - {"mfu"}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_what_nobody_knows_of_a_card_or_an_architecture_is_left_out(
     directory = random_architecture(model)
     trainer = of_gpu(make_trainer(directory, tmp_path), directory, **training)
     report = trainer.train(Batch(0, (supervision(1, 6),)))
-    assert report.performance.keys() == PERFORMANCE.keys() - absent
+    assert report.performance.keys() == PERFORMANCE - absent
 
 
 def test_a_rank_on_the_cpu_has_a_speed_and_no_device(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metrics_page import of_area
 from spoiled_gradient import SPOILS, spoiled_loss
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, GraniteForCausalLM
@@ -22,13 +23,13 @@ from spot_async.config import TrainingConfig
 from spot_async.errors import ConfigError, DataError, TrainerError
 from spot_async.trainer.loading import new_student
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.metrics import METRICS
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.types import Pull, SoftTargets, Supervision, WeightVersion
 
 MakeTrainer = Callable[..., StudentTrainer]
 MixedBatch = Callable[[], list[Supervision]]
 VOCAB = 50
+METRICS = of_area("train")
 
 
 def gradients(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
@@ -147,7 +148,7 @@ def test_no_soft_targets_and_empty_soft_targets_train_bit_for_bit_alike(
         results.append((gradients(trainer), report.metrics))
     (left, left_metrics), (right, right_metrics) = results
     assert all(torch.equal(left[name], right[name]) for name in left)
-    untimed = METRICS.keys() - {"train_s", "publish_s", "checkpoint_s", "tokens_per_s"} - STALENESS_METRICS
+    untimed = METRICS - {"train_s", "publish_s", "checkpoint_s", "tokens_per_s"} - STALENESS_METRICS
     untimed -= DIVERGENCE_METRICS
     assert {name: left_metrics[name] for name in untimed} == {name: right_metrics[name] for name in untimed}
 
@@ -157,7 +158,7 @@ def test_report_holds_the_documented_metrics(
 ) -> None:
     batch = mixed_batch()
     metrics = make_trainer(student, tmp_path, mini_batch_size=4).train(Batch(0, tuple(batch))).metrics
-    assert METRICS.keys() - metrics.keys() == STALENESS_METRICS | {"checkpoint_s"}
+    assert metrics.keys() == METRICS - STALENESS_METRICS - {"checkpoint_s"}
     assert metrics["loss"] == pytest.approx(
         metrics["loss_policy"] + metrics["loss_branch"] + metrics["loss_reference"], rel=1e-6
     )
@@ -199,7 +200,7 @@ def test_metrics_of_the_policy_term_are_left_out_where_there_is_none(
     trainer = make_trainer(student, tmp_path, behavior=behavior)
     metrics = trainer.train(Batch(0, (taught, taught))).metrics
     without = POLICY_METRICS | MISMATCH_METRICS | STALENESS_METRICS | DIVERGENCE_METRICS | {"checkpoint_s"}
-    assert METRICS.keys() - metrics.keys() == without
+    assert metrics.keys() == METRICS - without
     assert metrics["loss"] == metrics["loss_branch"] > 0
 
 
