@@ -21,7 +21,6 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -50,8 +49,6 @@ from ..shared.witnesses import file_digests
 from .coalescing import Batch, Coalescer, Outcome
 from .server import LocalServer, error_of, largest_generation, take_frames, time_left
 from .settings import LocalSettings
-
-T = TypeVar("T")
 
 
 class LocalBackend(AdapterBackend):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
 UNKNOWN = -1
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not a whole character
 TOKEN_ID_PREFIX = "token_id:"  # vLLM's return_tokens_as_token_ids
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -302,16 +302,12 @@ async def _median_s(request: Callable[[], Awaitable[object]]) -> float:
     return statistics.median(seconds)
 
 
-async def _noise(read: Callable[[], Awaitable[FloatArray]]) -> Noise | None:
+async def _noise(read: Callable[[], Coroutine[Any, Any, FloatArray]]) -> Noise | None:
     first = await read()
     if not first.size:
         return None
     alone = [await read() for _ in range(REPEATS - 1)]
-
-    async def one() -> FloatArray:
-        return await read()
-
-    together = await gather(one() for _ in range(TOGETHER))
+    together = await gather(read() for _ in range(TOGETHER))
     apart = [np.concatenate([np.abs(other - first) for other in others]) for others in (alone, together)]
     return Noise(*apart)
 
