@@ -107,6 +107,25 @@ def test_student_and_teacher_on_vllm(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_a_control_on_a_served_student_records_what_the_score_has_where_it_probes(
+    server: str, request: pytest.FixtureRequest, models: TinyModels, problems: Path, tmp_path: Path
+) -> None:
+    started = {"kind": server, "launch": request.getfixturevalue(f"{server}_launch").model_dump()}
+    config = write_config(tmp_path, models, problems, started, {"kind": "local"})
+    run("train", str(config), "policy.selection=random", "evaluation=null", "training.iterations=2")
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    branches = [branch for sample in samples for branch in sample["branches"]]
+    assert len(branches) > 2 * BATCH
+    for branch in branches:
+        parts = branch["score_parts"]
+        assert parts["score"] == pytest.approx(parts["entropy"] * parts["mass"] * parts["gap"], abs=1e-5)
+        assert 0 <= sum(candidate["student"] for candidate in branch["candidates"]) <= parts["coverage"] + 1e-5
+    assert any(branch["score_parts"]["coverage"] > 0 for branch in branches)  # the models are random
+    assert all("acquisition_score" not in sample and "gap" not in sample for sample in samples)
+
+
+@pytest.mark.nightly
 def test_a_student_is_compared_on_its_own_top_k_with_what_vllm_says_of_these_tokens(
     vllm_v2_launch: LaunchSettings, models: TinyModels, problems: Path, tmp_path: Path
 ) -> None:
