@@ -62,7 +62,24 @@ _SUMS = (
     "sampling_weight_squared",
 )
 
-_MAXIMA = ("ratio", "mismatch", "lag", "staleness")
+_MEANS = {  # by metric: the sum that it is of, and the one that this is divided by
+    "ratio_mean": ("ratio", "policy_tokens"),
+    "importance_weight_mean": ("importance_weight", "policy_tokens"),
+    "importance_capped": ("importance_capped", "policy_tokens"),
+    "clip_fraction": ("clipped_tokens", "policy_tokens"),
+    "behavior_kl": ("behavior_kl", "policy_tokens"),
+    "advantage_mean": ("advantage", "policy_tokens"),
+    "pull_mean": ("pull", "pull_tokens"),
+    "pull_clipped": ("pull_clipped", "pull_tokens"),
+    "clipped_cells": ("clipped_cells", "cells"),
+    "student_mass": ("student_mass", "divergences"),
+    "teacher_mass": ("teacher_mass", "divergences"),
+    "mismatch_mean": ("mismatch", "mismatch_tokens"),
+    "mismatch_kl": ("mismatch_kl", "mismatch_tokens"),
+    "staleness_mean": ("staleness", "stale_tokens"),
+    "staleness_kl": ("staleness_kl", "stale_tokens"),
+}
+_MAXIMA = {"ratio": "policy_tokens", "mismatch": "mismatch_tokens", "lag": "lag", "staleness": "stale_tokens"}
 GIB = float(1 << 30)
 
 
@@ -152,61 +169,23 @@ class Tally:
         """
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
-        policy: dict[str, float] = {}
-        if policy_tokens := sums["policy_tokens"]:
-            policy = {
-                "ratio_mean": sums["ratio"] / policy_tokens,
-                "ratio_max": maxima["ratio"],
-                "importance_weight_mean": sums["importance_weight"] / policy_tokens,
-                "importance_capped": sums["importance_capped"] / policy_tokens,
-                "clip_fraction": sums["clipped_tokens"] / policy_tokens,
-                "behavior_kl": sums["behavior_kl"] / policy_tokens,
-                "advantage_mean": sums["advantage"] / policy_tokens,
-            }
-        mean_over = {"pull_tokens": ("pull", "pull_clipped"), "cells": ("clipped_cells",)}
-        mean_over["divergences"] = ("student_mass", "teacher_mass")
-        distance = {name: sums[name] / n for of, names in mean_over.items() if (n := sums[of]) for name in names}
-        if "pull" in distance:
-            distance["pull_mean"] = distance.pop("pull")
+        found = {name: sums[amount] / n for name, (amount, over) in _MEANS.items() if (n := sums[over])}
+        found |= {f"{name}_max": maxima[name] for name, over in _MAXIMA.items() if sums[over]}
         if sums["first_pull_tokens"]:
-            distance["kl_to_teacher"] = -sums["first_pull"] / sums["first_pull_tokens"]
+            found["kl_to_teacher"] = -sums["first_pull"] / sums["first_pull_tokens"]
         elif sums["divergences"]:
-            distance["kl_to_teacher"] = sums["reverse_kl"] / sums["divergences"]
-        mismatch: dict[str, float] = {}
-        if mismatch_tokens := sums["mismatch_tokens"]:
-            mismatch = {
-                "mismatch_mean": sums["mismatch"] / mismatch_tokens,
-                "mismatch_max": maxima["mismatch"],
-                "mismatch_kl": sums["mismatch_kl"] / mismatch_tokens,
-            }
-        staleness: dict[str, float] = {}
-        if maxima["lag"]:
-            staleness = {"lag_mean": sums["lag"] / sums["sampled_tokens"], "lag_max": maxima["lag"]}
-        if stale_tokens := sums["stale_tokens"]:
+            found["kl_to_teacher"] = sums["reverse_kl"] / sums["divergences"]
+        if sums["lag"]:
+            found["lag_mean"] = sums["lag"] / sums["sampled_tokens"]
+        if sums["stale_tokens"]:
             squares = sums["compared_tokens"] * sums["sampling_weight_squared"]
-            staleness |= {
-                "staleness_mean": sums["staleness"] / stale_tokens,
-                "staleness_max": maxima["staleness"],
-                "staleness_kl": sums["staleness_kl"] / stale_tokens,
-                "effective_sample_share": sums["sampling_weight"] ** 2 / squares,
-            }
-        means: dict[str, float] = {}
+            found["effective_sample_share"] = sums["sampling_weight"] ** 2 / squares
         if updates := len(grad_norms):
-            means = {name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")}
-            means["grad_norm"] = sum(grad_norms) / updates
-            means["branch_positions_per_trajectory"] = sums["branch_positions"] / sums["trajectories"]
-        return {
-            **means,
-            **policy,
-            **distance,
-            **mismatch,
-            **staleness,
-            "learning_rate": learning_rate,
-            "branch_positions": sums["branch_positions"],
-            "trajectories": sums["trajectories"],
-            "tokens": sums["tokens"],
-            "updates": float(updates),
-        }
+            found |= {name: sums[name] / updates for name in ("loss", "loss_policy", "loss_branch", "loss_reference")}
+            found["grad_norm"] = sum(grad_norms) / updates
+            found["branch_positions_per_trajectory"] = sums["branch_positions"] / sums["trajectories"]
+        counts = {name: sums[name] for name in ("branch_positions", "trajectories", "tokens")}
+        return {**found, **counts, "learning_rate": learning_rate, "updates": float(updates)}
 
 
 class Meters:
