@@ -130,12 +130,14 @@ def read_json(path: Path, kind: type[T], *, newest_format: int | None = None, ot
     with reading(path):
         data = read_bounded(path)
     if newest_format is not None:
-        found = decode_json(data, _Versioned, where).format
-        if isinstance(found, int) and found > newest_format:
-            raise DataError(
-                f"{path} has format {found}, newer than this spot-async can read ({newest_format}): install a newer one"
-            )
+        check_format(path, decode_json(data, _Versioned, where).format, newest_format)
     return decode_json(data, kind, where)
+
+
+def check_format(path: Path, found: object, most: int) -> None:
+    """Raise DataError if the format that was found is above the newest that this program can read."""
+    if isinstance(found, int) and found > most:
+        raise DataError(f"{path} has format {found}, newer than this spot-async can read ({most}): install a newer one")
 
 
 def refuse_pointer(path: Path) -> None:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from spot_async.base import wire
-from spot_async.base.files import open_regular
+from spot_async.base.files import check_format, open_regular
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.spending.account import Account, Spending
@@ -129,7 +129,11 @@ class Ledger:
             raise DataError(f"{path}: cannot be read: {error}") from None
         if found != FORMAT:
             connection.close()
-            raise _newer(path, found) if found > FORMAT else _older(path, found)
+            check_format(path, found, FORMAT)
+            raise DataError(
+                f"{path} has format {found}, and this spot-async continues runs of format {FORMAT} only: finish the "
+                "run with the version that began it, or begin a new one"
+            )
         return cls(connection, path, metered(accounts or {}))
 
     @classmethod
@@ -158,8 +162,7 @@ class Ledger:
                 if made_by is None or not PLAIN_TABLE.fullmatch(str(made_by[0])):
                     raise DataError(f"{path}: is no ledger of spot-async")
                 (found,) = connection.execute("select value from about where name = 'format'").fetchone() or (None,)
-                if type(found) is int and found > FORMAT:
-                    raise _newer(path, found)
+                check_format(path, found, FORMAT)
                 yield cls(connection, path, {})
         except (sqlite3.Error, StorageError) as error:
             raise DataError(f"{path}: cannot be read: {error}") from None
@@ -297,17 +300,6 @@ class Ledger:
             yield
         except sqlite3.Error as error:
             raise StorageError(f"cannot write {self._path}: {error}") from None
-
-
-def _older(path: Path, found: int) -> DataError:
-    return DataError(
-        f"{path} has format {found}, and this spot-async continues runs of format {FORMAT} only: finish the run with "
-        "the version that began it, or begin a new one"
-    )
-
-
-def _newer(path: Path, found: int) -> DataError:
-    return DataError(f"{path} has format {found}, newer than this spot-async can read ({FORMAT}): install a newer one")
 
 
 def _copy(path: Path, copy: Path) -> None:
