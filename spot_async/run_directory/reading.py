@@ -147,9 +147,7 @@ class RunFiles:
         self.path = path
         self._directory = directory = RunDirectory.open(path)
         self.cores = directory.cores  # how many the run could use; None where an older program did not say
-        # Older programs did not write the purpose. Only their evaluations have a file `evaluation.jsonl`.
-        purpose = directory.purpose
-        self.is_evaluation = purpose == "eval" or (purpose is None and (path / "evaluation.jsonl").exists())
+        self.is_evaluation = directory.purpose == "eval"
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration as plain values, since the schema may have changed since the run."""

@@ -99,7 +99,6 @@ def _stage_use(rows: Rows, config: Mapping[str, Any], stage: str, failures: str,
     own = stage_limit(config, stage)
     limit = effective_limit(rows, config, stage) if servers is None else min(own, max(1, servers.let_in))
     failed, attempts = failed_attempts(rows, stage)
-    has_lost = any(f"stage/{stage}/lost_s" in row for row in rows)  # older runs did not write it
     return StageUse(
         min(busy_s / over_s, limit),
         queued_s / over_s,
@@ -108,7 +107,7 @@ def _stage_use(rows: Rows, config: Mapping[str, Any], stage: str, failures: str,
         is_limit_of_servers=limit < own,
         throttled_share=total(rows, f"stage/{stage}/throttled") / attempts if attempts else 0.0,
         failed_share=failed / attempts if attempts else 0.0,
-        lost_share=min(1.0, total(rows, f"stage/{stage}/lost_s") / busy_s) if has_lost and busy_s else None,
+        lost_share=min(1.0, total(rows, f"stage/{stage}/lost_s") / busy_s) if busy_s else None,
         failures=failures,
     )
 

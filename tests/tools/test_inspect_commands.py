@@ -62,9 +62,6 @@ def test_the_directory_of_an_evaluation_is_named_as_such(tmp_path: Path, command
     outcome = CliRunner().invoke(app, [*command, str(tmp_path)])
     assert outcome.exit_code == 2
     assert "is an evaluation's: once it is complete, its figures are in summary.json" in outcome.output
-    (tmp_path / "run.json").write_text('{"format": 1}')  # as older programs wrote it
-    (tmp_path / "evaluation.jsonl").write_text("{}\n")
-    assert "is an evaluation's" in CliRunner().invoke(app, [*command, str(tmp_path)]).output
 
 
 @pytest.mark.parametrize(
