@@ -12,7 +12,6 @@ import asyncio
 import random
 from contextlib import AsyncExitStack
 from contextvars import Token
-from types import TracebackType
 from typing import Any, ClassVar
 
 import httpx
@@ -174,9 +173,7 @@ class Lease:
         self._before = LEASED.set(self._grant)
         return self._verifier
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         LEASED.reset(self._before)
         self.give_back()
 

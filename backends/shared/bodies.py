@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Generator
-from types import TracebackType
 from typing import Self, TypeVar
 
 import httpx
@@ -58,9 +57,7 @@ class Turn:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._is_taken:
             self._places.release()
 

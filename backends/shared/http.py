@@ -19,8 +19,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 import httpx
@@ -128,11 +127,9 @@ class HttpEndpoint:
         await self._transport.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: Any) -> None:
         self._is_left = True
-        await self._transport.__aexit__(kind, error, trace)
+        await self._transport.__aexit__(*exc_info)
 
     def turn(self) -> Turn:
         """Return a turn for a long reply. Only a few are read at a time, or they would hold up the event loop."""

@@ -13,7 +13,6 @@ import heapq
 import sys
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Set
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordinal
@@ -182,7 +181,5 @@ class InTurn(AbstractAsyncContextManager[Any]):
         async with self._turns.turn(self._name):
             return await self._context.__aenter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._context.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc_info: Any) -> bool | None:
+        return await self._context.__aexit__(*exc_info)

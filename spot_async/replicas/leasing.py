@@ -118,9 +118,7 @@ class OneService(Generic[S]):
     async def __aenter__(self) -> S:
         return self._service
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         pass
 
 
