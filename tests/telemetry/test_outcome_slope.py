@@ -146,7 +146,7 @@ def test_single_responses_of_different_tiers_are_not_compared():
     assert "teacher/outcome_slope" not in lonely
 
 
-@pytest.mark.parametrize("responses", [1, 4])
+@pytest.mark.parametrize("responses", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_errors_are_those_of_redrawn_batches(responses):
     rng, held, errors, values = np.random.default_rng(7), {}, [], []
     problems = [TinyProblem(seed, shift=0.8, tier="ab"[seed % 2]) for seed in range(2000)]

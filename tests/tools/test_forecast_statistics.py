@@ -275,6 +275,7 @@ def test_each_rule_holds_what_is_there_and_an_oracle_no_more_than_the_best():
     assert found["over_entropy"].standard_error < apart
 
 
+@pytest.mark.long
 def test_intervals_of_what_rules_hold_less_than_the_score_cover_the_truth():
     random = np.random.default_rng(31)
     keys = msgspec.structs.replace(KEYS, selection="random", positions=8)
