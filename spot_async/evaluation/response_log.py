@@ -198,10 +198,6 @@ class ResponseLog:
             self._directory.path / self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in responses)
         )
 
-    def read_complete(self) -> dict[ResponseKey, JudgedResponse]:
-        """Return the responses of the complete file. Raises DataError if it is gone, or naming a damaged line."""
-        return read_responses(self._directory, self._name)
-
     def discard_partial(self) -> None:
         """Delete the partial file. Called once everything that follows from the responses is written."""
         (self._directory.path / self._partial).unlink(missing_ok=True)

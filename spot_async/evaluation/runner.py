@@ -191,12 +191,7 @@ def reported_k(benchmarks: Sequence[Benchmark], pass_k: Sequence[int]) -> dict[s
 
 def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:
     """Return the keys of all responses that a complete evaluation has."""
-    return {
-        ResponseKey(benchmark.name, source.problem.id, i)
-        for benchmark in benchmarks
-        for source in benchmark.sources
-        for i in range(benchmark.samples)
-    }
+    return {_key(benchmarks, job) for job in _jobs(benchmarks)}
 
 
 def _jobs(benchmarks: Sequence[Benchmark]) -> Iterator[Job]:

@@ -165,11 +165,12 @@ def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Ben
     there = {name: set(each.pass_at) for name, each in found.items() if each.avg is not None}
     if there == {name: set(ks) for name, ks in reported_k(benchmarks, pass_k).items()}:
         return
-    log = ResponseLog(directory, f"{file_stem('')}.jsonl", identity_of(config, benchmarks, weights))
-    judged = log.read_complete()
+    judged = read_responses(directory, f"{file_stem('')}.jsonl")
     if missing := keys_of(benchmarks) - judged.keys():
         raise DataError(f"{directory.path / file_stem('')}.jsonl lacks responses ({len(missing)}): evaluate again")
-    write_figures(Occasion(directory, weights), collected(benchmarks, judged, pass_k), log.identity)
+    write_figures(
+        Occasion(directory, weights), collected(benchmarks, judged, pass_k), identity_of(config, benchmarks, weights)
+    )
 
 
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:
