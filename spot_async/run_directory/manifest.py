@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from spot_async.base.files import all_numbered, flush_to_disk, numbered, open_regular, read_json, writing
+from spot_async.base.files import all_numbered, as_json, flush_to_disk, numbered, open_regular, read_json, writing
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import DataError
 
@@ -78,7 +78,7 @@ def commit(directory: Path, manifest: Manifest) -> tuple[CheckpointFile, ...]:
         files = tuple(_described(path) for path in sorted(directory.iterdir()) if _is_of_checkpoint(path))
         manifest = msgspec.structs.replace(manifest, files=files)
         new, final = directory / f".{FILE}", directory / FILE
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+        new.write_bytes(as_json(manifest))
         flush_to_disk(new)
         new.replace(final)
         for each in (directory, directory.parent, directory.parent.parent):

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from spot_async.base.files import as_json
 from spot_async.base.tasks import root_cause
 from spot_async.base.text import rough_time
 from spot_async.checks.device_shares import starting_order
@@ -83,8 +84,7 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
     ]
     if options.is_json:
         found = Simulation(rates=rates.model_dump(), sources=told, outcomes=outcomes)
-        screen.print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode(), markup=False, highlight=False,
-                     soft_wrap=True)  # fmt: skip
+        screen.print(as_json(found).decode(), end="", markup=False, highlight=False, soft_wrap=True)
     else:
         screen.print(outcome_table(outcomes))
         for line in lines:

@@ -107,14 +107,13 @@ def simulation_section(outcomes: Sequence[Outcome]) -> Section:
     shares = [
         (name, [lag_shares([outcome], lag)[0] for lag in lags]) for name, outcome in zip(names, outcomes, strict=True)
     ]
-    times = [
-        Series(name, [(i, row.seconds) for i, row in enumerate(outcome.rows, 1)])
-        for name, outcome in zip(names, outcomes, strict=True)
-    ]
-    queued = [
-        Series(name, [(i, row.queued) for i, row in enumerate(outcome.rows, 1)])
-        for name, outcome in zip(names, outcomes, strict=True)
-    ]
+    times, queued = (
+        [
+            Series(name, [(i, getattr(row, figure)) for i, row in enumerate(outcome.rows, 1)])
+            for name, outcome in zip(names, outcomes, strict=True)
+        ]
+        for figure in ("seconds", "queued")
+    )
     return Section(
         "By max_staleness",
         (
