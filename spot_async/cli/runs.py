@@ -235,7 +235,7 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
         screen.print(results.for_terminal(), Text(results.note), sep="\n", soft_wrap=True)
     if evaluated := held_out(rows, config, before, after):
         screen.print(
-            f"best student: {evaluated.best_words}. It was picked by these same problems, so this figure is "
+            f"best: {evaluated.best_words}. It was picked by these same problems, so this figure is "
             "optimistic: measure it on others before comparing",
             soft_wrap=True,
             highlight=False,

@@ -129,7 +129,7 @@ def _figure_lines(summary: Mapping[str, Any], results: ResultTable | None, *, is
     if results is None or not summary.get("after"):
         yield "The trained student was not evaluated."
         return
-    yield results.note
+    yield results.note.replace("\n", "\n\n")  # a paragraph each
     yield ""
     yield markdown_table(results.headings, [(row.tier, str(row.problems), *row.cells) for row in results.rows])
 

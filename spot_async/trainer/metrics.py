@@ -79,6 +79,7 @@ _MEANS = {  # by metric: the sum that it is of, and the one that this is divided
     "staleness_mean": ("staleness", "stale_tokens"),
     "staleness_kl": ("staleness_kl", "stale_tokens"),
 }
+# By what the largest is kept of: the sum that is 0 where there was none.
 _MAXIMA = {"ratio": "policy_tokens", "mismatch": "mismatch_tokens", "lag": "lag", "staleness": "stale_tokens"}
 GIB = float(1 << 30)
 

@@ -198,7 +198,7 @@ def test_evaluations_during_the_run_are_recorded_and_keep_the_best_student(finis
     assert (run / "evaluation-000002.jsonl").read_bytes() == (run / "evaluation-after.jsonl").read_bytes()
     assert len((run / "evaluation-000001.jsonl").read_text().splitlines()) == 12
     better = best["value"] > summary["before"]["tiers"]["all"]["avg"]
-    assert f"best student: iteration {best['iteration']}, Avg@2 {100 * best['value']:.1f} ±" in out
+    assert f"best: iteration {best['iteration']}, Avg@2 {100 * best['value']:.1f} ±" in out
     assert ("no better than before training" in out) != better
     assert "optimistic" in out
 
