@@ -40,7 +40,9 @@ async def test_no_token_of_twenty_updates_is_lost_or_of_other_weights_than_it_na
     for prompt, reply in load.replies:
         met |= {(before.version.step, after.version.step) for before, after in pairwise(reply.version_spans)}
         nats.append(nats_off_spans(prompt, reply, held, dense_logprobs))
-    assert met == set(pairwise(range(UPDATES + 1)))  # each update met a response, and none met it twice
+    # Each update met a response, if one was in flight all along, and none met it twice.
+    assert load.in_flight <= met <= set(pairwise(range(UPDATES + 1)))
+    assert len(load.in_flight) > UPDATES / 2
     expect_rounding(np.concatenate(nats))
 
     assert len(load.candidates) == UPDATES

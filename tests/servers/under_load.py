@@ -66,6 +66,7 @@ class Load:
         self._ended = 0  # rollouts
         self.replies: list[tuple[IntArray, Generation]] = []
         self.candidates: list[FloatArray] = []
+        self.in_flight: set[tuple[int, int]] = set()  # updates, by their steps, that surely met some rollout
         self.is_over = False
 
     async def generate(self, max_tokens: int) -> None:
@@ -85,17 +86,23 @@ class Load:
             self._ended += 1
             await self.generate(self._tokens)
 
-    async def sample_between(self) -> None:
+    async def sample_between(self) -> int:
         """Sample a few tokens while some rollout is in flight throughout, and so comes as far.
 
         On a busy machine this process may stand still for so long that all rollouts end meanwhile. Then the next update
-        would meet none.
+        would meet none. Return how many rollouts had ended at the beginning.
         """
         while True:
             ended = self._ended
             await self.generate(BETWEEN)
             if self._ended - ended < ROLLOUTS:
-                return
+                return ended
+
+    async def update(self, pool: ReplicaPool[Any], snapshot: WeightSnapshot, ended: int) -> None:
+        """Update the weights, and note whether some rollout was in flight all along since `ended` had ended."""
+        await both(self.score_candidates(), pool.update_weights(snapshot, deadline=soon()))
+        if self._ended - ended < ROLLOUTS:
+            self.in_flight.add((snapshot.version.step - 1, snapshot.version.step))
 
     async def score_candidates(self) -> None:
         self.candidates.append(
@@ -122,8 +129,7 @@ async def under_load(make: Callable[[], Any], held: dict[WeightVersion, Path], t
             for number in range(1, ROLLOUTS + 1):
                 group.create_task(load.roll_out(tokens * number // ROLLOUTS))
             for snapshot in snapshots[1:]:
-                await load.sample_between()
-                await both(load.score_candidates(), pool.update_weights(snapshot, deadline=soon()))
+                await load.update(pool, snapshot, await load.sample_between())
             await load.generate(BETWEEN)
             load.is_over = True
         assert pool.replicas[0].restarts == 0
