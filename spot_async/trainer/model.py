@@ -33,7 +33,7 @@ from spot_async.trainer.packing import Documents
 from spot_async.trainer.parallel import factor_dtype
 
 LEAST_TAIL_NATS = -1e4
-LOGITS_PER_BLOCK = 1 << 26  # 256 MiB in float32: 441 rows of Qwen3's vocabulary; a few copies exist at once
+LOGITS_PER_BLOCK = 1 << 27  # 512 MiB in float32: 883 rows of Qwen3's vocabulary; a few copies exist at once
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -3,9 +3,8 @@
 Positions begin anew in each document, and each attends to itself alone. There is no mask: queries, keys and values are
 split by document, and each part is plain causal attention. So nothing is computed between documents.
 
-GPUs may do this in one call in 16 bits, by the flash kernels for variable lengths that torch has. Neither way has ever
-run on one. So one call is used only after a trial on the device itself: made-up documents have to give what one call
-for each document gives.
+GPUs may do this in one call in 16 bits, by the flash kernels for variable lengths that torch has. It is used only
+after a trial on the device itself: made-up documents have to give what one call for each document gives.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from itertools import accumulate
 from textwrap import shorten
 from types import SimpleNamespace
@@ -172,6 +172,10 @@ try:
 except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
+# Fewer keys than queries: torch 2.11 takes them without a word, later ones with this one.
+_parameters = () if varlen_attn is None else signature(varlen_attn).parameters
+SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _parameters else {}
+
 TRIAL_LENGTHS = (70, 1, 33)
 TRIAL_TOLERANCE = 2e-2  # of the norm, in bfloat16
 CAUSAL = (-1, 0)  # a window over all that comes before, in that function's terms
@@ -200,7 +204,7 @@ def attend_in_one_call(
     query, key, value = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))  # (L, heads, d)
     ends, longest = documents.ends, max(documents.lengths)
     attended = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=CAUSAL, enable_gqa=True
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=CAUSAL, **SHARED_KEYS
     )
     return cast(Tensor, attended)[None], None
 

@@ -268,7 +268,8 @@ def test_adapters_resume_bit_for_bit_from_what_is_trained_alone(
     straight.begin_to_save(tmp_path / "tensors", lambda seconds, failure: None)
     straight._saver.wait()
     (file,) = (tmp_path / "tensors").iterdir()
-    assert sum("lora_" not in name for name in load_file(file)) == 2  # the step and the random state
+    others = {name for name in load_file(file) if "lora_" not in name}
+    assert len(others) == 2 + torch.cuda.is_available()  # the step and the random states
     numbers = sum(each.numel() for each in trained(straight).values())
     assert bytes_of_first(student, LoraConfig(**LORA)) == 12 * numbers
     resumed = make_trainer(student, tmp_path / "resumed", **choices)

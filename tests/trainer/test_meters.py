@@ -118,7 +118,10 @@ def test_the_count_is_that_of_the_products_that_the_trainer_makes(
     sample = supervision(1, 12)
     with FlopCounterMode(display=False, depth=1) as counter:
         trainer.train(Batch(0, (sample,)))
-    made = {str(name): count for name, count in counter.get_flop_counts()["ResponseLogprobs"].items()}
+    counts = counter.get_flop_counts()
+    made = {str(name): count for name, count in counts["ResponseLogprobs"].items()}
+    # Before 5.18, transformers made rotary angles by a product.
+    made["aten.bmm"] -= sum(counts.get("ResponseLogprobs.student.model.rotary_emb", {}).values())
     size, tokens = read_size(student), len(sample.prompt_ids) + len(sample.response_ids) - 1
     assert size is not None
     # Eager attention multiplies with all tokens, those that come later too.
