@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ import yaml
 from qwen3_models import VOCABULARY, save_qwen3, vocabulary_of
 from report import show
 from transformers.utils.logging import disable_progress_bar
+
+if TYPE_CHECKING:
+    from spot_async.trainer.rank import StudentTrainer
 
 TRAJECTORIES = 32
 PROMPT_TOKENS = 200
@@ -103,7 +106,7 @@ def settings_of(
 
 
 @contextmanager
-def trainer_of(settings: Any) -> Iterator[Any]:
+def trainer_of(settings: Any) -> Iterator[StudentTrainer]:
     """Give a trainer of one rank, in this process. Leaves nothing of it on the device."""
     from spot_async.trainer.parallel import process_group, rank_device, strategy_of
     from spot_async.trainer.rank import StudentTrainer
@@ -124,16 +127,16 @@ def train_once(size: str, keys: dict[str, Any], directory: Path) -> dict[str, An
     from spot_async.models.model_size import read_size
     from spot_async.tools.check.memory import trainer_memory
     from spot_async.trainer.messages import Batch
-    from spot_async.trainer.parallel import rank_device
 
     keys = dict(keys)
     count = keys.pop("trajectories", TRAJECTORIES)
     shutil.rmtree(directory / "run", ignore_errors=True)  # of the run before
     settings = settings_of(size, keys, directory, count)
-    rate = matrix_rate(rank_device(settings.training.device))
     started = time.perf_counter()
     with trainer_of(settings) as trainer:
         loaded_s = time.perf_counter() - started
+        rate = matrix_rate(trainer._device)
+        empty_cache(trainer._device)
         _, second = (trainer.train(Batch(iteration, trajectories(iteration, size, count))) for iteration in range(2))
     metrics, performance = second.metrics, second.performance
     found = read_size(Path(settings.model_directory))

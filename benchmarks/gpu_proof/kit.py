@@ -42,10 +42,31 @@ PACKAGES = (
         "math-verify",
     ),
     *("mdurl", "mpmath", "msgspec", "multidict", "packaging", "pluggy", "prometheus_client", "propcache", "pydantic"),
-    *("pydantic_core", "Pygments", "pytest", "pytest-asyncio", "PyYAML", "pyzmq", "rich", "setuptools", "shellingham"),
-    *("sortedcontainers", "starlette", "structlog", "sympy", "typer", "typing-inspection", "typing_extensions"),
+    *(
+        "protobuf",
+        "pydantic_core",
+        "Pygments",
+        "pytest",
+        "pytest-asyncio",
+        "PyYAML",
+        "pyzmq",
+        "rich",
+        "setuptools",
+        "shellingham",
+    ),
+    *(
+        "sortedcontainers",
+        "starlette",
+        "structlog",
+        "sympy",
+        "tensorboardX",
+        "typer",
+        "typing-inspection",
+        "typing_extensions",
+    ),
     *("uvicorn", "yarl"),
 )
+FOR_TESTS = ("pytest", "pytest-asyncio", "hypothesis", "setuptools", "tensorboardX")
 # The machine's own, and what they need.
 TORCH_AND_MORE = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "regex", "tqdm")
 # Needed by this project's metadata and by no experiment, so pip is not asked whether they are there.
@@ -96,9 +117,7 @@ def install(folder: Path, environment: Path) -> None:
     (site / "of_this_python.pth").write_text("\n".join(own) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "--quiet"]
     offline = ["--no-index", "--find-links", str(folder.absolute())]
-    subprocess.run(
-        [*pip, *offline, *requirements(), "pytest", "pytest-asyncio", "hypothesis", "setuptools"], check=True
-    )
+    subprocess.run([*pip, *offline, *requirements(), *FOR_TESTS], check=True)
     subprocess.run([*pip, "--no-index", "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
 
 
