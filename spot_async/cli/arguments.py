@@ -14,7 +14,7 @@ from spot_async.config.suggestions import unknown_option
 from spot_async.errors import ConfigError
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/quickstart.yaml")]
-TrainingConfigPath = Annotated[
+OptionalConfigPath = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file; see configs/quickstart.yaml")
 ]
 Overrides = Annotated[

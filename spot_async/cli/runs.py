@@ -1,10 +1,9 @@
-"""The commands that make a run, `train` and `eval`: plan it, show it with `--dry-run`, run it, and show the outcome."""
+"""The command `train`: plans a run, shows it with `--dry-run`, runs it, and shows the outcome."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from spot_async.base.addresses import own_address_towards
 from spot_async.base.text import counted
-from spot_async.cli.arguments import Brief, ConfigPath, DryRun, EvaluationOverrides, Overrides, TrainingConfigPath
+from spot_async.cli.arguments import Brief, DryRun, OptionalConfigPath, Overrides
 from spot_async.cli.ending import (
     downloaded,
     ending_at_once,
@@ -27,21 +26,19 @@ from spot_async.cli.ending import (
     screen,
 )
 from spot_async.config import ROLES, Config
-from spot_async.config.loading import dump_yaml, load_config
-from spot_async.errors import ConfigError, DataError, StorageError
+from spot_async.config.loading import load_config
+from spot_async.errors import ConfigError, DataError
 from spot_async.loop.resuming import StopRequest
 from spot_async.run_directory.layout import RunDirectory, name_of
 
 if TYPE_CHECKING:  # these import transformers, and --help must not wait for that
-    from spot_async.evaluation.benchmarks import Benchmark
-    from spot_async.models.files import ModelFiles
     from spot_async.running.resuming import ResumedRun
     from spot_async.running.summary import TrainOutcome
     from spot_async.trainer.nodes.topology import Topology
 
 
 def train(
-    config: TrainingConfigPath = None,
+    config: OptionalConfigPath = None,
     overrides: Overrides = None,
     dry_run: DryRun = False,
     brief: Brief = False,
@@ -257,126 +254,9 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
         screen.print(Text(f"best student: {path / 'best'}"))
 
 
-def evaluate(
-    config: ConfigPath,
-    overrides: EvaluationOverrides = None,
-    dry_run: DryRun = False,
-    brief: Brief = False,
-    resume: Annotated[
-        Path | None,
-        typer.Option("--resume", metavar="RUN", help="continue an evaluation that was stopped, in its directory"),
-    ] = None,
-) -> None:
-    """Evaluate `student.model` on the held-out problems of the `evaluation` section.
-
-    To evaluate a trained student: spot-async eval CONFIG student.model=RUN/student
-
-    Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response).
-    """
-    from spot_async.checks.machine import without_weights
-    from spot_async.checks.plan import check_weights, plan_evaluation
-    from spot_async.evaluation.metrics import read_figures
-    from spot_async.evaluation.response_log import count_kept
-    from spot_async.models.files import read_model
-    from spot_async.running.measuring import add_pass_k, is_complete
-    from spot_async.telemetry.evaluations import figures_table
-    from spot_async.tools.check.requirements import evaluation_estimate
-    from spot_async.tools.check.view import show_warnings
-
-    with ExitStack() as stack:
-        check_brief(brief, dry_run)
-        settings = load_config(config, overrides or ())
-        path = resume or RunDirectory.choose_path(settings, f"{name_of(config)}-eval")
-        if resume is None:
-            RunDirectory.check_usable(path, "eval")
-        elif settings.run.directory is not None and path.resolve() != Path(settings.run.directory).resolve():
-            raise ConfigError(
-                f"run.directory={settings.run.directory}: --resume continues in {path}; name one directory "
-                "(run.directory=null takes that of the configuration away)"
-            )
-        settings = downloaded(settings, weights=() if dry_run else ("student",))
-        student = read_model("student", settings.student.model)
-        check_weights("student", settings.student, student.directory)
-        benchmarks = plan_evaluation(settings, student)
-        unloadable = list(without_weights({"student": settings.student}))
-        if dry_run:
-            show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
-            show_warnings(screen, unloadable)
-            return
-        if unloadable:
-            raise DataError(unloadable[0])
-        from spot_async.running.measuring import evaluate_student  # late, for the same reason as in `train`
-
-        directory = evaluation_directory(settings, path, is_new=resume is None)
-        try:
-            stack.enter_context(directory.locked())
-        except StorageError as error:  # the file system may have no locks, as on some clusters
-            warning = f"warning: {error}; nothing keeps other processes from evaluating into it"
-            screen.print(Text(warning, style="yellow"), soft_wrap=True)
-        complete = resume is not None and is_complete(directory, settings, benchmarks, student.directory)
-        if complete:
-            add_pass_k(directory, settings, benchmarks, student.directory)
-
-        for benchmark in benchmarks:
-            if len(benchmark.counts) > 2:  # more than read and problems
-                screen.print(f"{benchmark.key}: {words_of(benchmark.counts)}", highlight=False, soft_wrap=True)
-        if complete:
-            screen.print("this evaluation is complete")
-        else:
-            kept = count_kept(directory.path / "evaluation.jsonl")
-            of_those = f"; {kept:,} of the responses are kept from before" if kept else ""
-            screen.print(Text(f"{evaluation_estimate(settings, benchmarks)}{of_those}"), soft_wrap=True)
-            run = evaluate_student(settings, student, benchmarks, directory, screen, exit_process=hung(directory))
-            run_until_stopped(run, directory)
-        screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
-        screen.print(Text(f"run directory: {path}"))
-
-
-def evaluation_directory(config: Config, path: Path, *, is_new: bool) -> RunDirectory:
-    """Return the directory of a new evaluation, or of one to continue.
-
-    Raises ConfigError if a new one cannot be made, and DataError if there is none to continue.
-    """
-    if is_new:
-        return RunDirectory.create(path, config, "eval")
-    directory = RunDirectory.open_own(path)
-    if directory.purpose == "train":
-        raise DataError(
-            f"--resume {path} is the directory of a training run: give that of an evaluation, or begin one with "
-            f"student.model={path / 'student'} and without --resume"
-        )
-    return directory
-
-
 def check_brief(brief: bool, dry_run: bool) -> None:
     if brief and not dry_run:
         raise ConfigError("--brief: only --dry-run shows the configuration; add that, or take --brief away")
-
-
-def show_evaluation_plan(
-    config: Config, path: Path, benchmarks: Sequence[Benchmark], student: ModelFiles, *, brief: bool
-) -> None:
-    """Print what `eval --dry-run` shows."""
-    from spot_async.checks import machine
-    from spot_async.checks.plan import evaluation_warnings
-    from spot_async.tools.check.requirements import evaluation_estimate
-    from spot_async.tools.check.view import show_warnings
-
-    if not brief:
-        screen.print(Text(dump_yaml(config)))
-    for benchmark in benchmarks:
-        first = benchmark.sources[0]
-        screen.rule(f"{benchmark.name}: first prompt ({len(first.token_ids)} tokens)", align="left")
-        screen.print(Text(student.vocabulary.tokenizer.decode(first.token_ids.tolist())))
-    screen.rule("would start", align="left")
-    asked = [
-        f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
-        for benchmark in benchmarks
-    ]
-    show_warnings(screen, evaluation_warnings(benchmarks, student.vocabulary))
-    show_warnings(screen, machine.evaluation_warnings(config.student, machine.Machine.found(os.environ)))
-    lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
-    screen.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def words_of(counts: Mapping[str, int]) -> str:

@@ -25,6 +25,7 @@ from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json
 from spot_async.config.plugins import BackendSettings, PluginSettings, PluginSettingsError
 from spot_async.config.saved_secrets import saved_secrets
+from spot_async.config.schema import EvaluationOnly
 from spot_async.config.suggestions import classes, unknown_key
 from spot_async.errors import ConfigError
 
@@ -146,6 +147,11 @@ def laid_over(tree: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 def config_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Override and validate plain values, such as a YAML file would hold. `tree` itself stays as it is."""
     return validate(_overridden(copy.deepcopy(dict(tree)), overrides))
+
+
+def evaluation_from(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> EvaluationOnly:
+    """As `config_from`, for `eval`: sections that only training needs may be missing."""
+    return validate_as(EvaluationOnly, _overridden(copy.deepcopy(dict(tree)), overrides))
 
 
 def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

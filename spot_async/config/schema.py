@@ -306,6 +306,15 @@ class Config(Section):
         return self.queue.capacity_prompts or self._batches_at_once * self.training.batch_size
 
 
+class EvaluationOnly(Config):
+    """A configuration as `eval` reads it: what only training needs may be missing."""
+
+    data: DataConfig | None = None  # type: ignore[assignment]
+    policy: PolicySettings | None = None  # type: ignore[assignment]
+    training: TrainingConfig = TrainingConfig(iterations=1)
+    evaluation: EvaluationConfig
+
+
 def resources_of(served: Mapping[str, ModelConfig]) -> dict[str, dict[str, float]]:
     """Return what each server that Ray should place, and has not yet, takes of a machine, by its name."""
     return {

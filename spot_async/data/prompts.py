@@ -113,10 +113,15 @@ class PromptRenderer:
         turns = [*problem.history, ChatTurn(role="user", content=_MARK)]
         return str(self._apply(turns, tokenize=False)).rpartition(_MARK)[2]
 
+    @property
+    def template_text(self) -> str:
+        """The chat template itself, in Jinja."""
+        return str(self._tokenizer.get_chat_template(self._arguments.get("chat_template")))
+
     def reads_clock(self, problem: Problem) -> bool:
         """Return whether the problem's prompt contains today's date."""
-        template = self._tokenizer.get_chat_template(self._arguments.get("chat_template"))
-        return _MARK in self._apply(self._turns(problem), tokenize=False, chat_template=_MARKED_CLOCK + template)
+        marked = _MARKED_CLOCK + self.template_text
+        return _MARK in self._apply(self._turns(problem), tokenize=False, chat_template=marked)
 
     def _content(self, problem: Problem) -> str:
         """Return the user's message."""
@@ -144,7 +149,7 @@ class PromptRenderer:
         variables = {name: value for name, value in self._arguments.items() if name != "chat_template"}
         special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
         try:
-            template = self._tokenizer.get_chat_template(self._arguments.get("chat_template"))
+            template = self.template_text
             call = json.dumps({**special, **variables, "messages": messages, "add_generation_prompt": True})
         except (ValueError, TypeError):
             return  # said when it is used

@@ -156,6 +156,7 @@ class Benchmark:
     warning: str | None = None  # about settings that are allowed, but hardly meant
     problems: Sequence[Problem] = ()  # as its file has them
     vocab_limit: int | None = None  # `SamplingSettings.vocab_limit`, as in training
+    template: str | None = None  # the chat template that rendered its prompts; None where they were rendered before
 
     @property
     def key(self) -> str:
@@ -205,7 +206,7 @@ def _plan(
         verifier.check_machine(section)
         if getattr(verifier, "prices", None) is not None:
             raise ConfigError(f"{section}.prices: only what the verifier of training costs is counted; leave it out")
-        _check_verifier(verifier, problems, settings, key)
+        check_verifier(verifier, problems, settings, key)
     if not student.vocabulary.tokenizer.chat_template:
         raise DataError(
             f"evaluation: {student.directory}: the tokenizer has no chat template, and an evaluation is rendered with "
@@ -221,16 +222,17 @@ def _plan(
         verifier=verifier,
         writes_outputs=not is_judged,
         in_macro=settings.in_macro,
-        note=_note(settings, evaluation, config.prompt),
+        note=note_of(settings, evaluation, config.prompt),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
         doubts=gold_doubts(problems, key) if judges_answers else (),
-        warning=_letters_alone(verifier, settings, key),
+        warning=letters_alone(verifier, settings, key),
         problems=found.problems,
+        template=renderer.template_text,
     )
 
 
-def _check_verifier(verifier: PluginSettings, problems: Sequence[Problem], settings: BenchmarkConfig, key: str) -> None:
+def check_verifier(verifier: PluginSettings, problems: Sequence[Problem], settings: BenchmarkConfig, key: str) -> None:
     """Raise ConfigError if the verifier judges letters of options, and a problem has none.
 
     Every response to such a problem would count as wrong.
@@ -248,7 +250,7 @@ def _check_verifier(verifier: PluginSettings, problems: Sequence[Problem], setti
             ) from None
 
 
-def _letters_alone(verifier: PluginSettings | None, settings: BenchmarkConfig, key: str) -> str | None:
+def letters_alone(verifier: PluginSettings | None, settings: BenchmarkConfig, key: str) -> str | None:
     if verifier is None or settings.format != "multiple_choice" or verifier.kind not in LETTERS_ALONE:
         return None
     return (
@@ -287,7 +289,7 @@ def _rendered(
     return sources
 
 
-def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: PromptConfig) -> str | None:
+def note_of(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: PromptConfig) -> str | None:
     """Return what people must know who compare figures: facts of its format, and settings of its own."""
     facts, changes = _facts(settings, evaluation), _changes(settings, evaluation, prompt)
     if changes and evaluation.preset is not None:

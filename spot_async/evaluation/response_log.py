@@ -46,6 +46,13 @@ class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     finish_reason: FinishReason
     response: str
+    problem: str = ""  # the whole question in the benchmark's format, as people read it
+    gold: str = ""
+    choices: tuple[str, ...] = ()
+    tier: str | None = None
+    extracted: str | None = None  # what the last box holds; None without one, and where the verifier reads no box
+    seed: int | None = None  # of the request
+    template: str | None = None  # in the file's first line: the chat template that rendered the prompts
 
     @property
     def key(self) -> ResponseKey:
@@ -192,11 +199,11 @@ class ResponseLog:
             self._unsynced = 0
             await asyncio.to_thread(self._sync)  # a disk may take long, and must not block the loop
 
-    def complete(self, responses: Iterable[JudgedResponse]) -> None:
+    def complete(self, responses: Iterable[JudgedResponse], template: str | None = None) -> None:
         """Write the complete file, in the order given, to the disk: the weights may be deleted next."""
-        write_whole(
-            self._directory.path / self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in responses)
-        )
+        rows = list(responses)
+        rows[:1] = [msgspec.structs.replace(each, template=template) for each in rows[:1]]
+        write_whole(self._directory.path / self._name, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
 
     def discard_partial(self) -> None:
         """Delete the partial file. Called once everything that follows from the responses is written."""

@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from spot_async.base.events import Channel
 from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.base.seeds import derive_seed
@@ -25,6 +27,7 @@ from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import Problem, SamplingSettings, Verdict
+from spot_async.verification.normalization import extract_boxed
 
 S = TypeVar("S")
 Job = tuple[int, int, int]  # benchmark, problem, sample
@@ -35,7 +38,7 @@ async def _nowhere(response: JudgedResponse) -> None:
 
 
 async def evaluate(
-    sampler: ResponseSampler,
+    sampler: ResponseJudge,
     *,
     on_progress: Callable[[int, int], None] = lambda finished, total: None,
     known: Mapping[ResponseKey, JudgedResponse] | None = None,
@@ -52,7 +55,7 @@ async def evaluate(
     benchmarks, config = sampler.benchmarks, sampler.config
     total = sum(benchmark.samples * len(benchmark.sources) for benchmark in benchmarks)
     judged = dict(known or {})
-    jobs = iter([job for job in _jobs(benchmarks) if _key(benchmarks, job) not in judged])
+    jobs = iter([job for job in _jobs(benchmarks) if key_of(benchmarks, job) not in judged])
     spent: list[BudgetSpentError] = []
 
     async def work(jobs: Iterator[Job]) -> None:
@@ -75,32 +78,28 @@ async def evaluate(
     return collected(benchmarks, judged, config.pass_k)
 
 
-class ResponseSampler:
-    """Samples a response and has it judged. `stages` are the stages that it asks."""
+class ResponseJudge:
+    """Has responses judged. `stages` are the stages that it asks."""
 
     def __init__(
         self,
         benchmarks: Sequence[Benchmark],
         config: EvaluationConfig,
         *,
-        generator: Generator | ServicePool[Generator],
         verifiers: Mapping[str, Verifier],
-        vocabulary: Vocabulary,
         events: Channel | None = None,
     ) -> None:
-        """Make a sampler that has asked nothing. Its requests are published on `events`.
+        """Make a judge that has asked nothing. Its requests are published on `events`.
 
         `verifiers` are by benchmark; responses to a benchmark without one are not judged.
         """
         self.benchmarks = benchmarks
         self.config = config
         self._events = events
-        self._vocabulary = vocabulary
-        self._generation = self._stage("evaluation", generator)
         # One stage per verifier: benchmarks that share a verifier share its concurrency limit too.
         by_verifier = {id(each): self._stage("evaluation verify", each) for each in verifiers.values()}
         self._verification = {name: by_verifier[id(verifier)] for name, verifier in verifiers.items()}
-        self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values())
+        self.stages: tuple[Stage[Any], ...] = tuple(by_verifier.values())
 
     def _stage(self, name: str, service: S | ServicePool[S]) -> Stage[S]:
         limits = StageLimits(
@@ -113,7 +112,58 @@ class ResponseSampler:
         return Stage(name, pool_of(service), limits, jitter=lambda: 0.5, events=self._events)
 
     async def sample(self, job: Job) -> JudgedResponse:
-        """Return the judged response of one job; its verdict is None if the benchmark has no verifier."""
+        """Return the judged response of one job."""
+        raise NotImplementedError
+
+    async def judged(self, job: Job, response: JudgedResponse) -> JudgedResponse:
+        """Return the response with its verdict, which is None if the benchmark has no verifier, and what it is on."""
+        benchmark = self.benchmarks[job[0]]
+        problem = benchmark.sources[job[1]].problem
+        reads_box = benchmark.verifier is not None and benchmark.verifier.READS_BOX
+        return msgspec.structs.replace(
+            response,
+            verdict=await self._verdict(job, benchmark, problem, response.response),
+            problem=problem.shown,
+            gold=problem.answer,
+            choices=problem.choices,
+            tier=problem.tier,
+            extracted=extract_boxed(response.response) if reads_box else None,
+        )
+
+    async def _verdict(self, job: Job, benchmark: Benchmark, problem: Problem, text: str) -> Verdict | None:
+        """Return the verdict on a response; None if the benchmark has no verifier."""
+        verification = self._verification.get(benchmark.name)
+        if verification is None:
+            return None
+        verdict = (await ask_judgement(verification, job, problem, text)).verdict
+        if verdict is Verdict.UNJUDGED:
+            raise ConfigError(
+                f"{benchmark.key}: its verifier called a response to problem {problem.id!r} neither right nor wrong, "
+                "and an evaluation counts those that are right: let it give verdicts"
+            )
+        return verdict
+
+
+class ResponseSampler(ResponseJudge):
+    """Samples a response and has it judged."""
+
+    def __init__(
+        self,
+        benchmarks: Sequence[Benchmark],
+        config: EvaluationConfig,
+        *,
+        generator: Generator | ServicePool[Generator],
+        verifiers: Mapping[str, Verifier],
+        vocabulary: Vocabulary,
+        events: Channel | None = None,
+    ) -> None:
+        super().__init__(benchmarks, config, verifiers=verifiers, events=events)
+        self._vocabulary = vocabulary
+        self._generation = self._stage("evaluation", generator)
+        self.stages = (self._generation, *self.stages)
+
+    async def sample(self, job: Job) -> JudgedResponse:
+        """Return the judged response of one job."""
         b, j, i = job
         benchmark = self.benchmarks[b]
         problem, prompt_ids = benchmark.sources[j].problem, benchmark.sources[j].token_ids
@@ -133,29 +183,17 @@ class ResponseSampler:
             tokens=len(prompt_ids) + sampling.max_tokens,
             work=lambda generation: len(generation.token_ids),
         )
-        text = self._vocabulary.decode(generation.token_ids)
-        return JudgedResponse(
+        response = JudgedResponse(
             benchmark=benchmark.name,
             problem_id=problem.id,
             sample=i,
-            verdict=await self._verdict(job, benchmark, problem, text),
+            verdict=None,
             tokens=len(generation.token_ids),
             finish_reason=generation.finish_reason,
-            response=text,
+            response=self._vocabulary.decode(generation.token_ids),
+            seed=sampling.seed,
         )
-
-    async def _verdict(self, job: Job, benchmark: Benchmark, problem: Problem, text: str) -> Verdict | None:
-        """Return the verdict on a response; None if the benchmark has no verifier."""
-        verification = self._verification.get(benchmark.name)
-        if verification is None:
-            return None
-        verdict = (await ask_judgement(verification, job, problem, text)).verdict
-        if verdict is Verdict.UNJUDGED:
-            raise ConfigError(
-                f"{benchmark.key}: its verifier called a response to problem {problem.id!r} neither right nor wrong, "
-                "and an evaluation counts those that are right: let it give verdicts"
-            )
-        return verdict
+        return await self.judged(job, response)
 
 
 def collected(
@@ -168,7 +206,7 @@ def collected(
             BenchmarkResult(
                 tiers=tuple(source.problem.tier for source in benchmark.sources),
                 responses=tuple(
-                    tuple(judged[_key(benchmarks, (b, j, i))] for i in range(benchmark.samples))
+                    tuple(judged[key_of(benchmarks, (b, j, i))] for i in range(benchmark.samples))
                     for j in range(len(benchmark.sources))
                 ),
                 name=benchmark.name,
@@ -191,7 +229,7 @@ def reported_k(benchmarks: Sequence[Benchmark], pass_k: Sequence[int]) -> dict[s
 
 def keys_of(benchmarks: Sequence[Benchmark]) -> set[ResponseKey]:
     """Return the keys of all responses that a complete evaluation has."""
-    return {_key(benchmarks, job) for job in _jobs(benchmarks)}
+    return {key_of(benchmarks, job) for job in _jobs(benchmarks)}
 
 
 def _jobs(benchmarks: Sequence[Benchmark]) -> Iterator[Job]:
@@ -202,6 +240,6 @@ def _jobs(benchmarks: Sequence[Benchmark]) -> Iterator[Job]:
                 yield b, j, i
 
 
-def _key(benchmarks: Sequence[Benchmark], job: Job) -> ResponseKey:
+def key_of(benchmarks: Sequence[Benchmark], job: Job) -> ResponseKey:
     b, j, i = job
     return ResponseKey(benchmarks[b].name, benchmarks[b].sources[j].problem.id, i)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
 from rich.console import Console
@@ -22,9 +23,11 @@ from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
 from spot_async.errors import BudgetSpentError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, outputs_of
-from spot_async.evaluation.metrics import read_figures
+from spot_async.evaluation.metrics import EvaluationFigures, read_figures
 from spot_async.evaluation.response_log import (
     Identity,
+    JudgedResponse,
+    ResponseKey,
     ResponseLog,
     check_same,
     identity_of,
@@ -33,6 +36,7 @@ from spot_async.evaluation.response_log import (
 )
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, reported_k
+from spot_async.evaluation.saved import SavedResponses, saved_benchmarks
 from spot_async.loop.events import EvaluationBegan, ResponseJudged, RunEvent, StepBegan, TrainingView
 from spot_async.models.files import ModelFiles
 from spot_async.models.vocabulary import Vocabulary
@@ -131,7 +135,7 @@ def write_files(
     occasion: Occasion, result: EvaluationResult, log: ResponseLog, benchmarks: Sequence[Benchmark]
 ) -> None:
     """Write the sorted responses, outputs for other tools, and last the figures. If those are there, everything is."""
-    log.complete(result.responses)
+    log.complete(result.responses, benchmarks[0].template)
     for benchmark, each in zip(benchmarks, result.benchmarks, strict=True):
         if benchmark.writes_outputs:
             problems, texts = (
@@ -207,6 +211,44 @@ async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack)
             opened[key] = await stack.enter_async_context(verifier)
         found[benchmark.name] = opened[key]
     return found
+
+
+Saved: TypeAlias = Mapping[ResponseKey, JudgedResponse]
+
+
+def read_saved(config: Config, figures: Path) -> tuple[list[Benchmark], Saved]:
+    """Return the responses beside a figures file, and the benchmarks they are of. Raises as `saved_benchmarks`."""
+    name = figures.with_suffix(".jsonl")
+    saved = read_responses(RunDirectory(name.parent), name.name)
+    return saved_benchmarks(config, saved, str(name)), saved
+
+
+async def judge_again(
+    config: Config,
+    benchmarks: Sequence[Benchmark],
+    saved: Saved,
+    earlier: EvaluationFigures,
+    directory: RunDirectory,
+    console: Console,
+) -> EvaluationResult:
+    """Have saved responses judged by the verifiers of `benchmarks`, and write the files of a whole evaluation."""
+    events, screen = Channel(), RunConsole(console, 0)
+    events.subscribe(screen, to=RunEvent)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(screen.live())
+        sampler = SavedResponses(saved, benchmarks, config, await open_verifiers(benchmarks, stack), events)
+        events.publish(StepBegan("judging again"))
+        events.publish(EvaluationBegan(sampler.stages))
+        result = await evaluate(
+            sampler, on_progress=lambda finished, total: events.publish(ResponseJudged(finished, total))
+        )
+    judged = {f"{each.key}.verifier": each.verifier.that_decide() for each in benchmarks if each.verifier is not None}
+    settings = earlier.settings | judged
+    identity = Identity(model=earlier.model_fingerprint, backend=config.student.backend.kind, settings=settings)
+    occasion = Occasion(directory, Path(earlier.model))
+    write_files(occasion, result, ResponseLog(directory, f"{occasion.stem}.jsonl", identity), benchmarks)
+    directory.write_summary({"evaluation": evaluation_summary(result)})
+    return result
 
 
 async def evaluate_student(

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from spot_async.base.seeds import derive_seed
 from spot_async.checks.plan import plan_evaluation
 from spot_async.cli import app
 from spot_async.config import EvaluationConfig
@@ -204,7 +205,10 @@ def test_a_complete_evaluation_shows_the_pass_at_k_that_are_asked_for_now(monkey
 def benchmarks():
     def sources(count, prefix):
         return [
-            PromptSource(problem=Problem(id=f"{prefix}{j}", text="", answer="7"), token_ids=np.array([j + 2], np.int32))
+            PromptSource(
+                problem=Problem(id=f"{prefix}{j}", text=f"of {prefix}{j}", answer="7"),
+                token_ids=np.array([j + 2], np.int32),
+            )
             for j in range(count)
         ]
 
@@ -259,4 +263,12 @@ def test_killed_and_continued_it_writes_the_same_bytes_and_asks_for_nothing_twic
                 break
         assert (directory.path / NAME).read_bytes() == (Path(whole) / NAME).read_bytes()
         assert [each.name for each in directory.path.iterdir()] == [NAME]
+        row = msgspec.json.decode((directory.path / NAME).read_bytes().splitlines()[4])  # problem p1, sample 1
+        said = {name: row[name] for name in ("problem", "gold", "extracted", "seed")}
+        assert said == {
+            "problem": "of p1",
+            "gold": "7",
+            "extracted": row["response"][7:-1],
+            "seed": derive_seed(42, 1, 1),
+        }
         assert student.requests <= 17 + len(kills) * (CONFIG.concurrency + 1)  # all of them, and those under way

@@ -1,0 +1,133 @@
+"""Evaluations without sections of training, without a configuration file, and of saved responses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from spot_async.checks.plan import plan_evaluation
+from spot_async.cli import app
+from spot_async.config.loading import evaluation_from
+from spot_async.evaluation.response_log import JudgedResponse, ResponseLog, identity_of
+from spot_async.evaluation.runner import collected
+from spot_async.models.files import read_model
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running.measuring import Occasion, write_files
+from spot_async.types import Verdict
+
+ROOT = Path(__file__).parents[2]
+STUDENT = "examples/running_sum/student"
+PROBLEMS = [
+    {"id": "half", "problem": "a1+0b", "answer": "0.5", "tier": "easy"},
+    {"id": "two", "problem": "a2+0b", "answer": "2", "tier": "hard"},
+]
+RESPONSES = {"half": (r"\boxed{\frac12}", "no box"), "two": (r"\boxed{2}", r"\boxed{3}")}
+
+
+@pytest.fixture
+def command(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*words):
+        return CliRunner().invoke(app, ["eval", *map(str, words)])
+
+    return run
+
+
+@pytest.fixture
+def evaluated(command, tmp_path):
+    """A complete evaluation by `math_verify`, as its files."""
+    problems = tmp_path / "sums.jsonl"
+    problems.write_text("".join(json.dumps(each) + "\n" for each in PROBLEMS))
+    config = evaluation_from(
+        {
+            "student": {"model": STUDENT},
+            "evaluation": {
+                "benchmarks": {"sums": str(problems)}, "samples": 2, "max_response_tokens": 9,
+                "verifier": "math_verify",
+            },
+        },
+        ["prompt.instruction="],
+    )  # fmt: skip
+    student = read_model("student", STUDENT)
+    planned = plan_evaluation(config, student)
+    verdicts = iter([Verdict.CORRECT, Verdict.NO_ANSWER, Verdict.CORRECT, Verdict.WRONG])
+    judged = [
+        JudgedResponse(
+            benchmark="sums", problem_id=source.problem.id, sample=i, verdict=next(verdicts), tokens=4,
+            finish_reason="stop", response=text, problem=source.problem.text, gold=source.problem.answer,
+            tier=source.problem.tier, extracted=text[7:-1] if "{" in text else None, seed=i,
+        )
+        for source in planned[0].sources
+        for i, text in enumerate(RESPONSES[source.problem.id])
+    ]  # fmt: skip
+    directory = RunDirectory.create(tmp_path / "run", config, "eval")
+    log = ResponseLog(directory, "evaluation.jsonl", identity_of(config, planned, student.directory))
+    result = collected(planned, {each.key: each for each in judged}, ())
+    write_files(Occasion(directory, student.directory), result, log, planned)
+    problems.unlink()
+    return directory.path
+
+
+def test_saved_responses_are_judged_by_another_verifier_without_model_or_problem_files(command, evaluated, tmp_path):
+    done = command("--judge", evaluated, "--verifier", "boxed_match", f"run.directory={tmp_path / 'again'}")
+    assert done.exit_code == 0, done.output
+    before, after = (
+        msgspec.json.decode((each / "evaluation.json").read_bytes()) for each in (evaluated, tmp_path / "again")
+    )
+    counts = [each["benchmarks"]["sums"]["correct"] for each in (before, after)]
+    assert counts == [{"half": 1, "two": 1}, {"half": 0, "two": 1}]  # 1/2 is 0.5 by Math-Verify alone
+    assert after["settings"]["evaluation.benchmarks.sums.verifier"] == {"kind": "boxed_match"}
+    assert after["model_fingerprint"] == before["model_fingerprint"]
+    rows = [json.loads(line) for line in (tmp_path / "again" / "evaluation.jsonl").read_text().splitlines()]
+    assert [row["verdict"] for row in rows] == ["wrong", "no_answer", "correct", "wrong"]
+    assert rows[0]["template"].startswith("{%- for message")
+    assert [row["template"] for row in rows[1:]] == [None] * 3
+
+
+def test_judged_again_by_the_same_verifier_all_files_are_the_same_bytes(command, evaluated, tmp_path):
+    keys = [f"run.directory={tmp_path / 'again'}", "evaluation.verifier.timeout_s=30"]
+    assert command("--judge", evaluated, *keys).exit_code == 0
+    assert (tmp_path / "again" / "evaluation.jsonl").read_bytes() == (evaluated / "evaluation.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--judge", "{run}", "--resume", "{run}"], "--judge RUN takes RUN's configuration"),
+        (["--judge", "{run}", "evaluation.samples=3"], "evaluation.jsonl: lacks responses: judge a complete"),
+        (["--model", STUDENT], "give a configuration file, or both --model PATH and --benchmark FILE"),
+        (["configs/quickstart.yaml", "--model", STUDENT], "stand in CONFIG's place: give student.model and"),
+        (["--model", STUDENT, "--benchmark", "a/x.json", "--benchmark", "b/x.csv"], "two sets have the same name"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_judged_or_evaluated_is_one_line(command, evaluated, words, message):
+    done = command(*(word.format(run=evaluated) for word in words))
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, message in line) == (2, True), line
+
+
+def test_responses_of_before_they_named_their_problems_are_refused(command, evaluated):
+    file = evaluated / "evaluation.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | {"problem": ""}) + "\n" for row in rows))
+    assert "has no problems and answers, as older versions wrote it" in command("--judge", evaluated).stderr
+
+
+def test_a_model_and_a_benchmark_are_enough(command, tmp_path):
+    problems = "examples/running_sum/data/heldout.jsonl"
+    words = ["--model", STUDENT, "--benchmark", f"sums={problems}", "--benchmark", problems]
+    keys = ["evaluation.max_response_tokens=9", "evaluation.benchmarks.sums.samples=2"]
+    shown = command(*words, "--dry-run", *keys)
+    assert shown.exit_code == 0, shown.output
+    assert "sums: 180 problems x 2 responses" in shown.output
+    assert "heldout: 180 problems x 8 responses" in shown.output
+    assert "into runs/student-eval/" in shown.output
+    config = tmp_path / "alone.yaml"
+    config.write_text(f"student: {{model: {STUDENT}}}\nevaluation: {{problems: {problems}, max_response_tokens: 9}}\n")
+    assert command(config, "--dry-run", "--brief").exit_code == 0
