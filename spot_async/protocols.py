@@ -241,12 +241,15 @@ class PromptStages(Protocol):
 
     @property
     def teacher(self) -> Capabilities | None:
-        """What the teacher's server offers, or None as for the student."""
+        """What the teacher's server offers, or None as for the student. Of several teachers, what all of them offer."""
         ...
 
     @property
     def ends(self) -> EndTokens:
-        """What ends a response. Tokens that stages take and return end as the student's do, also the teacher's."""
+        """What ends a response. Tokens that stages take and return end as the student's do, also a teacher's.
+
+        Of several teachers each has its own, so there is no answer then.
+        """
         ...
 
     async def rollout(
@@ -268,8 +271,10 @@ class PromptStages(Protocol):
         """
         ...
 
-    def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
+    def teacher_prompt(self, *turns: ChatTurn | str, teacher: str = "") -> IntArray:
         """Return a prompt (P,) for the teacher, made of these turns by its chat template; a text is a user's turn.
+
+        Here and below, `teacher` is the name of one of several (`teachers.<name>`), and empty for the only one.
 
         Its length counts against `PolicyNeeds.teacher_prompt_tokens`. It runs on the event loop: make contexts of many
         thousand tokens in a thread.
@@ -284,6 +289,7 @@ class PromptStages(Protocol):
         prefix_ids: IntArray | Sequence[int] = (),
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
+        teacher: str = "",
     ) -> Generation:
         """Sample a response from the teacher, as `rollout` does from the student. No student sampled its tokens.
 
@@ -291,7 +297,9 @@ class PromptStages(Protocol):
         """
         ...
 
-    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
+    async def score(
+        self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None, teacher: str = ""
+    ) -> TokenScores:
         """Score the response under the teacher. Its top-k are tokens that all models have.
 
         The teacher reads `prompt_ids` (P,) before it; None: what `prompt.teacher` says, or else the student's prompt.
@@ -302,7 +310,13 @@ class PromptStages(Protocol):
         ...
 
     async def score_at(
-        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        *,
+        top_k: int,
+        prompt_ids: IntArray | None = None,
+        teacher: str = "",
     ) -> ScoredPositions:
         """Score single positions under the teacher once more, with a wider top-k; see `PositionScorer`.
 
@@ -317,6 +331,7 @@ class PromptStages(Protocol):
         candidate_ids: IntArray,
         *,
         prompt_ids: IntArray | None = None,
+        teacher: str = "",
     ) -> FloatArray:
         """Return the teacher's log-probabilities (N, k) of chosen tokens at response positions (N,).
 

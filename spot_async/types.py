@@ -338,6 +338,7 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
         "soft_target_bytes_per_token": "term_bytes_per_token",
     }
 
+    teachers: tuple[str, ...] = ()  # names of those that it asks, where it asks several; each as the fields below say
     teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing
     teacher_top_k_key: str | None = None  # the key of `policy` that sets it
     teacher_candidates: bool = False  # the teacher's log-probabilities of tokens that the policy chooses
@@ -375,9 +376,10 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy may know about its run."""
 
-    vocab_size: int  # width of the teacher's softmax, or of the student's in a run without a teacher
+    vocab_size: int  # width of the teacher's softmax (the widest, of several), or of the student's without a teacher
     vocab_limit: int | None = None  # ids below this have a row in every model's softmax; None: all have the same rows
     tokenizer: Any  # the same model's transformers tokenizer; ids mean the same to the student
+    teachers: tuple[str, ...] = ()  # the names of several (`teachers.<name>`); empty for the only one, or none
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)  # of rollouts and the teacher's responses
     # Returns where the answer begins in a response's text, None for one without. None where the verifier reads no box.
     answer_start: Callable[[str], int | None] | None = None

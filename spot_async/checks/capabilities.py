@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from spot_async.config import Config
+from spot_async.config import Config, teacher_name
 from spot_async.errors import ConfigError
 from spot_async.models.common_vocabulary import EndTokens
 from spot_async.models.files import ModelFiles
 from spot_async.types import Capabilities, PolicyNeeds
 
 CANNOT_SUM = (
-    "stages.score.end_token=sum: teacher.backend serves no log-probabilities of chosen tokens: set it to replace, or "
+    "stages.score.end_token=sum: {role}.backend serves no log-probabilities of chosen tokens: set it to replace, or "
     "choose another backend"
 )
 
@@ -24,15 +24,16 @@ def check_capabilities(
     needs: PolicyNeeds,
     found: Mapping[str, Capabilities],
     *,
-    sums_ends: bool = False,
+    sums_ends: Collection[str] = (),
     common_tokens: int | None = None,
 ) -> None:
     """Raise ConfigError, with the key to change, unless running backends offer what the policy needs.
 
-    `found` has what they offer, by role. `sums_ends` is what the function `sums_ends` says of the run. `common_tokens`
-    is how many token ids all models know; None if that is all.
+    `found` has what they offer, by role. `sums_ends` are the teachers of which the function `sums_ends` says so.
+    `common_tokens` is how many token ids all models know; None if that is all.
     """
-    student, teacher = found["student"], found.get("teacher")
+    student = found["student"]
+    teachers = {role: each for role, each in found.items() if teacher_name(role) is not None}
     for role, other in found.items():
         if student.vocab_fingerprint != other.vocab_fingerprint:
             raise ConfigError(
@@ -55,18 +56,23 @@ def check_capabilities(
         *_at_another_temperature(config, needs, found),
     ]  # fmt: skip
     missing += _cannot_be_asked(config, needs, found)
-    if teacher is not None:
+    for role, teacher in teachers.items():
         missing += [
-            (sums_ends and needs.teacher_top_k > 0 and teacher.candidate_logprobs == "none", CANNOT_SUM),
+            (role in sums_ends and needs.teacher_top_k > 0 and teacher.candidate_logprobs == "none",
+             CANNOT_SUM.format(role=role)),
             (needs.teacher_candidates and teacher.candidate_logprobs == "none",
-             f"teacher.backend ({teacher.server}) serves no log-probabilities of chosen tokens, policy "
+             f"{role}.backend ({teacher.server}) serves no log-probabilities of chosen tokens, policy "
              f"{config.policy.kind} needs them: choose another backend"),
-            (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, teacher)),
+            (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, role, teacher)),
+            (needs.exact_entropy and not teacher.exact_entropy, f"{role}.backend does not serve exact entropies"),
+            (needs.teacher_responses > 0 and not teacher.generation,
+             f"{role}.backend writes no responses, policy {config.policy.kind} needs them: set another {role}.backend"),
+        ]  # fmt: skip
+    if teachers:
+        missing.append(
             (common_tokens is not None and common_tokens < needs.teacher_top_k,
              f"policy.{needs.teacher_top_k_key}={needs.teacher_top_k}: lower it to {common_tokens}, which is how many "
-             "tokens the models have in common"),
-            (needs.exact_entropy and not teacher.exact_entropy, "teacher.backend does not serve exact entropies"),
-        ]  # fmt: skip
+             "tokens the models have in common"))  # fmt: skip
     refusals = [message for is_missing, message in missing if is_missing]
     if refusals:
         raise ConfigError("\n".join(refusals))
@@ -74,7 +80,7 @@ def check_capabilities(
 
 def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
     """Return the complaints about endpoints that only take text, or only write text, each with whether it applies."""
-    student, teacher = found["student"], found.get("teacher")
+    student = found["student"]
     reference = found.get("reference", student if needs.reference else None)
     return [
         (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
@@ -82,23 +88,21 @@ def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Cap
         (reference is not None and not (
             reference.token_id_prompts and reference.every_position and reference.max_top_k),
          "reference.backend must score token ids at every position: set reference.backend to a server that does"),
-        (teacher is not None and needs.teacher_responses > 0 and not teacher.generation,
-         f"teacher.backend writes no responses, policy {config.policy.kind} needs them: set another teacher.backend"),
     ]  # fmt: skip
 
 
-def _too_few_candidates(config: Config, needs: PolicyNeeds, teacher: Capabilities) -> str:
+def _too_few_candidates(config: Config, needs: PolicyNeeds, role: str, teacher: Capabilities) -> str:
     if teacher.max_top_k == 0:
         return (
-            f"teacher.backend ({teacher.server}) scores no given tokens, policy {config.policy.kind} needs that: give "
-            "another teacher.backend, or use policy kd with policy.forward_kl_weight=0"
+            f"{role}.backend ({teacher.server}) scores no given tokens, policy {config.policy.kind} needs that: give "
+            f"another {role}.backend, or use policy kd with policy.forward_kl_weight=0"
             + (f" ({teacher.unscored})" if teacher.unscored else "")
         )
     key = f"lower policy.{needs.teacher_top_k_key} to {teacher.max_top_k} or " if needs.teacher_top_k_key else ""
     return (
-        f"teacher.backend ({teacher.server}) serves top-{teacher.max_top_k}, policy {config.policy.kind} needs "
+        f"{role}.backend ({teacher.server}) serves top-{teacher.max_top_k}, policy {config.policy.kind} needs "
         f"top-{needs.teacher_top_k}: {key}raise what the server serves (such as its --max-logprobs, and "
-        "teacher.backend.top_k where that is set)"
+        f"{role}.backend.top_k where that is set)"
     )
 
 
@@ -108,8 +112,12 @@ def _at_another_temperature(
     """Return the complaints about log-probabilities at temperature 1 beside rollouts at another, likewise."""
     temperature = config.sampling.temperature
     given = [("student", found["student"].generation_temperature, "sampled tokens")]
-    if needs.teacher_scores and "teacher" in found:
-        given.append(("teacher", found["teacher"].score_temperature, "given tokens"))
+    if needs.teacher_scores:
+        given += [
+            (role, each.score_temperature, "given tokens")
+            for role, each in found.items()
+            if teacher_name(role) is not None
+        ]
     if needs.reference or "reference" in found:
         role = "reference" if "reference" in found else "student"  # whose base it is then
         given.append((role, found[role].score_temperature, "given tokens"))
@@ -146,7 +154,7 @@ def longest_prompt(config: Config, needs: PolicyNeeds, role: str) -> tuple[int, 
     A teacher may read longer ones than the student: those of `prompt.teacher`, or of the policy's own making.
     """
     given = {"sampling.max_prompt_tokens": config.sampling.max_prompt_tokens}
-    if role == "teacher":
+    if teacher_name(role) is not None:
         given["PolicyNeeds.teacher_prompt_tokens"] = needs.teacher_prompt_tokens
         if config.prompt.teacher is not None:
             given["prompt.teacher.max_tokens"] = config.prompt.teacher.max_tokens
@@ -154,12 +162,12 @@ def longest_prompt(config: Config, needs: PolicyNeeds, role: str) -> tuple[int, 
     return given[key], f"{key}={given[key]}"
 
 
-def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles | None) -> bool:
-    """Whether the teacher is asked for its other end tokens too, to sum their probabilities.
+def sums_ends(config: Config, needs: PolicyNeeds, student: ModelFiles, teacher: ModelFiles) -> bool:
+    """Whether a teacher is asked for its other end tokens too, to sum their probabilities.
 
     That is so with `stages.score.end_token: sum`, unless both models end responses with the same token.
     """
-    if teacher is None or needs.teacher_top_k == 0:
+    if needs.teacher_top_k == 0:
         return False
     ends = (student.vocabulary.end_token_ids, teacher.vocabulary.end_token_ids)
     return EndTokens(*ends, config.stages.score.end_token).may_sum

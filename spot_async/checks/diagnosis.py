@@ -61,7 +61,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     refusals = [line for found in agreements.values() for line in found.refusals]
     try:
         needs = plan.policy.needs
-        summing = sums_ends(config, needs, plan.student, plan.teacher)
+        summing = [role for role, each in plan.teachers.items() if sums_ends(config, needs, plan.student, each)]
         check_capabilities(config, needs, together, sums_ends=summing, common_tokens=plan.common.limit)
     except ConfigError as error:
         refusals += str(error).splitlines()

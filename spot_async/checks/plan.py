@@ -19,7 +19,7 @@ from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
 from spot_async.checks.served import check_places, check_recovery, check_roles, offers, served_models
-from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig
+from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig, teacher_name
 from spot_async.data import load_problem_set, require_answers, require_responses
 from spot_async.data.golds import gold_doubts
 from spot_async.data.problem_set import ProblemSet, count_identical
@@ -53,7 +53,7 @@ class TrainPlan:
     """A training run that has passed all checks and can start."""
 
     student: ModelFiles
-    teacher: ModelFiles | None  # None without a teacher section; served only when the policy needs it
+    teachers: Mapping[str, ModelFiles]  # by role; served only when the policy needs them
     served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teacher, reference
     renderer: PromptRenderer
     teacher_renderer: PromptRenderer  # of what the teacher reads: `prompt.teacher`, or the student's prompt
@@ -88,7 +88,12 @@ class TrainPlan:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        return stop_token_ids(self.student.vocabulary, (self.teacher or self.student).vocabulary)
+        return stop_token_ids(self.student.vocabulary, *(each.vocabulary for each in self.teachers.values()))
+
+    @property
+    def policy_model(self) -> ModelFiles:
+        """What the policy is told of: the teacher with the widest softmax, or the student in a run without one."""
+        return _policy_model(self.student, self.teachers)
 
     @property
     def reads_clock(self) -> bool:
@@ -103,8 +108,8 @@ def plan_training(config: Config) -> TrainPlan:
     check_packages(config.telemetry)
     student = read_model("student", config.student.model)
     check_attention("student", student.directory)
-    teacher = read_model("teacher", config.teacher.model) if config.teacher is not None else None
-    others = {"teacher": teacher} if teacher is not None else {}
+    teachers = {role: read_model(role, teacher.model) for role, teacher in config.teachers_by_role.items()}
+    others = dict(teachers)
     if config.reference is not None:
         others["reference"] = read_model("reference", config.reference.model)
     for role, model in others.items():
@@ -114,12 +119,12 @@ def plan_training(config: Config) -> TrainPlan:
     check_weights("student", config.student, student.directory, is_trained=True)
     if config.training.lora is not None:
         check_lora(student.directory, config.training.lora)
-    policy = make_policy(config, teacher or student, common)
+    policy = make_policy(config, _policy_model(student, teachers), common)
     check_roles(config, policy.needs)
     _check_context(config, policy.needs, {"student": student, **others})
-    is_summing = sums_ends(config, policy.needs, student, teacher)
-    if config.teacher is not None and is_summing and not offers(config.teacher, CandidateScorer):
-        raise ConfigError(CANNOT_SUM)
+    for role, teacher in config.teachers_by_role.items():
+        if sums_ends(config, policy.needs, student, teachers[role]) and not offers(teacher, CandidateScorer):
+            raise ConfigError(CANNOT_SUM.format(role=role))
     check_places(config, policy.needs)
     config.verifier.check_machine("verifier")
     own_prompt = config.prompt.teacher
@@ -135,7 +140,7 @@ def plan_training(config: Config) -> TrainPlan:
     if policy.needs.written_responses:
         require_responses(training_set, "data.train")
     problems = training_set.problems
-    renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teacher).vocabulary, config.prompt)
+    renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teachers).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     if not sources:
         raise ConfigError(
@@ -143,7 +148,7 @@ def plan_training(config: Config) -> TrainPlan:
             "the instruction included; raise it"
         )
     _check_prompt_tokens(common, sources)
-    teacher_renderer = _teacher_renderer(config.prompt, student, teacher)
+    teacher_renderer = _teacher_renderer(config.prompt, student, teachers)
     if teacher_renderer is not None:
         sources = teacher_renderer.beside(sources)
     schedule = PromptSchedule(
@@ -168,7 +173,7 @@ def plan_training(config: Config) -> TrainPlan:
             check_weights(role, each, others[role].directory)
     return TrainPlan(
         student=student,
-        teacher=teacher,
+        teachers=teachers,
         served=served,
         renderer=renderer,
         teacher_renderer=teacher_renderer or renderer,
@@ -224,6 +229,7 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
     context = msgspec.structs.replace(
         model.policy_context,
         vocab_limit=None if common is None else common.limit,
+        teachers=tuple(config.teachers),
         sampling=config.sampling,
         answer_start=answer_start if config.verifier.READS_BOX else None,
         run_seed=config.run.seed,
@@ -245,25 +251,44 @@ def merged_every(config: Config) -> int:
     return config.evaluation.eval_every if config.evaluation is not None else 0
 
 
-def _template_owner(config: TemplateConfig, key: str, student: ModelFiles, teacher: ModelFiles | None) -> ModelFiles:
+def _policy_model(student: ModelFiles, teachers: Mapping[str, ModelFiles]) -> ModelFiles:
+    return max(teachers.values(), key=lambda each: each.vocab_size, default=student)
+
+
+def _template_owner(
+    config: TemplateConfig, key: str, student: ModelFiles, teachers: Mapping[str, ModelFiles]
+) -> ModelFiles:
     """Return the model whose tokenizer renders prompts. A Jinja file is rendered with the student's."""
-    if config.template != "teacher":
+    if teacher_name(config.template) is None:
         return student
-    if teacher is None:
-        raise ConfigError(f"{key}.template=teacher: the run has no teacher section; set {key}.template=student")
-    return teacher
+    if (named := teachers.get(config.template)) is not None:
+        return named
+    words = " and ".join(teachers) or "no teacher"
+    if config.template != "teacher" or not teachers:
+        raise ConfigError(f"{key}.template={config.template}: the run has {words}; set {key}.template=student")
+    first, *others = teachers.values()
+    if any(chat_template(each) != chat_template(first) for each in others):
+        raise ConfigError(
+            f"{key}.template=teacher: {words} have different chat templates: set it to one of them, or to student"
+        )
+    return first
 
 
 def _teacher_renderer(
-    config: PromptConfig, student: ModelFiles, teacher: ModelFiles | None
+    config: PromptConfig, student: ModelFiles, teachers: Mapping[str, ModelFiles]
 ) -> TeacherPromptRenderer | None:
     """Return what renders the teacher's own prompts; None where it reads the student's."""
     if config.teacher is None:
         return None
-    if teacher is None:
+    if not teachers:
         raise ConfigError("prompt.teacher: the run has no teacher section: give one, or remove prompt.teacher")
-    owner = _template_owner(config.teacher, "prompt.teacher", student, teacher)
+    owner = _template_owner(config.teacher, "prompt.teacher", student, teachers)
     return TeacherPromptRenderer(owner.vocabulary, config)
+
+
+def chat_template(files: ModelFiles) -> object:
+    """Return the chat template that a model's tokenizer has."""
+    return files.vocabulary.tokenizer.chat_template
 
 
 def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) -> None:
@@ -282,8 +307,7 @@ def _check_same_vocabulary(student: ModelFiles, role: str, other: ModelFiles) ->
 
 def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
     """Return the ids that an evaluation samples from: the same as training's, if the other models' files are here."""
-    others = {"teacher": config.teacher, "reference": config.reference}
-    names = {role: Path(local_path(model.model)) for role, model in others.items() if model is not None}
+    names = {role: Path(local_path(model.model)) for role, model in config.models.items() if role != "student"}
     widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
     return CommonVocabulary({"student": student.vocab_size, **widths})
 
@@ -351,23 +375,25 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         *self_teacher_warnings(config, plan),
         *_generation_prompts(plan),
         *plan.doubts,
-        *_unknown_tokens("data.train", (plan.teacher or plan.student).vocabulary, prompts),
+        *_unknown_tokens("data.train", plan.policy_model.vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),
     ]
 
 
 def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:
-    """Return a line for each thing that goes wrong where the teacher that scores has the student's own weights."""
-    needs, teacher, warnings = plan.policy.needs, plan.teacher, []
-    if teacher is None or not needs.teacher_scores or not same_weights(plan.student.directory, teacher.directory):
+    """Return a line for each thing that goes wrong where a teacher that scores has the student's own weights."""
+    needs, warnings = plan.policy.needs, []
+    own = [role for role, each in plan.teachers.items() if same_weights(plan.student.directory, each.directory)]
+    if not own or not needs.teacher_scores:
         return []
     first = next(iter(plan.schedule))
     if not needs.teacher_prompt_tokens and np.array_equal(first.read_by_teacher, first.token_ids):
-        warnings.append(
-            "teacher.model: it has the student's own weights and reads the same prompt, so it teaches nothing (its KL "
+        warnings += [
+            f"{role}.model: it has the student's own weights and reads the same prompt, so it teaches nothing (its KL "
             "to the student is 0): give it a context of its own in prompt.teacher.text, or another model"
-        )
+            for role in own
+        ]
     skips = getattr(config.policy, "skip_answer", True)
     if needs.candidates_key is not None and getattr(config.policy, needs.candidates_key) == "score" and not skips:
         warnings.append(

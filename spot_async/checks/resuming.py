@@ -61,10 +61,11 @@ FREE = (
     ),
 )
 # Keys that came later, with the values that mean what runs did without them.
-LATER = (
+LATER: tuple[tuple[str, Any], ...] = (
     ("training.lora", None),
     ("training.normalize_advantages", False),
     ("prompt.teacher", None),
+    ("teachers", {}),
     ("policy.skip_answer", False),
 )
 FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
@@ -121,6 +122,8 @@ def _is_free(key: str) -> bool:
     parts = key.split(".")
     if parts[0] == "stages":
         return parts[-1] in FREE_OF_A_STAGE
+    if parts[0] == "teachers":
+        key = ".".join(["teacher", *parts[2:]])
     return any(key == each or key.startswith(f"{each}.") for each in FREE)
 
 

@@ -17,8 +17,9 @@ from spot_async.watchdog.silence import start_timeouts
 def check_roles(config: Config, needs: PolicyNeeds) -> None:
     """Raise ConfigError unless every model that the policy needs is given, with a backend that can do what it asks."""
     kind = config.policy.kind
-    if needs.teacher and config.teacher is None:
+    if needs.teacher and not config.teachers_by_role:
         raise ConfigError(f"teacher: required by policy {kind}, but not given; name a model in teacher.model")
+    _check_names(config, needs)
     if config.training.reference_kl > 0 and not needs.reference:
         raise ConfigError(
             f"training.reference_kl={config.training.reference_kl:g}: policy {kind} asks no reference; set it to 0"
@@ -28,9 +29,15 @@ def check_roles(config: Config, needs: PolicyNeeds) -> None:
         ("student", config.student, Generator, "generate", True),
         ("student", config.student, WeightSink, "update_weights", True),
         ("student", config.student, CandidateScorer, "candidate_logprobs", needs.candidate_logprobs),
-        ("teacher", config.teacher, Scorer, "score", needs.teacher_top_k > 0),
-        ("teacher", config.teacher, Generator, "generate", needs.teacher_responses),
-        ("teacher", config.teacher, CandidateScorer, "candidate_logprobs", needs.teacher_candidates),
+        *(
+            (role, teacher, protocol, method, is_needed)
+            for role, teacher in config.teachers_by_role.items()
+            for protocol, method, is_needed in (
+                (Scorer, "score", needs.teacher_top_k > 0),
+                (Generator, "generate", needs.teacher_responses),
+                (CandidateScorer, "candidate_logprobs", needs.teacher_candidates),
+            )
+        ),
         ("reference", reference, Scorer, "score", needs.reference),
         ("student", config.student, BaseScorer, "score_base", needs.reference and reference is None),
     ]
@@ -40,6 +47,21 @@ def check_roles(config: Config, needs: PolicyNeeds) -> None:
                 f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
                 "choose another backend"
             )
+
+
+def _check_names(config: Config, needs: PolicyNeeds) -> None:
+    """Raise ConfigError unless the policy asks its teachers by names that are given."""
+    kind, given = config.policy.kind, " and ".join(config.teachers) or "one without a name (`teacher`)"
+    if lacking := [name for name in needs.teachers if name not in config.teachers]:
+        raise ConfigError(
+            f"teachers: policy {kind} asks for {' and '.join(lacking)}, and given is only {given}: name a model in "
+            f"teachers.{lacking[0]}.model"
+        )
+    if needs.teacher and config.teachers and not needs.teachers:
+        raise ConfigError(
+            f"teachers: policy {kind} asks one teacher, and given are {given}: give that one as `teacher`, or let the "
+            "policy name those that it asks (PolicyNeeds.teachers)"
+        )
 
 
 def offers(model: ModelConfig, protocol: type) -> bool:
@@ -77,17 +99,17 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
 def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
     """Return the models to serve, by role.
 
-    A replay serves no teacher. The reference is the initial student unless the configuration names another. Where the
-    student's servers take adapters it is there already, as their base.
+    A replayed teacher is not served. The reference is the initial student unless the configuration names another. Where
+    the student's servers take adapters it is there already, as their base.
     """
     initial = None if config.student.backend.takes_adapters else config.student
-    is_asked = needs.teacher and config.teacher is not None and not config.teacher.replay
-    models = {
+    teachers = config.teachers_by_role if needs.teacher else {}
+    reference = (config.reference or initial) if needs.reference else None
+    return {
         "student": config.student,
-        "teacher": config.teacher if is_asked else None,
-        "reference": (config.reference or initial) if needs.reference else None,
+        **{role: teacher for role, teacher in teachers.items() if not teacher.replay},
+        **({} if reference is None else {"reference": reference}),
     }
-    return {role: model for role, model in models.items() if model is not None}
 
 
 def check_recovery(role: str, model: ModelConfig) -> None:
@@ -129,8 +151,8 @@ def _check_weights_directory(config: Config) -> None:
 
 def _check_sleep(config: Config) -> None:
     """Raise ConfigError unless any server that sleeps for the trainer is the student's, in a strict run."""
-    for role, model in (("teacher", config.teacher), ("reference", config.reference)):
-        if model is not None and sleeps_while_training(model):
+    for role, model in config.models.items():
+        if role != "student" and sleeps_while_training(model):
             raise ConfigError(
                 f"{role}.backend.sleep_while_training: only the student's server shares devices with the trainer; "
                 "remove it"

@@ -16,9 +16,9 @@ from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K
 from spot_async.checks.capabilities import context_needed
 from spot_async.checks.discovery import Asked, Noise
-from spot_async.checks.plan import TrainPlan
+from spot_async.checks.plan import TrainPlan, chat_template
 from spot_async.checks.score_rows import MOST_MASKED, check_score_rows
-from spot_async.config import Config, ModelConfig, backend_section
+from spot_async.config import Config, ModelConfig, backend_section, teacher_name
 from spot_async.errors import RequestError
 from spot_async.models.files import ModelFiles
 from spot_async.models.hub import local_path
@@ -84,7 +84,7 @@ class ServerDiagnosis:
             "context_tokens": said.max_context_tokens,
             "context_tokens_needed": context_needed(self.config, needs, self.role)[0],
             "score_top_k": said.max_top_k,
-            "score_top_k_needed": needs.teacher_top_k if self.role == "teacher" else int(self.role == "reference"),
+            "score_top_k_needed": needs.teacher_top_k if self._is_teacher else int(self.role == "reference"),
             "generation_top_k": said.max_generation_top_k,
             "position_top_k": said.max_position_top_k,
             "exact_entropy": said.exact_entropy,
@@ -106,13 +106,13 @@ class ServerDiagnosis:
             "end_tokens": ", ".join(_end_tokens(files.vocabulary)),
             "end_token_scores": self.config.stages.score.end_token,
             "end_tokens_as_students": files.vocabulary.end_token_ids[0] == student.vocabulary.end_token_ids[0],
-            "chat_template_as_students": _template(files) == _template(student),
+            "chat_template_as_students": chat_template(files) == chat_template(student),
             "chat_template_used": self.config.prompt.template == self.role,
         }
 
     def _judge_candidates(self) -> None:
         """Warn of a teacher that answers for one position at a time, since a policy may ask for all."""
-        if self.role != "teacher" or self.said.candidate_logprobs != "single":
+        if not self._is_teacher or self.said.candidate_logprobs != "single":
             return
         if self.plan.policy.needs.teacher_candidates:
             self.warnings.append(
@@ -160,7 +160,7 @@ class ServerDiagnosis:
         noise = await self._ask("scores again", discovery.score_noise(self.backend, self.asked, top_k))
         self._note_noise(noise)
         await self._check_rows(noise)
-        if self.role == "teacher" and self.asked.teacher_prompts:
+        if self._is_teacher and self.asked.teacher_prompts:
             await self._compare_prompts()
         self.facts["score_temperature_probed"] = await self._ask(
             "scores at two temperatures", discovery.score_temperature(self.backend, self.asked)
@@ -172,7 +172,7 @@ class ServerDiagnosis:
 
     async def _check_rows(self, noise: Noise | None) -> None:
         """Refuse scores that are no log-probabilities of the given tokens, or of too few; warn if nobody can tell."""
-        used_top_k = self.plan.policy.needs.teacher_top_k if self.role == "teacher" else 1
+        used_top_k = self.plan.policy.needs.teacher_top_k if self._is_teacher else 1
         checking = check_score_rows(
             self.backend,
             self.asked,
@@ -196,7 +196,7 @@ class ServerDiagnosis:
                 self.warnings.append(line)
             else:
                 lines.append(line)
-        if found.alike is not None and self.role == "teacher":
+        if found.alike is not None and self._is_teacher:
             lines.append(f"{self.section}: {found.alike}: it has nothing to teach; serve the model that was trained")
         elif found.alike is not None:  # a student may start so
             self.warnings.append(f"{self.section}: {found.alike}")
@@ -386,11 +386,16 @@ class ServerDiagnosis:
     @property
     def _files(self) -> ModelFiles:
         """The role's model directory; a reference has the student's."""
-        return self.plan.teacher if self.role == "teacher" and self.plan.teacher is not None else self.plan.student
+        return self.plan.teachers.get(self.role, self.plan.student)
+
+    @property
+    def _is_teacher(self) -> bool:
+        return teacher_name(self.role) is not None
 
 
 def role_model(config: Config, plan: TrainPlan, role: str) -> ModelConfig:
-    return {"teacher": config.teacher, "reference": plan.reference}.get(role) or config.student
+    others = config.teachers_by_role | ({} if plan.reference is None else {"reference": plan.reference})
+    return others.get(role, config.student)
 
 
 def _words(convention: Fact | LogprobTemperature) -> str:
@@ -400,7 +405,3 @@ def _words(convention: Fact | LogprobTemperature) -> str:
 def _end_tokens(vocabulary: Vocabulary) -> Iterator[str]:
     for token_id in vocabulary.end_token_ids:
         yield f"{vocabulary.tokenizer.convert_ids_to_tokens(token_id)} ({token_id})"
-
-
-def _template(files: ModelFiles) -> object:
-    return files.vocabulary.tokenizer.chat_template

@@ -39,6 +39,8 @@ from spot_async.config.schema import TeacherConfig as TeacherConfig
 from spot_async.config.schema import TelemetryConfig as TelemetryConfig
 from spot_async.config.schema import WandbConfig as WandbConfig
 from spot_async.config.schema import resources_of as resources_of
+from spot_async.config.schema import teacher_name as teacher_name
+from spot_async.config.schema import teacher_role as teacher_role
 from spot_async.config.training import ClusterConfig as ClusterConfig
 from spot_async.config.training import KeptCheckpoints as KeptCheckpoints
 from spot_async.config.training import LoraConfig as LoraConfig

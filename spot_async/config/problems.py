@@ -88,7 +88,8 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="draw problems in a new seeded order every epoch")
 
 
-TEMPLATE_WORDS = "give teacher, student or the path of a Jinja file that ends in .jinja"
+TEMPLATES = r"teacher|teachers\.[a-z][a-z0-9_]*|student|.+\.jinja"
+TEMPLATE_WORDS = "give teacher, teachers.NAME, student or the path of a Jinja file that ends in .jinja"
 
 
 def _check_plain(value: Any) -> Any:
@@ -104,9 +105,10 @@ TemplateArgument: TypeAlias = Annotated[bool | int | str, pydantic.BeforeValidat
 class TemplateConfig(Section):
     """Whose chat template renders a kind of prompt, and with which variables."""
 
-    template: Annotated[str, spelled(r"teacher|student|.+\.jinja", TEMPLATE_WORDS)] = Field(
+    template: Annotated[str, spelled(TEMPLATES, TEMPLATE_WORDS)] = Field(
         "teacher",
-        description="whose chat template renders these prompts: `teacher`, `student`, or a Jinja file's path",
+        description="whose chat template renders these prompts: `teacher` (of several, the one that all have, or "
+        "`teachers.<name>`), `student`, or a Jinja file's path",
     )
     thinking: Thinking = False
     template_arguments: dict[str, TemplateArgument] = Field({}, description="extra variables for the chat template")

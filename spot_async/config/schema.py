@@ -8,7 +8,7 @@ A section with a `kind` holds the settings of that plug-in (`plugins.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import pydantic
 from pydantic import Field
@@ -21,6 +21,7 @@ from spot_async.config.base import (
     Probability,
     Section,
     check_attempt_timeout,
+    spelled,
 )
 from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSection, PolicySettings, TrainingVerifier
@@ -29,6 +30,22 @@ from spot_async.config.training import ClusterConfig, TrainingConfig
 
 CONFIG_VERSION = 1  # raised when a file of the version before can no longer be read as it is
 ROLES = ("student", "teacher", "reference")
+
+
+def teacher_role(name: str) -> str:
+    """Return the role of a teacher: `teacher` for the only one, which has no name, and `teachers.<name>` of several."""
+    return f"teachers.{name}" if name else "teacher"
+
+
+def teacher_name(role: str) -> str | None:
+    """Return the name of the teacher that has this role, empty for the only one; None for another's role."""
+    kind, _, name = role.partition(".")
+    return name if kind in ("teacher", "teachers") else None
+
+
+TeacherName: TypeAlias = Annotated[
+    str, spelled(r"[a-z][a-z0-9_]*", "give a name of small letters, digits and _, such as math")
+]
 
 
 class RunConfig(Section):
@@ -223,6 +240,9 @@ class Config(Section):
     run: RunConfig = Field(RunConfig(), description="where the run writes, and its seed")
     student: ModelConfig = Field(description="the model that is trained")
     teacher: TeacherConfig | None = Field(None, description="the model that is learned from, if the policy needs one")
+    teachers: dict[TeacherName, TeacherConfig] = Field(
+        {}, description="several models to learn from, by name, in place of `teacher`: `{math: {...}, code: {...}}`"
+    )
     reference: ModelConfig | None = Field(
         None,
         description="frozen model of `training.reference_kl`; default: the initial student, served like it, or by the "
@@ -265,6 +285,11 @@ class Config(Section):
                 "to weigh it against"
             )
         self._check_resources()
+        if self.teacher is not None and self.teachers:
+            raise ValueError(
+                f"teachers: teacher is given too: name that one as the others are, in teachers.NAME, or remove "
+                f"{' and '.join(self.teachers)}"
+            )
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
         return self
@@ -299,7 +324,15 @@ class Config(Section):
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The models that the configuration names, by role."""
-        return {role: model for role in ROLES if (model := getattr(self, role)) is not None}
+        others = {} if self.reference is None else {"reference": self.reference}
+        return {"student": self.student, **self.teachers_by_role, **others}
+
+    @property
+    def teachers_by_role(self) -> dict[str, TeacherConfig]:
+        """The teachers: `teacher`, or `teachers.<name>` of each of several, in the configuration's order."""
+        if self.teacher is not None:
+            return {"teacher": self.teacher}
+        return {teacher_role(name): teacher for name, teacher in self.teachers.items()}
 
     @property
     def queue_capacity_prompts(self) -> int:

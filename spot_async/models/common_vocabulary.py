@@ -50,14 +50,14 @@ class CommonVocabulary:
             if self.left_out(role)
         ]
 
-    def wider(self, scores: TokenScores, top_k: int, widest: int | None) -> int | None:
-        """Return the top-k to ask the teacher for instead, if ids that are left out stand among `scores`; else None.
+    def wider(self, scores: TokenScores, top_k: int, widest: int | None, role: str = "teacher") -> int | None:
+        """Return the top-k to ask this teacher for instead, if ids that are left out stand among `scores`; else None.
 
         It is wider by as many as may be in the way, but not beyond `widest`, the teacher's limit (None: unknown).
         """
         if self.limit is None or not top_k or _is_known(scores, self.limit, top_k).all():
             return None
-        wanted = top_k + self.left_out("teacher")
+        wanted = top_k + self.left_out(role)
         wider = min(wanted, widest or wanted)
         return wider if wider > top_k else None
 

@@ -14,7 +14,7 @@ from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
 from spot_async.checks.plan import TrainPlan
-from spot_async.config import Config
+from spot_async.config import Config, teacher_name
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation, LiveStudent
 from spot_async.loop.resuming import Records
@@ -23,18 +23,19 @@ from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
-from spot_async.stages.services import Services, StagesSettings
+from spot_async.stages.services import Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
-    """Make the accounts of what the plan serves and of the verifier, and the teacher's cache where one is kept."""
-    teacher = config.teacher if plan.policy.needs.teacher else None
-    if teacher is None or teacher.cache is None or plan.teacher is None:
-        return RunSpending(plan.served, verifier=config.verifier)
-    cache = ScoreCache(Path(teacher.cache), is_replay=teacher.replay)
-    return RunSpending(plan.served, TeacherCache(cache, teacher, plan.teacher), config.verifier)
+    """Make the accounts of what the plan serves and of the verifier, and the caches of teachers that keep answers."""
+    caches = {
+        role: TeacherCache(ScoreCache(Path(teacher.cache), is_replay=teacher.replay, role=role), teacher, files)
+        for role, files in plan.teachers.items()
+        if plan.policy.needs.teacher and (teacher := config.teachers_by_role[role]).cache is not None
+    }
+    return RunSpending(plan.served, caches, config.verifier)
 
 
 def make_verifier(config: Config, spending: RunSpending) -> Verifier:
@@ -57,17 +58,24 @@ def make_stages(
     """Make the stages of a run whose servers have answered. The last argument is `StagesSettings.bounds_prompts`."""
     # The student's backend is then a `BaseScorer`: the plan has seen to that.
     reference: Any = services.student if plan.reference_is_base else services.reference
+    teachers = {
+        role: TeacherService(
+            server=services.backends.get(role),
+            vocabulary=files.vocabulary,
+            kept_scores=services.kept_scores.get(role),
+            render_turns=plan.teacher_renderer.turn_ids,
+        )
+        for role, files in plan.teachers.items()
+    }
     asked = Services(
         student=services.student,
         verifier=verifier,
         vocabulary=plan.student.vocabulary,
-        teacher=services.teacher,
+        teachers={teacher_name(role) or "": teacher for role, teacher in teachers.items()},
         reference=reference,
         reference_is_base=plan.reference_is_base,
-        teacher_vocabulary=None if plan.teacher is None else plan.teacher.vocabulary,
         common=plan.common,
         capabilities=services.capabilities,
-        kept_scores=services.kept_scores,
         render_turns=plan.teacher_renderer.turn_ids,
     )
     settings = StagesSettings(

@@ -36,10 +36,6 @@ class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
     """What the student's backend must be."""
 
 
-class TeacherBackend(Backend, Scorer, Generator, Protocol):
-    """What the teacher's backend must be, as far as the policy's needs go."""
-
-
 class ReferenceBackend(Backend, Scorer, Protocol):
     """What the frozen reference's backend must be."""
 
@@ -51,17 +47,13 @@ class OpenServices:
     backends: Mapping[str, Any]  # each a `ReplicaPool`, unless one server was to be asked directly
     capabilities: Mapping[str, Capabilities]
     spending: RunSpending  # what is asked of them is charged to its accounts
-    kept_scores: KeptScores | None  # where the teacher's scores are kept
+    kept_scores: Mapping[str, KeptScores]  # where teachers' answers are kept
     diagnosis: Diagnosis | None  # None where they were not checked for a run
 
     @property
     def student(self) -> StudentBackend | ReplicaPool[StudentBackend]:
         student: StudentBackend | ReplicaPool[StudentBackend] = self.backends["student"]
         return student
-
-    @property
-    def teacher(self) -> TeacherBackend | ReplicaPool[TeacherBackend] | None:
-        return self.backends.get("teacher")
 
     @property
     def reference(self) -> ReferenceBackend | ReplicaPool[ReferenceBackend] | None:
@@ -129,9 +121,9 @@ async def open_services(
                 role: _pool(role, model, directory, spending, cores, listener, turns) for role, model in models.items()
             }
             servers = [*backends.values()]
-        if (replayed := spending.replayed_teacher) is not None:
-            backends["teacher"] = replayed
-            servers.append(replayed)
+        replayed = spending.replayed_teachers
+        backends |= replayed
+        servers += replayed.values()
         entered = [*(spending.resources if is_used else ()), *servers, *beside.entered]
         with confined(cores):
             for warning in cores.warnings:
@@ -143,7 +135,7 @@ async def open_services(
                 alongside(*(each.watch for each in backends.values()), *beside.watches, there.watch),
             ):
                 found, diagnosis = await _ask(run, backends, listener)
-                kept_scores = None
+                kept_scores: Mapping[str, KeptScores] = {}
                 if is_used:
                     _accept(diagnosis, listener)
                     kept_scores = await spending.kept_scores(found)

@@ -1,4 +1,4 @@
-"""What a run spends and what it saves: the accounts of its roles, and the cache of its teacher's scores."""
+"""What a run spends and what it saves: the accounts of its roles, and the caches of its teachers' answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from spot_async.config import ModelConfig, PluginSettings
+from spot_async.config import ModelConfig, PluginSettings, teacher_name
 from spot_async.spending.account import Account
 from spot_async.spending.score_cache import CacheCounters, ScoreCache
 from spot_async.spending.teacher_cache import KeptScores, ReplayedTeacher, TeacherCache
@@ -19,7 +19,7 @@ METRICS = ("requests", "answered", "uncounted", "money", "unknown", "unknown_tok
 
 
 class RunSpending:
-    """The accounts and the teacher's cache of one run. `served` has the models by role.
+    """The accounts and the teachers' caches of one run. `served` has the models by role, and so are the caches.
 
     It is made before the backends, which charge the `accounts`, and so does the `verifier` where it asks a server.
     """
@@ -27,40 +27,46 @@ class RunSpending:
     def __init__(
         self,
         served: Mapping[str, ModelConfig],
-        teacher_cache: TeacherCache | None = None,
+        teacher_caches: Mapping[str, TeacherCache] | None = None,
         verifier: PluginSettings | None = None,
     ) -> None:
         opened = {role: model.backend.open_account(role) for role, model in served.items()}
         if verifier is not None:
             opened["verifier"] = verifier.open_account("verifier")
         self.accounts: dict[str, Account] = {role: each for role, each in opened.items() if each is not None}
-        self.teacher_cache = teacher_cache
+        self._caches = teacher_caches or {}
 
     @property
-    def replayed_teacher(self) -> ReplayedTeacher | None:
-        """The teacher's backend in a replay, where no server is asked; None outside replays."""
-        cache = self.teacher_cache
-        return ReplayedTeacher(cache) if cache is not None and cache.cache.is_replay else None
+    def replayed_teachers(self) -> dict[str, ReplayedTeacher]:
+        """The backends of teachers whose answers are replayed, by role. No server is asked for them."""
+        return {role: ReplayedTeacher(each) for role, each in self._caches.items() if each.cache.is_replay}
 
     @property
     def resources(self) -> tuple[AbstractAsyncContextManager[Any], ...]:
         """The context managers to enter for the run. (A replayed teacher enters its cache itself.)"""
-        cache = self.teacher_cache
-        return () if cache is None or cache.cache.is_replay else (cache,)
+        return tuple(each for each in self._caches.values() if not each.cache.is_replay)
 
-    async def kept_scores(self, found: Mapping[str, Capabilities]) -> KeptScores | None:
-        """Return the teacher's kept scores; None if none are kept. `found`: what the servers offer, by role."""
-        return None if self.teacher_cache is None else await self.teacher_cache.identify(found["teacher"])
+    async def kept_scores(self, found: Mapping[str, Capabilities]) -> dict[str, KeptScores]:
+        """Return the kept scores of teachers that keep some, by role. `found`: what the servers offer, by role."""
+        return {role: await each.identify(found[role]) for role, each in self._caches.items()}
 
     def metrics(self) -> RunSpendingMetrics:
-        return RunSpendingMetrics(self.accounts, None if self.teacher_cache is None else self.teacher_cache.cache)
+        return RunSpendingMetrics(self.accounts, {role: each.cache for role, each in self._caches.items()})
 
     def summary(self) -> dict[str, Any]:
         """Return the parts of `summary.json`; nothing for a run that spends and keeps nothing."""
         spent = summarize_spending(self.accounts)
-        cache = None if self.teacher_cache is None else self.teacher_cache.cache
-        kept = {} if cache is None else {"score_cache": vars(cache.counters) | {"size_bytes": cache.size_bytes}}
+        kept = {
+            cache_metrics(role): vars(each.cache.counters) | {"size_bytes": each.cache.size_bytes}
+            for role, each in self._caches.items()
+        }
         return ({"spending": spent} if spent else {}) | kept
+
+
+def cache_metrics(role: str) -> str:
+    """Return what the names of a teacher's `score_cache/...` metrics begin with: its name too, if it is of several."""
+    name = teacher_name(role)
+    return f"score_cache/{name}" if name else "score_cache"
 
 
 def metered(accounts: Mapping[str, Account]) -> dict[str, Account]:
@@ -102,10 +108,10 @@ class RunSpendingMetrics:
     Accounts with prices or budgets have the former.
     """
 
-    def __init__(self, accounts: Mapping[str, Account], cache: ScoreCache | None) -> None:
-        self._accounts, self._cache = metered(accounts), cache
+    def __init__(self, accounts: Mapping[str, Account], caches: Mapping[str, ScoreCache]) -> None:
+        self._accounts, self._caches = metered(accounts), caches
         self._last = {role: account.total for role, account in self._accounts.items()}
-        self._last_of_cache = CacheCounters()
+        self._last_of_caches = {role: CacheCounters() for role in caches}
 
     def take(self) -> dict[str, float]:
         """Return the metrics of the time since the last call."""
@@ -116,9 +122,9 @@ class RunSpendingMetrics:
             for name in METRICS:
                 metrics[f"spending/{role}/{name}"] = float(getattr(now, name) - getattr(last, name))
             metrics[f"spending/{role}/total_money"] = now.money
-        if self._cache is not None:
-            counts, before = vars(self._cache.counters), vars(self._last_of_cache)
-            self._last_of_cache = CacheCounters(**counts)
-            metrics |= {f"score_cache/{name}": float(counts[name] - before[name]) for name in counts}
-            metrics["score_cache/size_bytes"] = float(self._cache.size_bytes)
+        for role, cache in self._caches.items():
+            counts, before = vars(cache.counters), vars(self._last_of_caches[role])
+            self._last_of_caches[role] = CacheCounters(**counts)
+            metrics |= {f"{cache_metrics(role)}/{name}": float(counts[name] - before[name]) for name in counts}
+            metrics[f"{cache_metrics(role)}/size_bytes"] = float(cache.size_bytes)
         return metrics

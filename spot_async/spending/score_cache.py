@@ -49,8 +49,10 @@ class CacheCounters:
 class ScoreCache:
     """A file of answers; enter it before use. A missing file is created, except in a replay, where nothing may miss."""
 
-    def __init__(self, path: Path, *, is_replay: bool = False) -> None:
+    def __init__(self, path: Path, *, is_replay: bool = False, role: str = "teacher") -> None:
+        """`role` is the teacher's, for messages."""
         self.path = path
+        self.role = role
         self.is_replay = is_replay
         self.counters = CacheCounters()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="score cache")
@@ -84,8 +86,8 @@ class ScoreCache:
         self.counters.misses += 1
         if self.is_replay:
             raise ReplayMissError(
-                f"teacher.replay: {self.path} has no answer about {what}: it was made by a run with other settings, or "
-                "by one that sampled otherwise; set teacher.replay=false to ask the teacher"
+                f"{self.role}.replay: {self.path} has no answer about {what}: it was made by a run with other "
+                f"settings, or by one that sampled otherwise; set {self.role}.replay=false to ask the teacher"
             )
         asked = await ask()
         await self.put(key, asked)
@@ -112,12 +114,12 @@ class ScoreCache:
             future.exception()
             raise
         except (sqlite3.Error, OSError) as error:
-            raise StorageError(f"teacher.cache: {self.path}: {error}") from None
+            raise StorageError(f"{self.role}.cache: {self.path}: {error}") from None
 
     def _open(self) -> None:
         if self.is_replay and not self.path.exists():
             raise ConfigError(
-                f"teacher.replay: there is no {self.path}: run once with teacher.cache and without replay"
+                f"{self.role}.replay: there is no {self.path}: run once with {self.role}.cache and without replay"
             )
         try:
             if not self.path.exists():
@@ -148,7 +150,7 @@ class ScoreCache:
         connection.execute("PRAGMA synchronous = NORMAL")
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         if found not in (0, FORMAT):
-            raise DataError(f"teacher.cache: {path} has format {found}, this version reads {FORMAT}")
+            raise DataError(f"{self.role}.cache: {path} has format {found}, this version reads {FORMAT}")
         connection.execute(
             "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, checksum BLOB NOT NULL, value BLOB NOT NULL)"
         )

@@ -63,8 +63,9 @@ class TeacherCache(Opened):
         said = await self.cache.get(digest("capabilities", self._identity), Capabilities)
         if said is None:
             raise ConfigError(
-                f"teacher.replay: {self.cache.path} knows nothing of this teacher (model, backend kind, served_model, "
-                "top_k and request_fields must be as they were): run once with teacher.replay=false"
+                f"{self.cache.role}.replay: {self.cache.path} knows nothing of this teacher (model, backend kind, "
+                "served_model, top_k and request_fields must be as they were): run once with "
+                f"{self.cache.role}.replay=false"
             )
         return said
 
@@ -113,7 +114,8 @@ class ReplayedTeacher(Opened):
 
     @property
     def _refusal(self) -> str:
-        return f"teacher.replay: no teacher is running, there are only its answers in {self._cache.cache.path}"
+        cache = self._cache.cache
+        return f"{cache.role}.replay: no teacher is running, there are only its answers in {cache.path}"
 
 
 def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes | None) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from spot_async.base.retry import RetryPolicy
-from spot_async.config import SamplingConfig, StagesConfig
+from spot_async.config import SamplingConfig, StagesConfig, teacher_role
 from spot_async.models.common_vocabulary import CommonVocabulary
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, Verifier
@@ -18,7 +18,7 @@ from spot_async.replicas.leasing import ServicePool
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.types import Capabilities, ChatTurn, IntArray, PolicyNeeds
 
-# The role whose servers answer a stage's requests.
+# The role whose servers answer a stage's requests. Of several teachers each has stages of its own: see `stage_server`.
 STAGE_SERVERS = {
     "rollout": "student",
     "score": "teacher",
@@ -28,6 +28,16 @@ STAGE_SERVERS = {
     "teacher_response": "teacher",
     "reference": "reference",
 }
+
+
+def stage_server(stage: str) -> str | None:
+    """Return the role whose servers answer a stage's requests; None for what is no stage.
+
+    `score.math` is the stage of a teacher among several, whose role is `teachers.math`.
+    """
+    kind, _, name = stage.partition(".")
+    server = STAGE_SERVERS.get(kind)
+    return teacher_role(name) if server == "teacher" else server
 
 
 # The field of `PolicyNeeds` that allows a stage more requests.
@@ -62,14 +72,26 @@ class StudentService(Generator, CandidateScorer, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherService:
+    """A teacher to ask, and what is known of it."""
+
+    # As the policy's needs say. One whose responses are needed must generate.
+    server: Scorer | ServicePool[Any] | None
+    vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
+    kept_scores: KeptScores | None = None  # answers again what it was asked before
+    render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for it of a chat
+
+
+@dataclass(frozen=True, kw_only=True)
 class Services:
     """What stages send their requests to, pools of replicas or single services, and what is known of them."""
 
     student: StudentService | ServicePool[Any]
     verifier: Verifier | ServicePool[Verifier]
     vocabulary: Vocabulary  # the student's
-    # As the policy's needs say. A teacher whose responses are needed must generate.
+    # The only teacher, as the policy's needs say. One whose responses are needed must generate.
     teacher: Scorer | ServicePool[Any] | None = None
+    teachers: Mapping[str, TeacherService] = field(default_factory=dict)  # several instead, by name
     reference: Scorer | BaseScorer | ServicePool[Any] | None = None
     reference_is_base: bool = False  # the reference is a server of the student, asked for its base (`BaseScorer`)
     teacher_vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
@@ -77,6 +99,17 @@ class Services:
     capabilities: Mapping[str, Capabilities] = field(default_factory=dict)  # by role; one that is missing offers all
     kept_scores: KeptScores | None = None  # answers again what the teacher was asked before
     render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for the teacher of a chat
+
+    @property
+    def teachers_by_name(self) -> Mapping[str, TeacherService]:
+        """All teachers. An only one has the empty name, also where there is none."""
+        only = TeacherService(
+            server=self.teacher,
+            vocabulary=self.teacher_vocabulary,
+            kept_scores=self.kept_scores,
+            render_turns=self.render_turns,
+        )
+        return self.teachers or {"": only}
 
 
 @dataclass(frozen=True, kw_only=True)

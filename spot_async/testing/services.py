@@ -151,9 +151,10 @@ class SimulatedStudent:
 
 @dataclass
 class SimulatedTeacher:
-    """A simulated teacher: a scorer with exact entropy, which also writes responses."""
+    """A simulated teacher: a scorer with exact entropy, which also writes responses. Others score otherwise."""
 
     latency: Latency = field(default_factory=Latency)
+    name: str = ""
 
     async def generate(
         self,
@@ -182,7 +183,7 @@ class SimulatedTeacher:
 
     async def _rows(self, request: ScoreRequest) -> Float64Array:
         """Return the whole distributions (T, V) of the response's tokens."""
-        rng = rng_of("teacher", request.prompt_ids.tobytes() + request.response_ids.tobytes())
+        rng = rng_of(f"teacher{self.name}", request.prompt_ids.tobytes() + request.response_ids.tobytes())
         await self._work(len(request.response_ids), rng)
         logits = rng.normal(scale=2.0, size=(len(request.response_ids), VOCAB_SIZE))
         rows: Float64Array = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -35,7 +35,7 @@ from spot_async.models.responses import foreign
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Trainer
 from spot_async.running.library import stages_for
-from spot_async.stages.services import Services, StagesSettings
+from spot_async.stages.services import Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
 from spot_async.testing.services import (
     END_TOKEN,
@@ -198,7 +198,8 @@ def simulated_services(needs: PolicyNeeds, **changes: Any) -> Services:
         "student": SimulatedStudent(),
         "verifier": SimulatedVerifier(),
         "vocabulary": simulated_vocabulary(),
-        "teacher": SimulatedTeacher() if needs.teacher else None,
+        "teacher": SimulatedTeacher() if needs.teacher and not needs.teachers else None,
+        "teachers": {name: TeacherService(server=SimulatedTeacher(name=name)) for name in needs.teachers},
         "reference": SimulatedTeacher() if needs.reference else None,
         "render_turns": simulated_turn_ids,
     }
@@ -276,16 +277,22 @@ class ScriptedStages:
         *,
         verdict: Verdict | Judgement = Verdict.WRONG,
         verdicts: Mapping[tuple[int, ...], Verdict | Judgement] | None = None,
+        teachers: Mapping[str, TokenScores] | None = None,
     ) -> None:
-        """`verdicts` are by the token ids of a whole response or branch; all others get `verdict`."""
+        """`verdicts` are by the token ids of a whole response or branch; all others get `verdict`.
+
+        `teachers` are the scores of several by name, in place of `scores`.
+        """
         self.response = response or generation([END_TOKEN])
         self.scores = scores or token_scores(np.zeros(len(self.response.token_ids)))
         self.candidates: list[tuple[list[int], list[list[int]]]] = []  # positions and ids the student was asked about
         self.probed: list[tuple[int, int, int]] = []  # position, candidate and number of each probe
         self.verified: list[tuple[int, ...]] = []
         self.read_by_teacher: list[IntArray | None] = []  # the `prompt_ids` of each request to the teacher
+        self.teachers_asked: list[str] = []  # the name in each of these requests
         self._verdict = verdict
         self._verdicts = verdicts or {}
+        self._teachers = teachers
 
     async def rollout(
         self,
@@ -299,7 +306,7 @@ class ScriptedStages:
     ) -> Generation:
         return self.response
 
-    def teacher_prompt(self, *turns: ChatTurn | str) -> IntArray:
+    def teacher_prompt(self, *turns: ChatTurn | str, teacher: str = "") -> IntArray:
         return simulated_turn_ids(turns)
 
     async def teacher_response(
@@ -310,29 +317,38 @@ class ScriptedStages:
         prefix_ids: IntArray | Sequence[int] = (),
         max_tokens: int | None = None,
         stop: Sequence[int] = (),
+        teacher: str = "",
     ) -> Generation:
-        self.read_by_teacher.append(prompt_ids)
+        self._scores_of(teacher, prompt_ids)
         return foreign(self.response)
 
-    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
-        self.read_by_teacher.append(prompt_ids)
-        logprobs = self.scores.topk_logprobs
+    async def score(
+        self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None, teacher: str = ""
+    ) -> TokenScores:
+        scores = self._scores_of(teacher, prompt_ids)
+        logprobs = scores.topk_logprobs
         return msgspec.structs.replace(
-            self.scores,
-            topk_ids=self.scores.topk_ids[:, :top_k],
+            scores,
+            topk_ids=scores.topk_ids[:, :top_k],
             topk_logprobs=logprobs[:, :top_k],
-            tail_logprobs=tails_with(self.scores.tail_logprobs, logprobs[:, top_k:]),
+            tail_logprobs=tails_with(scores.tail_logprobs, logprobs[:, top_k:]),
         )
 
     async def score_at(
-        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        *,
+        top_k: int,
+        prompt_ids: IntArray | None = None,
+        teacher: str = "",
     ) -> ScoredPositions:
-        self.read_by_teacher.append(prompt_ids)
+        scores = self._scores_of(teacher, prompt_ids)
         return ScoredPositions(
-            topk_ids=self.scores.topk_ids[positions, :top_k],
-            topk_logprobs=self.scores.topk_logprobs[positions, :top_k],
-            entropy_lower=self.scores.entropy_lower[positions],
-            entropy_upper=self.scores.entropy_upper[positions],
+            topk_ids=scores.topk_ids[positions, :top_k],
+            topk_logprobs=scores.topk_logprobs[positions, :top_k],
+            entropy_lower=scores.entropy_lower[positions],
+            entropy_upper=scores.entropy_upper[positions],
         )
 
     async def teacher_candidates(
@@ -342,10 +358,17 @@ class ScriptedStages:
         candidate_ids: IntArray,
         *,
         prompt_ids: IntArray | None = None,
+        teacher: str = "",
     ) -> FloatArray:
         """Return a probability of one in ten for every candidate."""
-        self.read_by_teacher.append(prompt_ids)
+        self._scores_of(teacher, prompt_ids)
         return np.full(candidate_ids.shape, np.log(0.1), np.float32)
+
+    def _scores_of(self, teacher: str, prompt_ids: IntArray | None) -> TokenScores:
+        """Note a request to a teacher, and return its scores."""
+        self.read_by_teacher.append(prompt_ids)
+        self.teachers_asked.append(teacher)
+        return self.scores if self._teachers is None else self._teachers[teacher]
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         return self.response.logprobs

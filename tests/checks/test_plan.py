@@ -89,8 +89,8 @@ def test_a_backend_that_lacks_what_the_policy_needs_is_refused_with_the_key(conf
 def test_end_tokens_are_summed_only_by_a_teacher_that_scores_chosen_tokens(config, other_ends):
     served = {"student": SERVED, "teacher": msgspec.structs.replace(SERVED, candidate_logprobs="none")}
     with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
-        check_capabilities(config, NEEDS, served, sums_ends=True)
-    check_capabilities(config, PolicyNeeds(teacher_responses=True), served, sums_ends=True)  # scores nothing
+        check_capabilities(config, NEEDS, served, sums_ends=["teacher"])
+    check_capabilities(config, PolicyNeeds(teacher_responses=True), served, sums_ends=["teacher"])  # scores nothing
     summing = ["stages.score.end_token=sum", 'teacher.backend={kind: openai, url: "http://127.0.0.1:1/v1"}']
     with pytest.raises(ConfigError, match=r"^stages\.score\.end_token=sum: .*: set it to replace"):
         plan_training(quickstart([*summing, f"teacher.model={other_ends}"]))
@@ -331,7 +331,7 @@ def test_responses_end_where_either_model_ends_them(other_ends):
     plan = plan_training(config)
     own = plan.student.vocabulary.end_token_ids
     assert plan.stop_token_ids[: len(own)] == own
-    assert set(plan.stop_token_ids) == {*own, *plan.teacher.vocabulary.end_token_ids} != set(own)
+    assert set(plan.stop_token_ids) == {*own, *plan.teachers["teacher"].vocabulary.end_token_ids} != set(own)
 
 
 def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_students(tmp_path):
@@ -402,7 +402,7 @@ def test_a_prompt_of_the_teachers_own_counts_where_the_teacher_reads_and_nowhere
     plan = plan_training(quickstart([*own, "prompt.teacher.max_tokens=22"]))
     assert (plan.problems, plain.filtered, plan.filtered) == (9, 0, 2)
     for prompt in islice(plan.schedule, 12):
-        text = plan.teacher.vocabulary.tokenizer.decode(prompt.teacher_ids.tolist()).replace(" ", "")
+        text = plan.teachers["teacher"].vocabulary.tokenizer.decode(prompt.teacher_ids.tolist()).replace(" ", "")
         solution = prompt.problem.solution.replace(" ", "")
         assert text == f"<|user|>{prompt.problem.text}so{solution}<|assistant|>"
         assert len(prompt.teacher_ids) <= 22

@@ -70,7 +70,7 @@ def test_a_policys_turns_are_rendered_by_the_template_of_the_teachers_prompts(mo
         }
         config = config_from(tree)
         plan = plan_training(config)
-        services = SimpleNamespace(student=None, teacher=None, reference=None, capabilities={}, kept_scores=None)
+        services = SimpleNamespace(student=None, reference=None, backends={}, capabilities={}, kept_scores={})
         stages = make_stages(config, plan, services, None).for_prompt(next(iter(plan.schedule)))
         turns = ("a1", ChatTurn(role="assistant", content="one"), "b2")
         text = plan.student.vocabulary.whole_text(stages.teacher_prompt(*turns)).replace(" ", "")

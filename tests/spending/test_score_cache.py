@@ -232,7 +232,7 @@ def test_a_replay_needs_no_key_of_the_teachers(monkeypatch):
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [FEW, backend]))
     replay = ["teacher.cache=c", "teacher.replay=true"]
-    assert plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [FEW, backend, *replay])).teacher is not None
+    assert plan_training(load_config(ROOT / "configs" / "quickstart.yaml", [FEW, backend, *replay])).teachers
 
 
 def test_weights_that_differ_anywhere_are_another_teacher(tmp_path):

@@ -173,7 +173,7 @@ class ProbingPolicy:
 def probing_policy(config: Config, plan: TrainPlan, options: ForecastOptions, *, teacher_writes: bool) -> ProbingPolicy:
     """Return the run's policy with more probes a candidate. The room of stages follows from its needs."""
     more = config.model_copy(update={"policy": config.policy.model_copy(update={"probes": options.probes})})
-    policy = make_policy(more, plan.teacher or plan.student, plan.common)
+    policy = make_policy(more, plan.policy_model, plan.common)
     needs = msgspec.structs.replace(
         policy.needs,
         rollouts_per_prompt=options.rollouts,

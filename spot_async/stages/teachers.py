@@ -1,0 +1,246 @@
+"""Asks teachers: the stages of each, and the view of one that a prompt's coroutine gets.
+
+A teacher reads a prompt of its own, ends responses with its own token and may have answers kept in a file. Here is what
+hides that from policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from spot_async.errors import ContractError, PermanentError
+from spot_async.models.common_vocabulary import CommonVocabulary, EndTokens, known_positions, with_summed_last
+from spot_async.models.responses import foreign
+from spot_async.protocols import CandidateScorer, PositionScorer, Scorer
+from spot_async.stages.requests import PromptRequests, given, identity
+from spot_async.stages.services import StagesSettings, TeacherService
+from spot_async.stages.stage import Stage
+from spot_async.types import (
+    Capabilities,
+    ChatTurn,
+    FloatArray,
+    Generation,
+    IntArray,
+    PolicyNeeds,
+    Prompt,
+    SamplingSettings,
+    ScoredPositions,
+    ScoreRequest,
+    TokenScores,
+)
+
+
+class TeacherCandidates(msgspec.Struct, frozen=True):
+    """The teacher's answer about chosen tokens, in the form in which it is kept."""
+
+    logprobs: FloatArray  # (N, k)
+
+
+Kept = TypeVar("Kept", TokenScores, ScoredPositions, TeacherCandidates, Generation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherStages:
+    """One teacher of a run, and what is asked of it for all prompts."""
+
+    name: str  # empty for the only one
+    role: str
+    service: TeacherService
+    needs: PolicyNeeds
+    settings: StagesSettings
+    common: CommonVocabulary
+    capabilities: Capabilities | None  # None: it offers everything
+    ends: EndTokens
+    score: Stage[Any]
+    response: Stage[Any]
+
+
+class BoundTeacher:
+    """One teacher as one prompt's coroutine sees it. `protocols.PromptStages` says what the methods return."""
+
+    def __init__(
+        self,
+        teacher: TeacherStages,
+        prompt: Prompt,
+        requests: PromptRequests,
+        note_read: Callable[[IntArray, IntArray], None],
+    ) -> None:
+        """`note_read` is told what the teacher reads before a response."""
+        self._teacher = teacher
+        self._prompt = prompt
+        self._requests = requests
+        self._note_read = note_read
+
+    def prompt(self, *turns: ChatTurn | str) -> IntArray:
+        if (render := self._teacher.service.render_turns) is None:
+            raise ContractError("the policy makes a prompt for the teacher, and these services have no render_turns")
+        return render([ChatTurn(role="user", content=turn) if isinstance(turn, str) else turn for turn in turns])
+
+    async def response(
+        self,
+        *,
+        n: int = 0,
+        prompt_ids: IntArray | None = None,
+        prefix_ids: IntArray | Sequence[int] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+    ) -> Generation:
+        teacher, ends, prefix = self._teacher, self._teacher.ends, np.asarray(prefix_ids, np.int32)
+        named = (teacher.name,) if teacher.name else ()
+        request = ("teacher response", *named, *identity(n, prompt_ids, prefix))
+        read_ids = self._read(prompt_ids)
+        writer = teacher.service.server if teacher.needs.teacher_responses else None
+        stage = given(teacher.response, writer, "teacher_responses")
+
+        def generate(context_ids: IntArray, settings: SamplingSettings) -> Awaitable[Generation]:
+            # Without the seed: runs that differ in it share what a teacher wrote.
+            ends = np.array(settings.stop_token_ids, np.int32)
+            asked = (context_ids, n, settings.max_tokens, settings.top_p, ends, settings.vocab_limit)
+            return self._kept(Generation, asked, lambda: self._requests.generate(stage, context_ids, settings))
+
+        response = await self._requests.continued(
+            request,
+            read_ids,
+            ends.swapped(prefix),
+            max_tokens=max_tokens,
+            stop=ends.swapped(np.asarray(stop, np.int32)).tolist(),
+            generate=generate,
+        )
+        response = foreign(msgspec.structs.replace(response, token_ids=ends.swapped(response.token_ids)))
+        self._note_read(read_ids, response.token_ids)
+        return response
+
+    async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
+        read_ids, said, common = self._read(prompt_ids), self._teacher.capabilities, self._teacher.common
+        scores = await self._scored(read_ids, response_ids, top_k=max(1, top_k))
+        widest = said.max_top_k if said is not None else None
+        if (wider := common.wider(scores, top_k, widest, self._teacher.role)) is not None:
+            scores = await self._scored(read_ids, response_ids, top_k=wider)
+        self._note_read(read_ids, response_ids)
+        return common.known_to_all(scores, top_k)
+
+    async def _scored(self, read_ids: IntArray, response_ids: IntArray, *, top_k: int) -> TokenScores:
+        ends = self._teacher.ends
+        scored_ids, added_ids = ends.as_teachers(response_ids), ends.summed_with_last(response_ids)
+
+        async def score(scorer: Scorer, request: ScoreRequest) -> TokenScores:
+            scores = await scorer.score(request, top_k=top_k)
+            if not len(added_ids):
+                return scores
+            logprobs = await _scoring_candidates(scorer).candidate_logprobs(
+                request,
+                np.array([len(scored_ids) - 1], np.int32),
+                added_ids[np.newaxis],
+                expected_version=scores.version,
+            )
+            return with_summed_last(scores, logprobs[0])
+
+        stage = self._scoring()
+        scores = await self._kept(
+            TokenScores,
+            (read_ids, scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
+            lambda: self._requests.ask(stage, read_ids, scored_ids, score),
+        )
+        return msgspec.structs.replace(scores, topk_ids=ends.swapped(scores.topk_ids))
+
+    async def score_at(
+        self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None
+    ) -> ScoredPositions:
+        read_ids, ends, stage = self._read(prompt_ids), self._teacher.ends, self._scoring()
+        scored_ids = ends.as_teachers(response_ids)
+        rows = await self._kept(
+            ScoredPositions,
+            (read_ids, scored_ids, top_k, positions),
+            lambda: self._requests.ask(
+                stage,
+                read_ids,
+                scored_ids,
+                lambda scorer, request: _scoring_positions(scorer).score_at(request, positions, top_k=top_k),
+                times=len(positions),
+                kind="score_at",  # positions share prefixes, so a token takes far less time than in `score`
+            ),
+        )
+        self._note_read(read_ids, response_ids)
+        rows = msgspec.structs.replace(rows, topk_ids=ends.swapped(rows.topk_ids))
+        limit = self._teacher.common.limit
+        return rows if limit is None else known_positions(rows, limit)
+
+    async def candidates(
+        self,
+        response_ids: IntArray,
+        positions: IntArray,
+        candidate_ids: IntArray,
+        *,
+        prompt_ids: IntArray | None = None,
+    ) -> FloatArray:
+        teacher, ends, limit = self._teacher, self._teacher.ends, self._teacher.common.limit
+        if limit is not None and candidate_ids.max(initial=0) >= limit:
+            raise ContractError(
+                f"the policy asks teacher_candidates about token {candidate_ids.max()}, and only those below {limit} "
+                "are common to all models: leave others out by `common_candidates`; they belong to the tail"
+            )
+        scored_ids, asked_ids = ends.as_teachers(response_ids), ends.swapped(candidate_ids)
+        read_ids = self._read(prompt_ids)
+        chooser = teacher.service.server if teacher.needs.teacher_candidates else None
+        stage = given(teacher.score, chooser, "teacher_candidates")
+
+        async def choose(scorer: Scorer, request: ScoreRequest) -> TeacherCandidates:
+            return TeacherCandidates(
+                await _scoring_candidates(scorer).candidate_logprobs(
+                    request, positions, asked_ids, expected_version=None
+                )
+            )
+
+        answer = await self._kept(
+            TeacherCandidates,
+            (read_ids, scored_ids, positions, asked_ids),
+            lambda: self._requests.ask(stage, read_ids, scored_ids, choose, kind="teacher_candidates"),
+        )
+        self._note_read(read_ids, response_ids)
+        return answer.logprobs
+
+    def _scoring(self) -> Stage[Scorer]:
+        return given(self._teacher.score, self._teacher.service.server, "teacher_top_k")
+
+    async def _kept(
+        self, kind: type[Kept], asked: tuple[IntArray | float | None, ...], ask: Callable[[], Awaitable[Kept]]
+    ) -> Kept:
+        """Return the teacher's answer. Where the cache has it, this takes no turn and sends no request."""
+        kept, prompt = self._teacher.service.kept_scores, self._prompt
+        if kept is None:
+            return await ask()
+        key = (*asked, self._teacher.settings.sampling.temperature)
+        return await kept.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
+
+    def _read(self, prompt_ids: IntArray | None = None) -> IntArray:
+        """Return what the teacher reads before a response: the ids that a policy gives, or the prompt's."""
+        prompt = self._prompt
+        if prompt_ids is None:
+            return prompt.read_by_teacher
+        stated = self._teacher.needs.teacher_prompt_tokens
+        if len(prompt_ids) > max(stated, len(prompt.token_ids), len(prompt.read_by_teacher)):
+            raise (PermanentError if stated else ContractError)(
+                f"a teacher's prompt has {len(prompt_ids)} tokens, and PolicyNeeds.teacher_prompt_tokens states "
+                f"{stated}: write it shorter, or state more"
+            )
+        return prompt_ids
+
+
+def _scoring_positions(scorer: Scorer) -> PositionScorer:
+    if not isinstance(scorer, PositionScorer):
+        raise ContractError("the policy asks the teacher for single positions, which its backend does not offer")
+    return scorer
+
+
+def _scoring_candidates(scorer: Scorer) -> CandidateScorer:
+    if not isinstance(scorer, CandidateScorer):
+        raise LookupError(
+            "the policy, or stages.score.end_token=sum, asks the teacher for chosen tokens, which its backend does not "
+            "offer"
+        )
+    return scorer

@@ -1,0 +1,69 @@
+"""A run of the program with two teachers: both are started, checked, asked, billed and shown under their own names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import spot_async
+from spot_async.checks.plan import plan_training
+from spot_async.config.loading import config_from
+from spot_async.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SUM = ROOT / "examples" / "running_sum"
+
+
+def tree(folder, **changes):
+    rows = (SUM / "data/train.jsonl").read_text().splitlines()[:16]
+    data = folder / "train.jsonl"
+    data.write_text("".join(f"{row}\n" for row in rows))
+    return {
+        "run": {"directory": str(folder / "run")},
+        "student": {"model": str(SUM / "student")},
+        "teachers": {"math": {"model": str(SUM / "teacher")}, "code": {"model": str(SUM / "student")}},
+        "data": {"train": str(data)},
+        "prompt": {"instruction": ""},
+        "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
+        "policy": {"kind": "several_teachers:AsksAll"},
+        "training": {"iterations": 2, "batch_size": 8, "mini_batch_size": 4, "learning_rate": 1e-3},
+    } | changes
+
+
+def test_each_has_its_servers_its_stage_and_its_cache(tmp_path, servers_on_threads, trainer_on_thread):
+    keeping = tree(tmp_path)
+    for teacher in keeping["teachers"].values():
+        teacher["cache"] = str(tmp_path / "answers")
+    outcome = spot_async.run(keeping)
+    row = json.loads((outcome.directory / "metrics.jsonl").read_text().splitlines()[0])
+    for name in ("math", "code"):
+        assert row[f"stage/score.{name}/requests"] == 8
+        assert row[f"score_cache/{name}/misses"] == 8
+        assert any(key.startswith(f"replica/teachers.{name}/") for key in row)
+    again = spot_async.run(keeping | {"run": {"directory": str(tmp_path / "again")}})
+    rows = [json.loads(line) for line in (again.directory / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["score_cache/code/hits"] == 8 for row in rows)
+    for teacher in keeping["teachers"].values():
+        teacher["replay"] = True
+    replayed = spot_async.run(keeping | {"run": {"directory": str(tmp_path / "replayed")}})
+    weights = [(each.student / "model.safetensors").read_bytes() for each in (outcome, again, replayed)]
+    assert weights[0] == weights[1] == weights[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"teacher": {"model": str(SUM / "teacher")}}, "teachers: teacher is given too"),
+        ({"policy": {"kind": "several_teachers:AsksAll", "names": ["math", "physics"]}},
+         "asks for physics, and given is only math and code: name a model in teachers.physics.model"),
+        ({"policy": "kd"}, "teachers: policy kd asks one teacher, and given are math and code"),
+        ({"teachers": {"Math": {"model": str(SUM / "teacher")}}}, "give a name of small letters"),
+        ({"prompt": {"template": "teachers.physics"}}, "prompt.template=teachers.physics: the run has teachers.math"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(tmp_path, changes, line):
+    with pytest.raises(ConfigError, match=line) as refused:
+        plan_training(config_from(tree(tmp_path, **changes)))
+    assert len(str(refused.value).splitlines()) == 1
