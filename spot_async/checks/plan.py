@@ -6,6 +6,7 @@ to see whether the server is installed. `capabilities.py` checks what only runni
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,9 +21,8 @@ from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
 from spot_async.checks.served import check_places, check_recovery, check_roles, offers, served_models
 from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig, teacher_name
-from spot_async.data import load_problem_set, require_answers, require_responses
 from spot_async.data.golds import gold_doubts
-from spot_async.data.problem_set import ProblemSet, count_identical
+from spot_async.data.problem_set import ProblemSet, count_identical, load_training_sets
 from spot_async.data.prompts import (
     DATE_WARNING,
     PromptRenderer,
@@ -58,7 +58,7 @@ class TrainPlan:
     renderer: PromptRenderer
     teacher_renderer: PromptRenderer  # of what the teacher reads: `prompt.teacher`, or the student's prompt
     schedule: PromptSchedule
-    training_set: ProblemSet  # data.train, with what became of its rows
+    sets: Mapping[str, ProblemSet]  # those of data.train by key, with what became of their rows
     doubts: Sequence[str]  # a line for each kind of answer in data.train that no response can meet
     filtered: int  # how many problems have prompts that are too long, for the student or for the teacher
     policy: Policy
@@ -69,12 +69,15 @@ class TrainPlan:
 
     @property
     def problems(self) -> int:
-        return len(self.training_set.problems)
+        return sum(len(each.problems) for each in self.sets.values())
 
     @property
     def rows(self) -> Mapping[str, int]:
         """What became of the rows of data.train: read, dropped, mended."""
-        return self.training_set.counts
+        rows: Counter[str] = Counter()
+        for each in self.sets.values():
+            rows.update(each.counts)
+        return rows
 
     @property
     def reference(self) -> ModelConfig | None:
@@ -127,30 +130,26 @@ def plan_training(config: Config) -> TrainPlan:
             raise ConfigError(CANNOT_SUM.format(role=role))
     check_places(config, policy.needs)
     config.verifier.check_machine("verifier")
-    own_prompt = config.prompt.teacher
-    needs_answers = policy.needs.outcomes and config.verifier.JUDGES_ANSWERS
-    training_set = load_problem_set(
-        config.data.train,
-        "data.train",
-        needs_answers=needs_answers,
-        keeps_solutions=own_prompt is not None and own_prompt.names_solution,
-    )
-    if needs_answers:
-        require_answers(training_set, "data.train")
-    if policy.needs.written_responses:
-        require_responses(training_set, "data.train")
-    problems = training_set.problems
+    for key, settings in config.data.sets.items():
+        if settings.verifier is not None:
+            settings.verifier.check_machine(f"{key}.verifier")
+            if getattr(settings.verifier, "prices", None) is not None:
+                raise ConfigError(f"{key}.verifier.prices: only what the run's own verifier costs counts: remove it")
+    sets = load_training_sets(config, policy.needs)
+    problems = [problem for each in sets.values() for problem in each.problems]
     renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teachers).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
-    if not sources:
-        raise ConfigError(
-            f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(problems)} prompts are longer, "
-            "the instruction included; raise it"
-        )
     _check_prompt_tokens(common, sources)
     teacher_renderer = _teacher_renderer(config.prompt, student, teachers)
     if teacher_renderer is not None:
         sources = teacher_renderer.beside(sources)
+    for key, found in sets.items():
+        if not any(source.problem.set_key == key for source in sources):
+            also = "" if teacher_renderer is None else ", or the teacher's are than prompt.teacher.max_tokens"
+            raise ConfigError(
+                f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(found.problems)} prompts of "
+                f"{key} are longer, the instruction included{also}; raise it"
+            )
     schedule = PromptSchedule(
         sources,
         batch_size=config.training.batch_size,
@@ -158,6 +157,7 @@ def plan_training(config: Config) -> TrainPlan:
         shuffle=config.data.shuffle,
         epochs=config.training.epochs,
         iterations=config.training.iterations,
+        shares=config.data.shares,
     )
     _check_schedule(config, schedule.iterations)
     check_eval_every(config, schedule.iterations)
@@ -178,8 +178,13 @@ def plan_training(config: Config) -> TrainPlan:
         renderer=renderer,
         teacher_renderer=teacher_renderer or renderer,
         schedule=schedule,
-        training_set=training_set,
-        doubts=gold_doubts(problems, "data.train") if config.verifier.JUDGES_ANSWERS else (),
+        sets=sets,
+        doubts=[
+            doubt
+            for key, judge in config.verifiers.items()
+            if judge.JUDGES_ANSWERS
+            for doubt in gold_doubts(sets[key].problems, key)
+        ],
         filtered=len(problems) - len(sources),
         policy=policy,
         evaluation=evaluation,
@@ -231,7 +236,7 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
         vocab_limit=None if common is None else common.limit,
         teachers=tuple(config.teachers),
         sampling=config.sampling,
-        answer_start=answer_start if config.verifier.READS_BOX else None,
+        answer_start=answer_start if all(each.READS_BOX for each in config.verifiers.values()) else None,
         run_seed=config.run.seed,
         reference_kl=config.training.reference_kl > 0,
     )

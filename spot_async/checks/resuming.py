@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, leaves
+from spot_async.data.prompts import PromptSource
 from spot_async.errors import ConfigError, DataError
 from spot_async.types import Prompt
 
@@ -67,7 +69,9 @@ LATER: tuple[tuple[str, Any], ...] = (
     ("prompt.teacher", None),
     ("teachers", {}),
     ("policy.skip_answer", False),
+    *((f"data.train.{key}", None) for key in ("share", "category", "verifier", "instruction")),
 )
+_OF_SET = re.compile(r"^data\.train\.(?:\d+\.)?(?=verifier\.)")
 FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
 
 
@@ -77,12 +81,16 @@ def digest_of_keys(config: Config) -> str:
 
 
 def digest_of_prompts(plan: TrainPlan) -> str:
-    """Return a digest of the problems, their rendered prompts and written responses, in the first epoch's order."""
-    epoch = itertools.islice(plan.schedule, plan.schedule.per_epoch)
-    return _digest([_parts(each) for each in epoch])
+    """Return a digest of the problems, their rendered prompts and written responses, in the first epoch's order.
+
+    Where sets have shares an epoch may leave problems out: then it is in the order of the sets.
+    """
+    schedule = plan.schedule
+    known = schedule.sources if schedule.shares else itertools.islice(schedule, schedule.per_epoch)
+    return _digest([_parts(each) for each in known])
 
 
-def _parts(prompt: Prompt) -> list[Any]:
+def _parts(prompt: Prompt | PromptSource) -> list[Any]:
     problem, own = prompt.problem, [] if prompt.teacher_ids is None else [prompt.teacher_ids.tolist()]
     written = [] if problem.response is None else [problem.response]
     return [problem.id, problem.answer, prompt.token_ids.tolist(), *own, *written]
@@ -114,11 +122,14 @@ def check_same_prompts(digest: str, plan: TrainPlan) -> None:
 
 
 def _deciding(config: Config) -> Mapping[str, Any]:
-    keys = leaves(config.model_dump(mode="json"))
-    return {key: value for key, value in keys if not _is_free(key) and (key, value) not in LATER}
+    tree = config.model_dump(mode="json")
+    if isinstance(sets := tree["data"]["train"], list):
+        tree["data"]["train"] = dict(enumerate(sets))
+    return {key: value for key, value in leaves(tree) if not _is_free(key) and (key, value) not in LATER}
 
 
 def _is_free(key: str) -> bool:
+    key = _OF_SET.sub("", key)  # as of the run's own verifier
     parts = key.split(".")
     if parts[0] == "stages":
         return parts[-1] in FREE_OF_A_STAGE

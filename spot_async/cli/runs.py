@@ -114,8 +114,9 @@ def train(
     if begun is not None:
         step = begun.checkpoint.manifest.step
         screen.print(f"continuing after iteration {step} of {plan.schedule.iterations}: {path}", soft_wrap=True)
-    if len(plan.rows) > 2:  # more than read and problems
-        screen.print(f"data.train: {words_of(plan.rows)}", highlight=False, soft_wrap=True)
+    for key, each in plan.sets.items():
+        if len(plan.sets) > 1 or len(each.counts) > 2:  # more than read and problems
+            screen.print(f"{key}: {words_of(each.counts)}", highlight=False, soft_wrap=True)
     if plan.filtered:
         screen.print(f"{plan.filtered} of {plan.problems} problems are longer than the prompt limit and left out")
     show_endpoints(screen, found.needed)

@@ -24,6 +24,7 @@ from spot_async.config.problems import ProblemSetConfig as ProblemSetConfig
 from spot_async.config.problems import PromptConfig as PromptConfig
 from spot_async.config.problems import TeacherPromptConfig as TeacherPromptConfig
 from spot_async.config.problems import TemplateConfig as TemplateConfig
+from spot_async.config.problems import TrainingSetConfig as TrainingSetConfig
 from spot_async.config.schema import CONFIG_VERSION as CONFIG_VERSION
 from spot_async.config.schema import ROLES as ROLES
 from spot_async.config.schema import Config as Config

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import pydantic
 from pydantic import Field
 
 from spot_async.config.base import OneOrMore, PositiveInt, Section, as_list, as_yaml, spelled
+from spot_async.config.plugins import BenchmarkVerifier
 
 Thinking = Annotated[
     bool | None,
@@ -81,11 +82,60 @@ class ProblemSetConfig(Section):
         return as_list(self.path)
 
 
+class TrainingSetConfig(ProblemSetConfig):
+    """A set of problems to train on, and where its prompts and verdicts differ from other sets'."""
+
+    share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="with several sets: the share of the run's prompts that are its problems. All sets have one, which "
+        "add up to 1, or none: every problem then counts once in an epoch",
+    )
+    category: str | None = Field(None, description="of its problems, whatever a column says; default: the column's")
+    verifier: BenchmarkVerifier = Field(
+        None, description="judges responses to its problems; default: `verifier`; settings need a `kind`"
+    )
+    instruction: str | None = Field(None, description="default: `prompt.instruction`; empty for none")
+
+
 class DataConfig(Section):
     """The problems to train on."""
 
-    train: ProblemSetConfig = Field(description="problems to train on")
+    train: OneOrMore[TrainingSetConfig] = Field(description="problems to train on, in one or several sets")
     shuffle: bool = Field(True, description="draw problems in a new seeded order every epoch")
+
+    @pydantic.field_validator("train", mode="before")
+    @classmethod
+    def _one_of_paths(cls, train: Any) -> Any:
+        """Read a list of paths as one set of several files."""
+        return {"path": train} if isinstance(train, list) and all(isinstance(each, str) for each in train) else train
+
+    @pydantic.field_validator("train")
+    @classmethod
+    def _check_shares(cls, train: TrainingSetConfig | list[TrainingSetConfig]) -> Any:
+        shares = [each.share for each in as_list(train)]
+        given = [share for share in shares if share is not None]
+        if given and len(given) < len(shares):
+            raise ValueError(
+                f"set {shares.index(None)} has no share, and others have (the first is set 0): give all one, or none"
+            )
+        if given and round(sum(given), 2) != 1:
+            raise ValueError(f"shares {', '.join(map('{:g}'.format, given))} add up to {sum(given):g}, and not to 1")
+        return train
+
+    @property
+    def sets(self) -> Mapping[str, TrainingSetConfig]:
+        """The sets to train on by their key: `data.train`, or `data.train.0`, `data.train.1` and so on."""
+        if isinstance(self.train, list):
+            return {f"data.train.{index}": each for index, each in enumerate(self.train)}
+        return {"data.train": self.train}
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The sets' shares by key, of a sum of 1; empty where none are given."""
+        given = {key: each.share for key, each in self.sets.items() if each.share is not None}
+        return {key: share / sum(given.values()) for key, share in given.items()}
 
 
 TEMPLATES = r"teacher|teachers\.[a-z][a-z0-9_]*|student|.+\.jinja"

@@ -24,7 +24,7 @@ from spot_async.config.base import (
     spelled,
 )
 from spot_async.config.evaluation import EvaluationConfig, check_paper
-from spot_async.config.plugins import BackendSection, PolicySettings, TrainingVerifier
+from spot_async.config.plugins import BackendSection, PluginSettings, PolicySettings, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
 from spot_async.config.training import ClusterConfig, TrainingConfig
 
@@ -248,7 +248,7 @@ class Config(Section):
         description="frozen model of `training.reference_kl`; default: the initial student, served like it, or by the "
         "student's own servers where they take adapters",
     )
-    data: DataConfig = Field(description="the problems to train on")
+    data: DataConfig = Field(description="the problems to train on; a list in `train` has a section for each set")
     prompt: PromptConfig = Field(PromptConfig(), description="how a problem becomes a prompt")
     sampling: SamplingConfig = Field(SamplingConfig(), description="rollouts, probes and responses of the teacher")
     policy: PolicySettings = Field(description="the method; a policy's own settings")
@@ -333,6 +333,11 @@ class Config(Section):
         if self.teacher is not None:
             return {"teacher": self.teacher}
         return {teacher_role(name): teacher for name, teacher in self.teachers.items()}
+
+    @property
+    def verifiers(self) -> dict[str, PluginSettings]:
+        """What judges the problems of each training set, by the set's key."""
+        return {key: each.verifier or self.verifier for key, each in self.data.sets.items()}
 
     @property
     def queue_capacity_prompts(self) -> int:

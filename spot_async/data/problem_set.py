@@ -15,13 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from spot_async.config import Duplicates, ProblemSetConfig
+import msgspec
+
+from spot_async.config import Config, Duplicates, ProblemSetConfig
 from spot_async.data.keys import about, setting
 from spot_async.data.layouts import LAYOUTS, Layout, recognise
 from spot_async.data.parts import read_draft
 from spot_async.data.rows import Row, read_rows
 from spot_async.errors import DataError
-from spot_async.types import Problem
+from spot_async.types import PolicyNeeds, Problem
 from spot_async.verification.normalization import same_answer
 
 OWN_COLUMNS = {"problem", "answer", "choices", "solution"}  # a user who names one of these has a file of their own
@@ -100,6 +102,35 @@ def load_problem_set(
         dropped = f", layout {found.layout}: {reasons}" if reasons else ""
         raise DataError(f"{about(key)}{', '.join(settings.paths)}: no problems in {found.read} rows{dropped}")
     return found
+
+
+def load_training_sets(config: Config, needs: PolicyNeeds) -> dict[str, ProblemSet]:
+    """Return the sets of `data.train` by key, their problems marked with the settings. Of several, ids are `2/ID`.
+
+    Raises as `load_problem_set`, and for problems that lack what their verifier or the policy needs.
+    """
+    own_prompt, sets = config.prompt.teacher, {}
+    for number, (key, settings) in enumerate(config.data.sets.items(), start=1):
+        needs_answers = needs.outcomes and config.verifiers[key].JUDGES_ANSWERS
+        keeps_solutions = own_prompt is not None and own_prompt.names_solution
+        found = load_problem_set(settings, key, needs_answers=needs_answers, keeps_solutions=keeps_solutions)
+        if needs_answers:
+            require_answers(found, key)
+        if needs.written_responses:
+            require_responses(found, key)
+        prefix = f"{number}/" if len(config.data.sets) > 1 else ""
+        found.problems = [
+            msgspec.structs.replace(
+                each,
+                id=prefix + each.id,
+                category=settings.category or each.category,
+                set_key=key,
+                instruction=settings.instruction,
+            )
+            for each in found.problems
+        ]
+        sets[key] = found
+    return sets
 
 
 def require_answers(found: ProblemSet, key: str) -> None:

@@ -1,7 +1,9 @@
 """Makes the prompts of a run from problems: renders them, drops those that are too long, and puts them in order.
 
 The order is a pure function of the seed and the problems. Each epoch has its own permutation. Problems of an epoch's
-last, incomplete batch are left out of that epoch, as in the paper.
+last, incomplete batch are left out of that epoch, as in the paper. Where training sets have shares, each has epochs of
+its own, so that every stretch of the run has the sets in their shares, and an epoch has as many prompts as there are
+problems.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import inspect
 import json
 import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -125,8 +129,11 @@ class PromptRenderer:
 
     def _content(self, problem: Problem) -> str:
         """Return the user's message."""
-        parts = (problem.text.strip(), self._config.instruction.strip())
+        parts = (problem.text.strip(), self._instruction(problem))
         return self._config.separator.join(filter(None, parts))
+
+    def _instruction(self, problem: Problem) -> str:
+        return (self._config.instruction if problem.instruction is None else problem.instruction).strip()
 
     def _turns(self, problem: Problem) -> list[ChatTurn]:
         return [*problem.history, ChatTurn(role="user", content=self._content(problem))]
@@ -195,7 +202,7 @@ class TeacherPromptRenderer(PromptRenderer):
     def _content(self, problem: Problem) -> str:
         def part(name: str) -> str:
             if name == "instruction":
-                return self._config.instruction.strip()
+                return self._instruction(problem)
             value: str | None = getattr(problem, _FIELDS[name])
             if not (value or "").strip():
                 raise ConfigError(
@@ -260,39 +267,47 @@ class PromptSchedule:
         shuffle: bool,
         epochs: int | None = None,
         iterations: int | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
+        """Order the prompts of `sources`. `shares`: of the run's prompts, by `Problem.set_key`, with a sum of 1."""
         if len(sources) < batch_size:
             raise DataError(
                 f"{len(sources)} usable problems make no batch of training.batch_size={batch_size}: "
                 "lower it or add problems"
             )
-        self._sources = sources
+        self.sources = sources
+        self.shares = shares or {}
         self._batch_size = batch_size
         self._run_seed = run_seed
         self._shuffle = shuffle
         per_epoch = len(sources) // batch_size
         self.iterations = iterations if iterations is not None else (epochs or 1) * per_epoch
-        self.left_over_per_epoch = len(sources) - per_epoch * batch_size
+        self.left_over_per_epoch = 0 if self.shares else len(sources) - per_epoch * batch_size
         self.per_epoch = per_epoch * batch_size  # prompts
 
     def __iter__(self) -> Iterator[Prompt]:
         """Yield all prompts of the run, and after its last batch more, to replace prompts that are given up."""
-        ordinal = 0
-        epoch = 0
-        while True:
-            for index in self._order(epoch)[: len(self._sources) - self.left_over_per_epoch]:
-                source = self._sources[index]
-                yield Prompt(
-                    ordinal=ordinal,
-                    problem=source.problem,
-                    token_ids=source.token_ids,
-                    teacher_ids=source.teacher_ids,
-                )
-                ordinal += 1
-            epoch += 1
+        for ordinal, source in enumerate(self._by_share() if self.shares else self._epochs(self.sources, "epoch")):
+            yield Prompt(
+                ordinal=ordinal, problem=source.problem, token_ids=source.token_ids, teacher_ids=source.teacher_ids
+            )
 
-    def _order(self, epoch: int) -> list[int]:
-        indices = list(range(len(self._sources)))
-        if self._shuffle:
-            random.Random(derive_seed(self._run_seed, "epoch", epoch)).shuffle(indices)
-        return indices
+    def _by_share(self) -> Iterator[PromptSource]:
+        """Yield the next source of the set that is furthest behind its share."""
+        of_set = {
+            key: self._epochs([each for each in self.sources if each.problem.set_key == key], "epoch", key)
+            for key in self.shares
+        }
+        drawn: Counter[str] = Counter()
+        for place in count(1):
+            key = max(self.shares, key=lambda key: self.shares[key] * place - drawn[key])
+            drawn[key] += 1
+            yield next(of_set[key])
+
+    def _epochs(self, sources: Sequence[PromptSource], *seeds: str) -> Iterator[PromptSource]:
+        """Yield the sources epoch by epoch, each in an order of its own."""
+        for epoch in count():
+            indices = list(range(len(sources)))
+            if self._shuffle:
+                random.Random(derive_seed(self._run_seed, *seeds, epoch)).shuffle(indices)
+            yield from (sources[index] for index in indices[: len(sources) - self.left_over_per_epoch])

@@ -6,6 +6,7 @@ Nothing is started here. `services.py` opens the servers, `training.py` enters t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S, RetryPolicy
+from spot_async.base.tasks import Opened
 from spot_async.checks.plan import TrainPlan
-from spot_async.config import Config, teacher_name
+from spot_async.config import Config, PluginSettings, teacher_name
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation, LiveStudent
 from spot_async.loop.resuming import Records
 from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
+from spot_async.replicas.leasing import Errand, Lease, pool_of
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.score_cache import ScoreCache
@@ -26,6 +29,7 @@ from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.services import Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
+from spot_async.types import Judgement, Problem, Verdict
 
 
 def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
@@ -38,11 +42,37 @@ def make_spending(config: Config, plan: TrainPlan) -> RunSpending:
     return RunSpending(plan.served, caches, config.verifier)
 
 
+class VerifiersOfSets(Opened):
+    """The verifiers of a run's training sets as one: a pool of theirs, since each has its own limits."""
+
+    def __init__(self, default: Verifier, of_set: Mapping[str, Verifier]) -> None:
+        """Judge the problems of a set by `of_set[set_key]`, and those of other sets by `default`."""
+        self._default = default
+        self._of_set = of_set
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        for verifier in dict.fromkeys([self._default, *self._of_set.values()]):
+            await stack.enter_async_context(verifier)
+
+    async def lease(self, errand: Errand) -> Lease[Verifier]:
+        """Wait until the verifier of the errand's set may be asked: `ask_judgement` gives the set as its kind."""
+        return await pool_of(self._of_set.get(errand.kind, self._default)).lease(errand)
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict | Judgement:
+        verifier = self._of_set.get(problem.set_key, self._default)
+        return await verifier.verify(problem, response_text, deadline=deadline)
+
+
 def make_verifier(config: Config, spending: RunSpending) -> Verifier:
-    """Make the verifier of training, which is charged to its account where it has one."""
-    settings = config.verifier.charged_to(spending.accounts.get("verifier"))
-    verifier: Verifier = registry.load("verifiers", settings.kind)(settings)
-    return verifier
+    """Make the verifier of training, which is charged to its account where it has one, or those of its sets as one."""
+    opened: dict[str, Verifier] = {}  # by settings: equal ones share a verifier
+
+    def make(settings: PluginSettings) -> Verifier:
+        return opened.setdefault(settings.model_dump_json(), registry.load("verifiers", settings.kind)(settings))
+
+    verifier = make(config.verifier.charged_to(spending.accounts.get("verifier")))
+    of_set = {key: make(each.verifier) for key, each in config.data.sets.items() if each.verifier is not None}
+    return VerifiersOfSets(verifier, of_set) if of_set else verifier
 
 
 def make_stages(

@@ -110,7 +110,9 @@ async def ask_judgement(stage: Stage[Verifier], priority: Priority, problem: Pro
     for _ in range(VERIFY_ATTEMPTS):
         try:
             judgement = await stage.ask(
-                priority, lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline)
+                priority,
+                lambda verifier, deadline: verify(verifier, problem, response_text, deadline=deadline),
+                kind=problem.set_key,
             )
         except DeadlineExceededError:
             judgement = Judgement(Verdict.TIMEOUT)

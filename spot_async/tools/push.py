@@ -105,7 +105,8 @@ def _model(config: Mapping[str, Any], role: str) -> str | None:
 
 def _data(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield the name of each training set, and whether it is a data set of the hub."""
-    for path in as_list(((config.get("data") or {}).get("train") or {}).get("path")):
+    sets = as_list((config.get("data") or {}).get("train") or {})
+    for path in [path for each in sets for path in as_list(each.get("path"))]:
         is_hubs = NAME.fullmatch(str(path)) is not None and not Path(str(path)).suffix
         yield str(path) if is_hubs else Path(str(path)).name, is_hubs
 

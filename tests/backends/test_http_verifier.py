@@ -16,6 +16,8 @@ from deadlines import soon
 from spot_async.backends.http_verifier import HttpVerifier
 from spot_async.base.events import Channel
 from spot_async.base.retry import RetryPolicy
+from spot_async.config import DataConfig
+from spot_async.config.loading import validate_as
 from spot_async.errors import (
     BudgetSpentError,
     ConfigError,
@@ -26,13 +28,14 @@ from spot_async.errors import (
     RequestError,
     TransientError,
 )
-from spot_async.replicas.leasing import pool_of
+from spot_async.replicas.leasing import Errand, pool_of
 from spot_async.running.assembly import make_verifier
 from spot_async.spending.run_spending import RunSpending, summarize_spending
 from spot_async.stages.events import AttemptFailed
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import ChatTurn, Judgement, Problem, Verdict
+from spot_async.verification import BoxedMatch
 
 KEY = "sk-a-key-that-nobody-may-read"
 PROBLEM = Problem(id="p7", text="Write a haiku.", answer="", category="poems", tier="hard")
@@ -94,14 +97,14 @@ class Asked:
         events = Channel()
         events.subscribe(self, to=AttemptFailed)
         limits = StageLimits(concurrency=8, timeout_s=timeout_s, retry=RetryPolicy(2), waiting_capacity=64)
-        self._stage = Stage("verify", pool_of(verifier), limits, jitter=lambda: 0.0, events=events)
+        self.stage = Stage("verify", pool_of(verifier), limits, jitter=lambda: 0.0, events=events)
 
     def on(self, event: AttemptFailed) -> None:
         self.failures.append(event)
         self.failed.set()
 
     async def judgement(self, response: str = "leaves fall") -> Judgement:
-        return await ask_judgement(self._stage, (0,), PROBLEM, response)  # type: ignore[arg-type]
+        return await ask_judgement(self.stage, (0,), PROBLEM, response)  # type: ignore[arg-type]
 
 
 async def test_a_question_has_all_that_the_problem_says_and_the_reply_is_the_judgement() -> None:
@@ -308,7 +311,8 @@ async def test_a_budget_ends_before_the_question_that_would_exceed_it() -> None:
 def test_what_it_costs_is_in_the_accounts_of_the_run() -> None:
     settings = HttpVerifier.Settings(url="http://judge", prices={"request": 0.5}, budget=1.0)
     spending = RunSpending({}, verifier=settings)
-    verifier = make_verifier(SimpleNamespace(verifier=settings), spending)
+    data = validate_as(DataConfig, {"train": "problems.jsonl"})
+    verifier = make_verifier(SimpleNamespace(verifier=settings, data=data), spending)
     assert verifier.settings.account is spending.accounts["verifier"]
     assert summarize_spending(spending.accounts)["verifier"]["budget"] == 1.0
 
@@ -320,3 +324,28 @@ async def test_requests_wait_for_their_turn_before_their_time_runs() -> None:
         told = await asyncio.gather(*(asked.judgement() for _ in range(8)))
     assert told == [Judgement(Verdict.CORRECT)] * 8  # the last waited longer than it may take
     assert asked.failures == []
+
+
+async def test_each_training_set_is_judged_by_its_own_verifier_which_has_its_own_limits() -> None:
+    judge = Judge(always(reply(FINE)))
+    server = await asyncio.start_server(judge.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/judge"
+    code: Any = {"path": "code", "verifier": {"kind": "http", "url": url}}
+    data = validate_as(DataConfig, {"train": [{"path": "math"}, code, {**code, "path": "more"}]})
+    config: Any = SimpleNamespace(verifier=BoxedMatch.Settings(), data=data)
+    with contextlib.closing(server):
+        async with make_verifier(config, RunSpending({})) as verifier:
+            stage = Asked(verifier).stage
+            verdicts = []
+            for index in range(3):
+                problem = Problem(id=f"{index}/p", text="1 + 1", answer="2", set_key=f"data.train.{index}")
+                verdicts.append((await ask_judgement(stage, (0,), problem, r"\boxed{3}")).verdict)
+            assert verdicts == [Verdict.WRONG, Verdict.CORRECT, Verdict.CORRECT]
+            assert [each["id"] for each in judge.questions] == ["1/p", "2/p"]
+            # Requests wait for a set's own limit, outside of their time. Sets with equal settings share one.
+            errands = [Errand("verify", (0,), kind=f"data.train.{index}") for index in range(3)]
+            leases = [await pool_of(verifier).lease(each) for each in errands]  # type: ignore[type-var]
+            services = [await lease.__aenter__() for lease in leases]
+            assert [isinstance(each, HttpVerifier) for each in services] == [False, True, True]
+            assert services[1] is services[2]
+            assert type(leases[1]) is type(await services[1].lease(None))

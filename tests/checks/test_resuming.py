@@ -14,6 +14,7 @@ from spot_async.types import Problem, Prompt
 
 
 class Schedule(list):
+    shares = None
     per_epoch = 1
 
 

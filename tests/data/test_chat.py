@@ -216,7 +216,7 @@ def test_where_a_server_judges_no_method_and_no_evaluation_needs_answers(unanswe
     planned = plan(unanswered, *asked)
     assert planned.rows == {"read": 64, "problems": 64, "without an answer": 64}
     assert len(planned.evaluation[0].problems) == 64
-    asks_nobody = JudgedSet("", "", planned.training_set.problems, planned.evaluation[0].verifier)
+    asks_nobody = JudgedSet("", "", planned.sets["data.train"].problems, planned.evaluation[0].verifier)
     assert asyncio.run(check_set(asks_nobody)) is None
     with pytest.raises(ConfigError, match=r"^evaluation\.verifier\.prices: only what the verifier of training costs"):
         plan(unanswered, *asked, "evaluation.verifier.prices.request=1")

@@ -21,6 +21,8 @@ KEYS = (
     "training.mini_batch_size=8",
     "evaluation.eval_every=3",
     "evaluation.samples=1",
+    "data.train=[{path: examples/running_sum/data/train.jsonl, share: 0.7, category: new}, "
+    "{path: examples/running_sum/data/heldout.jsonl, share: 0.3, verifier: math_verify}]",
 )
 
 

@@ -31,7 +31,12 @@ def run(tmp_path):
     """A finished run with LoRA, as `train` leaves it."""
     config = load_config(
         ROOT / "configs" / "quickstart.yaml",
-        [f"student.model=org/base@{COMMIT}", f"teacher.model={EXAMPLE / 'teacher'}", "training.lora.rank=8"],
+        [
+            f"student.model=org/base@{COMMIT}",
+            f"teacher.model={EXAMPLE / 'teacher'}",
+            "training.lora.rank=8",
+            "data.train=[data/train.jsonl, {path: org/code}]",
+        ],
     )
     directory = RunDirectory.create(tmp_path / "run", config)
     student = directory.weights.after(60)
@@ -74,7 +79,9 @@ def test_a_student_is_pushed_whole_and_private_with_a_card_that_the_run_fills_in
     assert "license" not in front
     for words in (f"org/base/tree/{COMMIT}", "trained by SPOT", "teacher `teacher`", "learning_rate: ", "spot-async 0"):
         assert words in card
-    assert "`train.jsonl`, 8,000 problems, in 60 iterations" in card
+    assert (
+        "`train.jsonl`, [org/code](https://huggingface.co/datasets/org/code), 8,000 problems, in 60 iterations" in card
+    )
     assert "| tier | n | Avg@4 before | Avg@4 after | Pass@4 before | Pass@4 after |" in card
     assert "| all | 5 | 25.0 ±2.0 | 61.5 ±2.0 | 50.0 | 75.0 |" in card
     assert str(ROOT) not in card

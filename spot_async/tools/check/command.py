@@ -36,6 +36,7 @@ from spot_async.tools.check.view import (
     show_overlaps,
     show_problems,
     show_requirements,
+    show_sets,
     show_warnings,
 )
 from spot_async.trainer.nodes.topology import left_alone
@@ -72,15 +73,19 @@ def show_run(
     screen: Console, config: Config, plan: TrainPlan, path: Path, found: FilesCheck, against: Sequence[str] = ()
 ) -> None:
     """Print what the problems of a run hold, what it would start, and what it takes."""
-    training = plan.training_set
-    tokens = [len(each.token_ids) for each in render_all(training.problems, plan.renderer)]
-    show_problems(screen, training, tokens, config.sampling.max_prompt_tokens)
+    for key, found_in in plan.sets.items():
+        if len(plan.sets) > 1:
+            screen.rule(Text(f"{key}: {', '.join(config.data.sets[key].paths)}"), align="left")
+        tokens = [len(each.token_ids) for each in render_all(found_in.problems, plan.renderer)]
+        show_problems(screen, found_in, tokens, config.sampling.max_prompt_tokens)
+    if len(plan.sets) > 1:
+        show_sets(screen, config, plan)
     held_out = []
     for each in plan.evaluation:
         assert config.evaluation is not None
         key = config.evaluation.key_of(each.name)
         held_out.append(JudgedSet(key, key, each.problems, each.verifier))
-    judged = JudgedSet("data.train", "data.train", training.problems, config.verifier)
+    judged = [JudgedSet(key, key, plan.sets[key].problems, judge) for key, judge in config.verifiers.items()]
     if not _show_answers(screen, judged, [*held_out, *map(held_out_file, against)]):
         show_warnings(screen, ["no response to the problems with unverifiable answers will ever count as right"])
     first = next(iter(plan.schedule))
@@ -123,7 +128,7 @@ def show_file(
     if renderer is not None:
         tokens = [len(each.token_ids) for each in render_all(training.problems, renderer)]
     show_problems(screen, training, tokens, None)
-    is_verifiable = _show_answers(screen, JudgedSet("", path, training.problems, judge), held_out)
+    is_verifiable = _show_answers(screen, [JudgedSet("", path, training.problems, judge)], held_out)
     doubts = gold_doubts(training.problems, "")
     if training.unanswered:
         field = setting("", "fields.answer")
@@ -137,15 +142,15 @@ def show_file(
     return is_verifiable
 
 
-def _show_answers(screen: Console, training: JudgedSet, held_out: Sequence[JudgedSet]) -> bool:
+def _show_answers(screen: Console, training: Sequence[JudgedSet], held_out: Sequence[JudgedSet]) -> bool:
     """Print what is wrong with answers and what sets share; return whether all are right by their own verifier."""
     are_verifiable = True
-    for each in (training, *held_out):
+    for each in (*training, *held_out):
         if (golds := asyncio.run(check_set(each))) is not None:
             show_golds(screen, each, golds)
             are_verifiable &= not golds.unverifiable
     if held_out:
-        show_overlaps(screen, training, held_out)
+        show_overlaps(screen, [problem for each in training for problem in each.problems], held_out)
     return are_verifiable
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from rich import box
@@ -13,6 +15,7 @@ from rich.text import Text
 from spot_async.base.processes.resources import is_in_memory
 from spot_async.base.text import counted, shortened, visible
 from spot_async.checks.device_shares import CONTEXT_GIB, GRAPHS_GIB, named
+from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.data.keys import about, setting
 from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
@@ -236,6 +239,22 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
     return table
 
 
+def show_sets(screen: Console, config: Config, plan: TrainPlan) -> None:
+    """Print what each of several training sets gives a run."""
+    columns = ("set", "usable", "category", "judged by", "share", "prompts", "times each")
+    table = _words("training sets: problems that are not too long, and prompts of the whole run", *columns)
+    usable = Counter(source.problem.set_key for source in plan.schedule.sources)
+    prompts = islice(plan.schedule, plan.schedule.iterations * config.training.batch_size)
+    drawn = Counter(prompt.problem.set_key for prompt in prompts)
+    for key, settings in config.data.sets.items():
+        share = f"{drawn[key] / drawn.total():.1%}" if settings.share is None else f"{settings.share:g}"
+        judge, times = config.verifiers[key].kind, f"{drawn[key] / usable[key]:.3g}"
+        category = settings.category or f"of {settings.fields.get('category') or 'the row'}"
+        cells = (key, str(usable[key]), category, judge, share, str(drawn[key]), times)
+        table.add_row(*map(shown, cells))
+    screen.print(table)
+
+
 def show_golds(screen: Console, judged: JudgedSet, golds: GoldCheck) -> None:
     """Print whether the answers of a set are right by their own verifier."""
     kind = "" if judged.verifier is None else judged.verifier.kind
@@ -271,12 +290,12 @@ def show_golds(screen: Console, judged: JudgedSet, golds: GoldCheck) -> None:
         screen.print(f"{golds.oversized} so long that only the same words are right", highlight=False)
 
 
-def show_overlaps(screen: Console, training: JudgedSet, held_out: Sequence[JudgedSet]) -> None:
+def show_overlaps(screen: Console, training: Sequence[Problem], held_out: Sequence[JudgedSet]) -> None:
     columns = ("problems", "iden-\ntical", "con-\ntained", "equal\nanswers", "too\nshort")
     table = _words("overlap: identical problems, and others by 13 words", "evaluation set", *columns)
     lines = []
     for each in held_out:
-        overlaps = find_overlaps(training.problems, each.problems)
+        overlaps = find_overlaps(training, each.problems)
         identical = sum(overlap.is_identical for overlap in overlaps)
         equal = sum(overlap.has_equal_answer for overlap in overlaps)
         figures = (len(each.problems), identical, len(overlaps), equal, too_short(each.problems))

@@ -19,17 +19,16 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from spot_async.base import registry
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import root_cause
 from spot_async.base.text import first_line
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config
 from spot_async.errors import ConfigError, SpotError
-from spot_async.protocols import Verifier
-from spot_async.running.assembly import make_stages
+from spot_async.running.assembly import make_stages, make_verifier
 from spot_async.running.services import SENDING_WEIGHTS, Companions, StartListener, core_shares, open_services
 from spot_async.spending.account import Account
+from spot_async.spending.run_spending import RunSpending
 from spot_async.stages.services import STAGE_SERVERS, requests_per_prompt
 from spot_async.tools.pages.series import seconds, short_number
 from spot_async.tools.simulate.measured import Level, Ramp, Tuning
@@ -158,7 +157,7 @@ async def measure(
     Raises what starting the servers raises, ConfigError if `check` would refuse them, and RequestError if a prompt
     cannot be supervised.
     """
-    verifier: Verifier = registry.load("verifiers", config.verifier.kind)(config.verifier)
+    verifier = make_verifier(config, RunSpending({}))
     unlimited = config.model_copy(update={"stages": without_limits(config.stages)})
 
     cores = core_shares(plan.served)
