@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,14 @@ from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, Evaluation
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.compute import compute_of, read_compute
 from spot_async.tools.compare.reading import PairedBenchmark, paired, read_evaluated
-from spot_async.tools.compare.statistics import Column, compare, pass_curves, percentile_interval, resampled_means
+from spot_async.tools.compare.statistics import (
+    Column,
+    compare,
+    exact_p,
+    pass_curves,
+    percentile_interval,
+    resampled_means,
+)
 from spot_async.tools.pages import svg
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +109,37 @@ def test_differences_are_paired_by_problem():
     assert low[1, 0] == pytest.approx(1 / 8)
     assert high[1, 0] == pytest.approx(1 / 8)
     assert comparison.intervals.high[0, 0] - comparison.intervals.low[0, 0] > 0.1
+
+
+def test_the_exact_p_is_that_of_mcnemars_test_counted_out():
+    for better, worse in itertools.product(range(6), repeat=2):
+        pairs = better + worse
+        flips = [sum(each) for each in itertools.product((0, 1), repeat=pairs)]
+        expected = np.mean([min(each, pairs - each) <= min(better, worse) for each in flips])
+        assert exact_p([1] * better + [-1] * worse + [0] * 7) == pytest.approx(expected), (better, worse)
+    assert exact_p([1, -1] * 6_000) == 1.0
+    assert exact_p([1] * 12_000) == 0.0
+    table = PairedBenchmark("x", 1, np.array([[0, 1]] * 9 + [[1, 0]] * 2 + [[1, 1]] * 5))
+    assert compare(["a", "b"], [table], draws=99).p_values[1] == pytest.approx([2 * (1 + 11 + 55) / 2**11])
+
+
+def test_differences_of_the_detectable_size_are_found_in_four_of_five_tries():
+    random = np.random.default_rng(5)
+    base = random.integers(2, 7, size=200)
+    noise = random.integers(-2, 3, size=200)
+    least = compare(["a", "b"], [PairedBenchmark("x", 8, np.stack([base, base + noise], axis=1))], draws=99).detectable
+    tries = least[1, 0] + random.choice((noise - noise.mean()) / 8, size=(4000, 200))
+    found = tries.mean(axis=1) / (tries.std(axis=1, ddof=1) / np.sqrt(200)) > 1.96
+    assert found.mean() == pytest.approx(0.8, abs=0.025)
+
+
+def test_a_difference_that_so_few_problems_cannot_show_is_named(tmp_path):
+    one = written(tmp_path / "one", {"x": [1, 0, 1, 0, 1, 0]}, samples=1)
+    other = written(tmp_path / "other", {"x": [1, 1, 1, 0, 0, 1]}, samples=1)
+    text = shown(f"a={one}", f"b={other}")
+    assert re.search(r"x +\+16.67 \[.*\] +\+16.67 \[.*\] +1 *$", text, re.MULTILINE)
+    assert "b: in Avg@1 it differs by less than so many problems show in 80 % of tries" in text
+    assert "x +16.67 of 86.10 points" in text
 
 
 def test_intervals_have_the_width_of_the_unbiased_standard_error_and_follow_the_seed():

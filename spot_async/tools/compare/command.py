@@ -115,7 +115,7 @@ def show(
         if number != comparison.baseline:
             title = f"{name} minus {comparison.methods[comparison.baseline]}"
             rows = [[*map(shown, cells)] for cells in tables.difference_rows(comparison, number)]
-            _show_table(screen, title, ["benchmark", *comparison.metrics], rows)
+            _show_table(screen, title, ["benchmark", *comparison.metrics, tables.EXACT_P], rows)
     if computed:
         headings, of_methods = compute_rows(computed)
         _, *lines = zip(headings, *of_methods, strict=True)  # methods become columns, since they are fewer than figures
@@ -175,8 +175,10 @@ def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: 
         notes.append(
             f"Differences from {baseline}: points with a {share} percentile interval of {comparison.draws:,} bootstrap "
             f"draws of problems, paired by problem and stratified by benchmark (seed {comparison.seed}); * leaves 0 "
-            "out. They say how another set of such problems would differ, not another training run."
+            "out. They say how another set of such problems would differ, not another training run. The exact p is "
+            "that of McNemar's test; with several responses, of the sign test on which method has more right ones."
         )
+        notes += filter(None, (tables.undetectable(comparison, number) for number in range(len(runs))))
     else:
         notes.append("This is one run: give another behind it (NAME=RUN) for differences between them.")
     for each in benchmarks:

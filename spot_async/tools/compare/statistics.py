@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +20,11 @@ import numpy.typing as npt
 
 from spot_async.config.evaluation import MEAN_COLUMN
 from spot_async.errors import DataError
-from spot_async.evaluation.metrics import pass_at_k_of_counts
+from spot_async.evaluation.metrics import pass_at_k_of_counts, standard_error
 from spot_async.tools.compare.reading import PairedBenchmark
 from spot_async.types import Float64Array
+
+POWER = 0.8
 
 
 class Column(NamedTuple):
@@ -44,6 +47,9 @@ class Comparison:
     intervals: Interval
     differences: Float64Array  # from the baseline; 0 in its own row
     difference_intervals: Interval
+    p_values: Float64Array  # (methods, benchmarks) of `exact_p`, with all problems together for their mean
+    # (methods, benchmarks): the differences of Avg@n that these problems would show in 80 % of tries
+    detectable: Float64Array
     confidence: float
     draws: int
     seed: int
@@ -83,6 +89,11 @@ def compare(
         drawn.append(macro(drawn))
         names.append(MEAN_COLUMN)
     figures, draws_of = np.stack(values, axis=1), np.stack(drawn, axis=2)  # (2, columns, methods), (draws, 2, ...)
+    leads = [np.sign(each.correct - each.correct[:, [baseline]]) for each in benchmarks]  # (problems, methods)
+    leads += [np.concatenate(leads)] if len(leads) > 1 else []
+    changes = [table[:, 0] - table[:, 0, [baseline]] for table in tables]  # (problems, methods)
+    errors = [np.apply_along_axis(standard_error, 0, each) for each in changes]  # (methods,)
+    errors += [np.linalg.norm(errors, axis=0) / len(errors)] if len(errors) > 1 else []
     change, change_of = figures - figures[..., [baseline]], draws_of - draws_of[..., [baseline]]
 
     def table(values: Float64Array) -> Float64Array:
@@ -101,10 +112,26 @@ def compare(
         intervals=interval(draws_of),
         differences=table(change),
         difference_intervals=interval(change_of),
+        p_values=np.array([[exact_p(column) for column in each.T] for each in leads]).T,
+        detectable=sum(map(NormalDist().inv_cdf, (0.5 + confidence / 2, POWER))) * np.stack(errors, axis=1),
         confidence=confidence,
         draws=draws,
         seed=seed,
     )
+
+
+def exact_p(leads: npt.ArrayLike) -> float:
+    """Return the two-sided p of the exact sign test, of leads (problems,): 1, 0 or -1 for who has more right responses.
+
+    With one response a problem this is McNemar's exact test.
+    """
+    signs = np.asarray(leads)
+    better, worse = int((signs > 0).sum()), int((signs < 0).sum())
+    pairs, ways, tail = better + worse, 1, 0
+    for i in range(min(better, worse) + 1):
+        tail += ways
+        ways = ways * (pairs - i) // (i + 1)
+    return float(min(1.0, 2 * tail / 2**pairs))
 
 
 def metric_names(samples: int, k: int) -> tuple[str, str]:

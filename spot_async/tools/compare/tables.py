@@ -20,6 +20,7 @@ from spot_async.tools.pages.series import Series
 from spot_async.types import Float64Array
 
 DECIMALS = 2
+EXACT_P = "exact p"
 Mark = Literal["best", "second", ""]
 
 _LATEX = str.maketrans({c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}",
@@ -59,7 +60,7 @@ def change(difference: float, low: float, high: float) -> str:
 
 
 def difference_rows(comparison: Comparison, method: int) -> list[list[str]]:
-    """Return the rows of one method: a benchmark, then its difference in each metric."""
+    """Return the rows of one method: a benchmark, its difference in each metric, and the exact p."""
     low, high = comparison.difference_intervals
     at = {column: number for number, column in enumerate(comparison.columns)}
     return [
@@ -69,9 +70,22 @@ def difference_rows(comparison: Comparison, method: int) -> list[list[str]]:
                 change(comparison.differences[method, i], low[method, i], high[method, i])
                 for i in (at[Column(metric, name)] for metric in comparison.metrics)
             ),
+            f"{comparison.p_values[method, number]:.2g}",
         ]
-        for name in comparison.benchmarks
+        for number, name in enumerate(comparison.benchmarks)
     ]
+
+
+def undetectable(comparison: Comparison, method: int) -> str | None:
+    """Return a line about the differences of Avg@n that are too small for so many problems; None for no such one."""
+    changes = zip(comparison.benchmarks, comparison.differences[method], comparison.detectable[method], strict=False)
+    small = [f"{name} {100 * each:+.2f} of {100 * least:.2f}" for name, each, least in changes if 0 < abs(each) < least]
+    if not small:
+        return None
+    return (
+        f"{comparison.methods[method]}: in {comparison.metrics[0]} it differs by less than so many problems show in "
+        f"80 % of tries (Miller, 2024): {', '.join(small)} points."
+    )
 
 
 def markdown(
@@ -89,7 +103,7 @@ def markdown(
         if number != comparison.baseline:
             parts += [
                 f"## {name} minus {comparison.methods[comparison.baseline]}",
-                markdown_table(["benchmark", *comparison.metrics], difference_rows(comparison, number)),
+                markdown_table(["benchmark", *comparison.metrics, EXACT_P], difference_rows(comparison, number)),
             ]
     if compute[1]:
         parts += ["## Compute of training", markdown_table(*compute)]
