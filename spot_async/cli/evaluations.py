@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -57,49 +57,36 @@ def evaluate(
     Writes evaluation.json (the figures; what `compare` reads) and evaluation.jsonl (every judged response). With
     --judge RUN --verifier KIND the responses of RUN are judged again, into a new directory.
     """
-    given = list(overrides or ())
+    keys = [*(overrides or ()), *([] if verifier is None else [f"evaluation.verifier={verifier}"])]
     if config is not None and "=" in str(config) and not config.exists():  # a key in CONFIG's place
-        config, given = None, [str(config), *given]
-    given += [] if verifier is None else [f"evaluation.verifier={verifier}"]
+        config, keys = None, [str(config), *keys]
     if judge is not None:
         if config or model or benchmark or resume or dry_run:
             raise ConfigError("--judge RUN takes RUN's configuration: give it keys and --verifier alone")
-        _judge_again(judge, given)
+        _judge_again(judge, keys)
         return
-    tree, name = _evaluation_tree(config, model, benchmark or (), resume)
-    _evaluate(evaluation_from(tree, given), name, dry_run=dry_run, brief=brief, resume=resume)
-
-
-def _evaluation_tree(
-    config: Path | None, model: str | None, benchmarks: Sequence[str], resume: Path | None
-) -> tuple[dict[str, Any], str]:
-    """Return the plain values of an evaluation's configuration, and what its runs are called."""
-    if config is not None and (model or benchmarks):
-        raise ConfigError("--model, --benchmark: stand in CONFIG's place: give student.model and evaluation.benchmarks")
-    if config is not None:
-        return read_tree(config), f"{name_of(config)}-eval"
-    if model and benchmarks:
-        sets = dict(map(_named, benchmarks))
-        if len(sets) < len(benchmarks):
+    if config is not None and not (model or benchmark):
+        tree, name = read_tree(config), name_of(config)
+    elif config is None and model and benchmark:
+        sets = dict(map(_named, benchmark))
+        if len(sets) < len(benchmark):
             raise ConfigError("--benchmark: two sets have the same name: give NAME=FILE")
-        return {"student": {"model": model}, "evaluation": {"benchmarks": sets}}, f"{Path(model).name}-eval"
-    if resume is None or model or benchmarks:
-        raise ConfigError("CONFIG: give a configuration file, or both --model PATH and --benchmark FILE")
-    RunDirectory.open_own(resume)  # its configuration may name code
-    return read_tree(resume / "config.yaml"), ""
+        tree, name = {"student": {"model": model}, "evaluation": {"benchmarks": sets}}, Path(model).name
+    else:
+        raise ConfigError("give a CONFIG, or in its place both --model PATH and --benchmark FILE")
+    _evaluate(evaluation_from(tree, keys), f"{name}-eval", dry_run=dry_run, brief=brief, resume=resume)
 
 
 def _named(benchmark: str) -> tuple[str, str]:
     """Return the name and the path of `FILE` or `NAME=FILE`. Files are called as they are without their endings."""
     name, separator, path = benchmark.partition("=")
-    if separator and not Path(benchmark).exists():
-        return name, path
-    return Path(benchmark).name.split(".")[0], benchmark
+    is_named = separator and not Path(benchmark).exists()
+    return (name, path) if is_named else (Path(benchmark).name.split(".")[0], benchmark)
 
 
 def _judge_again(run: str, overrides: Sequence[str]) -> None:
     from spot_async.evaluation.metrics import read_figures
-    from spot_async.running.measuring import judge_again, read_saved
+    from spot_async.running.measuring import earlier_evaluation, judge_again
     from spot_async.telemetry.evaluations import figures_table
     from spot_async.tools.compare.reading import read_evaluated
 
@@ -110,10 +97,10 @@ def _judge_again(run: str, overrides: Sequence[str]) -> None:
     settings = evaluation_from(tree, overrides)
     path = RunDirectory.choose_path(settings, f"{name_of_run(source.path)}-judged")
     RunDirectory.check_usable(path, "eval")
-    benchmarks, saved = read_saved(settings, found.path)
-    directory = RunDirectory.create(path, settings, "eval")
-    run_until_stopped(judge_again(settings, benchmarks, saved, found.figures, directory, screen), directory)
-    screen.print(figures_table(read_figures(directory.path / "evaluation.json")))
+    benchmarks, occasion = earlier_evaluation(settings, found.figures, found.path, RunDirectory(path))
+    RunDirectory.create(path, settings, "eval")
+    run_until_stopped(judge_again(settings, benchmarks, occasion, screen), occasion.directory)
+    screen.print(figures_table(read_figures(path / "evaluation.json")))
     screen.print(Text(f"run directory: {path}"))
 
 

@@ -90,6 +90,9 @@ class EvaluationConfig(Section):
         {}, description="several sets of held-out problems by name, reported one by one and as their mean"
     )
     thinking: Thinking = False
+    limit: PositiveInt | None = Field(
+        None, description="only so many problems of each set, its first ones: to try something out"
+    )
     samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
     pass_k: list[PositiveInt] = Field(
         [], description="further k, up to a benchmark's `samples`, for which an unbiased Pass@k is reported"

@@ -21,6 +21,7 @@ from string import ascii_uppercase
 import msgspec
 
 from spot_async.base.seeds import derive_seed
+from spot_async.base.text import counted
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
 from spot_async.config.evaluation import ALL_TIERS, ONLY
 from spot_async.data import load_problem_set, require_answers
@@ -200,13 +201,7 @@ def _plan(
     native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
     prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
-    problems = _formatted(found.problems, settings, evaluation.seed, key)
-    if verifier is not None:
-        section = f"{'evaluation' if settings.verifier is None else key}.verifier"
-        verifier.check_machine(section)
-        if getattr(verifier, "prices", None) is not None:
-            raise ConfigError(f"{section}.prices: only what the verifier of training costs is counted; leave it out")
-        check_verifier(verifier, problems, settings, key)
+    problems = _formatted(found.problems[: evaluation.limit], settings, evaluation.seed, key)
     if not student.vocabulary.tokenizer.chat_template:
         raise DataError(
             f"evaluation: {student.directory}: the tokenizer has no chat template, and an evaluation is rendered with "
@@ -214,25 +209,43 @@ def _plan(
         )
     renderer = PromptRenderer(student.vocabulary, prompt)
     sources = _rendered(problems, renderer, student, max_tokens, key)
-    return Benchmark(
-        name=name,
-        sources=sources,
-        samples=(settings.samples or evaluation.samples) if is_judged else 1,
-        max_response_tokens=max_tokens,
-        verifier=verifier,
-        writes_outputs=not is_judged,
-        in_macro=settings.in_macro,
-        note=note_of(settings, evaluation, config.prompt),
+    return replace(
+        judged_benchmark(name, sources, config, evaluation),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
         doubts=gold_doubts(problems, key) if judges_answers else (),
-        warning=letters_alone(verifier, settings, key),
         problems=found.problems,
         template=renderer.template_text,
     )
 
 
-def check_verifier(verifier: PluginSettings, problems: Sequence[Problem], settings: BenchmarkConfig, key: str) -> None:
+def judged_benchmark(
+    name: str, sources: Sequence[PromptSource], config: Config, evaluation: EvaluationConfig
+) -> Benchmark:
+    """Return a benchmark of these problems with its limits and verifier. Raises ConfigError if that cannot judge."""
+    settings, key = evaluation.sets()[name], evaluation.key_of(name)
+    is_judged = settings.format != "alpaca_eval"
+    verifier = settings.verifier_of(evaluation) if is_judged else None
+    if verifier is not None:
+        section = f"{'evaluation' if settings.verifier is None else key}.verifier"
+        verifier.check_machine(section)
+        if getattr(verifier, "prices", None) is not None:
+            raise ConfigError(f"{section}.prices: only what the verifier of training costs is counted; leave it out")
+        _check_verifier(verifier, [each.problem for each in sources], settings, key)
+    return Benchmark(
+        name=name,
+        sources=sources,
+        samples=(settings.samples or evaluation.samples) if is_judged else 1,
+        max_response_tokens=settings.max_response_tokens or evaluation.max_response_tokens,
+        verifier=verifier,
+        writes_outputs=not is_judged,
+        in_macro=settings.in_macro,
+        note=_note(settings, evaluation, config.prompt),
+        warning=_letters_alone(verifier, settings, key) or _same_responses(settings, evaluation, key),
+    )
+
+
+def _check_verifier(verifier: PluginSettings, problems: Sequence[Problem], settings: BenchmarkConfig, key: str) -> None:
     """Raise ConfigError if the verifier judges letters of options, and a problem has none.
 
     Every response to such a problem would count as wrong.
@@ -250,13 +263,20 @@ def check_verifier(verifier: PluginSettings, problems: Sequence[Problem], settin
             ) from None
 
 
-def letters_alone(verifier: PluginSettings | None, settings: BenchmarkConfig, key: str) -> str | None:
+def _letters_alone(verifier: PluginSettings | None, settings: BenchmarkConfig, key: str) -> str | None:
     if verifier is None or settings.format != "multiple_choice" or verifier.kind not in LETTERS_ALONE:
         return None
     return (
         f"{key}.verifier={verifier.kind}: knows no options, so only the bare letter in the box is right, and an "
         "option's text is wrong: remove it to judge by multiple_choice"
     )
+
+
+def _same_responses(settings: BenchmarkConfig, evaluation: EvaluationConfig, key: str) -> str | None:
+    samples = settings.samples or evaluation.samples
+    if evaluation.temperature > 0 or samples == 1 or settings.format == "alpaca_eval":
+        return None
+    return f"{key}: with evaluation.temperature=0 all {samples} responses to a problem are the same: set samples to 1"
 
 
 def _formatted(problems: Sequence[Problem], settings: BenchmarkConfig, seed: int, key: str) -> list[Problem]:
@@ -289,9 +309,11 @@ def _rendered(
     return sources
 
 
-def note_of(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: PromptConfig) -> str | None:
+def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: PromptConfig) -> str | None:
     """Return what people must know who compare figures: facts of its format, and settings of its own."""
     facts, changes = _facts(settings, evaluation), _changes(settings, evaluation, prompt)
+    if evaluation.limit is not None:
+        facts.insert(0, f"only its first {counted(evaluation.limit, 'problem')}")
     if changes and evaluation.preset is not None:
         changes[0] = f"not as preset {evaluation.preset}: {changes[0]}"
     return "; ".join([*facts, *changes]) or None

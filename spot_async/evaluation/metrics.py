@@ -67,6 +67,7 @@ def _table(correct: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     return table
 
 
+LENGTH_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 FIGURES_FORMAT = 1  # raised when the file can no longer be read as before
 
 
@@ -95,6 +96,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: dict[str, int]  # responses by verdict, with every verdict; empty where nothing is judged
     avg: Estimate | None = None  # Avg@n; None where nothing is judged
     pass_at: dict[int, Estimate] = {}  # Pass@k by k, unbiased
+    maj: Estimate | None = None  # maj@n: accuracy of the answer that most samples give; None where there are no votes
+    lengths: dict[str, list[float]] = {}  # response tokens at LENGTH_QUANTILES: of all, and by verdict
 
 
 class BenchmarkFigures(Figures, frozen=True, kw_only=True):

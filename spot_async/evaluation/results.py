@@ -14,6 +14,7 @@ import numpy as np
 
 from spot_async.config.evaluation import ALL_TIERS, MACRO
 from spot_async.evaluation.metrics import (
+    LENGTH_QUANTILES,
     BenchmarkFigures,
     Estimate,
     EvaluationFigures,
@@ -26,6 +27,7 @@ from spot_async.evaluation.metrics import (
 )
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.types import BoolArray, Float64Array, Verdict
+from spot_async.verification.normalization import normalize_answer
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,15 @@ class BenchmarkResult:
             mean_tokens=Estimate.over_problems([sum(r.tokens for r in row) / len(row) for row in rows]),
             truncated=truncated_share(responses),
             verdicts=verdict_counts(responses),
+            lengths=length_quantiles(responses),
         )
-        return common if not self.is_judged else self._with_accuracy(common, self.correct[self.in_tier(tier)])
+        return common if not self.is_judged else self._with_accuracy(common, rows, self.correct[self.in_tier(tier)])
 
-    def _with_accuracy(self, common: Figures, correct: BoolArray) -> Figures:
+    def _with_accuracy(self, common: Figures, rows: Sequence[Sequence[JudgedResponse]], correct: BoolArray) -> Figures:
+        votes = self.samples > 1 and any(each.extracted is not None for row in rows for each in row)
         return msgspec.structs.replace(
             common,
+            maj=Estimate.over_problems([majority_is_right(row) for row in rows]) if votes else None,
             avg=Estimate.over_problems(avg_at_k_per_problem(correct)),
             pass_at={
                 k: Estimate.over_problems(pass_at_k_per_problem(correct, k))
@@ -221,6 +226,30 @@ def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
         value=sum(each.value for each in estimates) / len(estimates),
         standard_error=math.hypot(*known) / len(estimates) if len(known) == len(errors) else None,
     )
+
+
+def majority_is_right(responses: Sequence[JudgedResponse]) -> float:
+    """Return whether the answer that most samples of a problem give is right: 1 or 0, between them for a tie.
+
+    All right answers are one answer. Wrong ones are equal if their normalised texts are. Samples without an answer have
+    no vote. A tie is drawn at random, and this is the expectation.
+    """
+    votes = Counter(
+        True if each.verdict is Verdict.CORRECT else normalize_answer(each.extracted)
+        for each in responses
+        if each.extracted is not None
+    )
+    tied = [answer for answer, count in votes.items() if count == max(votes.values())]
+    return tied.count(True) / len(tied) if tied else 0.0
+
+
+def length_quantiles(responses: Sequence[JudgedResponse]) -> dict[str, list[float]]:
+    """Return the tokens of responses at `LENGTH_QUANTILES`: of all, and by verdict."""
+    lengths = {"all": [each.tokens for each in responses]}
+    for each in responses:
+        if each.verdict is not None:
+            lengths.setdefault(each.verdict.value, []).append(each.tokens)
+    return {name: np.quantile(tokens, LENGTH_QUANTILES).tolist() for name, tokens in lengths.items()}
 
 
 def verdict_counts(responses: Sequence[JudgedResponse]) -> dict[str, int]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from spot_async.base.events import Channel
 from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.base.seeds import derive_seed
-from spot_async.config import EvaluationConfig
-from spot_async.errors import BudgetSpentError, ConfigError
-from spot_async.evaluation.benchmarks import Benchmark
+from spot_async.config import Config, EvaluationConfig
+from spot_async.data.prompts import PromptSource
+from spot_async.errors import BudgetSpentError, ConfigError, DataError
+from spot_async.evaluation.benchmarks import Benchmark, judged_benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
 from spot_async.models.vocabulary import Vocabulary
@@ -31,6 +34,7 @@ from spot_async.verification.normalization import extract_boxed
 
 S = TypeVar("S")
 Job = tuple[int, int, int]  # benchmark, problem, sample
+NO_PROMPT = np.zeros(0, np.int32)  # of responses that are judged again
 
 
 async def _nowhere(response: JudgedResponse) -> None:
@@ -38,16 +42,17 @@ async def _nowhere(response: JudgedResponse) -> None:
 
 
 async def evaluate(
-    sampler: ResponseJudge,
+    sampler: ResponseSampler,
     *,
     on_progress: Callable[[int, int], None] = lambda finished, total: None,
     known: Mapping[ResponseKey, JudgedResponse] | None = None,
     keep: Callable[[JudgedResponse], Awaitable[None]] = _nowhere,
+    saved: Mapping[ResponseKey, JudgedResponse] | None = None,
 ) -> EvaluationResult:
     """Run one evaluation, and return its responses.
 
     Responses in `known` are not sampled again; every new one is given to `keep`. `on_progress(finished, total)` is
-    called after each response.
+    called after each response. If there are `saved` responses, these are judged again, and none is sampled.
 
     Raises the errors of failed requests in an exception group. Raises `BudgetSpentError` when the budget runs out, but
     only after every response that was paid for has been kept.
@@ -61,7 +66,10 @@ async def evaluate(
     async def work(jobs: Iterator[Job]) -> None:
         for job in jobs:
             try:
-                response = await sampler.sample(job)
+                if saved is None:
+                    response = await sampler.sample(job)
+                else:
+                    response = await sampler.judged(job, saved[key_of(benchmarks, job)])
             except BudgetSpentError as error:
                 # Raised only after the TaskGroup: raised here, it would cancel responses that are paid for.
                 spent.append(error)
@@ -78,28 +86,33 @@ async def evaluate(
     return collected(benchmarks, judged, config.pass_k)
 
 
-class ResponseJudge:
-    """Has responses judged. `stages` are the stages that it asks."""
+class ResponseSampler:
+    """Samples a response and has it judged. `stages` are the stages that it asks."""
 
     def __init__(
         self,
         benchmarks: Sequence[Benchmark],
         config: EvaluationConfig,
         *,
+        generator: Generator | ServicePool[Generator] | None,
         verifiers: Mapping[str, Verifier],
+        vocabulary: Vocabulary | None,
         events: Channel | None = None,
     ) -> None:
-        """Make a judge that has asked nothing. Its requests are published on `events`.
+        """Make a sampler that has asked nothing. Its requests are published on `events`.
 
-        `verifiers` are by benchmark; responses to a benchmark without one are not judged.
+        `verifiers` are by benchmark; responses to a benchmark without one are not judged. Without generator and
+        vocabulary it only judges.
         """
         self.benchmarks = benchmarks
         self.config = config
         self._events = events
+        self._vocabulary = vocabulary
+        self._generation: Stage[Any] = self._stage("evaluation", generator)
         # One stage per verifier: benchmarks that share a verifier share its concurrency limit too.
         by_verifier = {id(each): self._stage("evaluation verify", each) for each in verifiers.values()}
         self._verification = {name: by_verifier[id(verifier)] for name, verifier in verifiers.items()}
-        self.stages: tuple[Stage[Any], ...] = tuple(by_verifier.values())
+        self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values())
 
     def _stage(self, name: str, service: S | ServicePool[S]) -> Stage[S]:
         limits = StageLimits(
@@ -113,57 +126,7 @@ class ResponseJudge:
 
     async def sample(self, job: Job) -> JudgedResponse:
         """Return the judged response of one job."""
-        raise NotImplementedError
-
-    async def judged(self, job: Job, response: JudgedResponse) -> JudgedResponse:
-        """Return the response with its verdict, which is None if the benchmark has no verifier, and what it is on."""
-        benchmark = self.benchmarks[job[0]]
-        problem = benchmark.sources[job[1]].problem
-        reads_box = benchmark.verifier is not None and benchmark.verifier.READS_BOX
-        return msgspec.structs.replace(
-            response,
-            verdict=await self._verdict(job, benchmark, problem, response.response),
-            problem=problem.shown,
-            gold=problem.answer,
-            choices=problem.choices,
-            tier=problem.tier,
-            extracted=extract_boxed(response.response) if reads_box else None,
-        )
-
-    async def _verdict(self, job: Job, benchmark: Benchmark, problem: Problem, text: str) -> Verdict | None:
-        """Return the verdict on a response; None if the benchmark has no verifier."""
-        verification = self._verification.get(benchmark.name)
-        if verification is None:
-            return None
-        verdict = (await ask_judgement(verification, job, problem, text)).verdict
-        if verdict is Verdict.UNJUDGED:
-            raise ConfigError(
-                f"{benchmark.key}: its verifier called a response to problem {problem.id!r} neither right nor wrong, "
-                "and an evaluation counts those that are right: let it give verdicts"
-            )
-        return verdict
-
-
-class ResponseSampler(ResponseJudge):
-    """Samples a response and has it judged."""
-
-    def __init__(
-        self,
-        benchmarks: Sequence[Benchmark],
-        config: EvaluationConfig,
-        *,
-        generator: Generator | ServicePool[Generator],
-        verifiers: Mapping[str, Verifier],
-        vocabulary: Vocabulary,
-        events: Channel | None = None,
-    ) -> None:
-        super().__init__(benchmarks, config, verifiers=verifiers, events=events)
-        self._vocabulary = vocabulary
-        self._generation = self._stage("evaluation", generator)
-        self.stages = (self._generation, *self.stages)
-
-    async def sample(self, job: Job) -> JudgedResponse:
-        """Return the judged response of one job."""
+        assert self._vocabulary is not None
         b, j, i = job
         benchmark = self.benchmarks[b]
         problem, prompt_ids = benchmark.sources[j].problem, benchmark.sources[j].token_ids
@@ -183,17 +146,39 @@ class ResponseSampler(ResponseJudge):
             tokens=len(prompt_ids) + sampling.max_tokens,
             work=lambda generation: len(generation.token_ids),
         )
-        response = JudgedResponse(
-            benchmark=benchmark.name,
-            problem_id=problem.id,
-            sample=i,
-            verdict=None,
-            tokens=len(generation.token_ids),
-            finish_reason=generation.finish_reason,
-            response=self._vocabulary.decode(generation.token_ids),
-            seed=sampling.seed,
+        return await self.judged(
+            job,
+            JudgedResponse(
+                benchmark=benchmark.name,
+                problem_id=problem.id,
+                sample=i,
+                verdict=None,
+                tokens=len(generation.token_ids),
+                finish_reason=generation.finish_reason,
+                response=self._vocabulary.decode(generation.token_ids),
+                problem=problem.shown,
+                gold=problem.answer,
+                choices=problem.choices,
+                tier=problem.tier,
+                seed=sampling.seed,
+            ),
         )
-        return await self.judged(job, response)
+
+    async def judged(self, job: Job, response: JudgedResponse) -> JudgedResponse:
+        """Return a response with its verdict, which is None if the benchmark has no verifier, and what that reads."""
+        benchmark = self.benchmarks[job[0]]
+        verification = self._verification.get(benchmark.name)
+        if benchmark.verifier is None or verification is None:
+            return response
+        problem = benchmark.sources[job[1]].problem
+        verdict = (await ask_judgement(verification, job, problem, response.response)).verdict
+        if verdict is Verdict.UNJUDGED:
+            raise ConfigError(
+                f"{benchmark.key}: its verifier called a response to problem {problem.id!r} neither right nor wrong, "
+                "and an evaluation counts those that are right: let it give verdicts"
+            )
+        extracted = extract_boxed(response.response) if benchmark.verifier.READS_BOX else None
+        return msgspec.structs.replace(response, verdict=verdict, extracted=extracted)
 
 
 def collected(
@@ -218,6 +203,28 @@ def collected(
             for b, benchmark in enumerate(benchmarks)
         )
     )
+
+
+def saved_benchmarks(config: Config, saved: Mapping[ResponseKey, JudgedResponse], name: str) -> list[Benchmark]:
+    """Return the benchmarks of an evaluation as its responses tell of them, with the verifiers of `config`.
+
+    Raises DataError, which calls their file `name`, for responses that are missing or do not tell.
+    """
+    evaluation = config.evaluation
+    assert evaluation is not None
+    template = next((each.template for each in saved.values() if each.template), None)
+    benchmarks = []
+    for benchmark in evaluation.sets():
+        rows = {each.problem_id: each for each in saved.values() if each.benchmark == benchmark and each.problem}
+        problems = [
+            Problem(id=each.problem_id, text=each.problem, answer=each.gold, tier=each.tier, choices=each.choices)
+            for each in rows.values()
+        ]
+        sources = [PromptSource(problem=problem, token_ids=NO_PROMPT) for problem in problems]
+        benchmarks.append(replace(judged_benchmark(benchmark, sources, config, evaluation), template=template))
+    if keys_of(benchmarks) - saved.keys() or not all(each.sources for each in benchmarks):
+        raise DataError(f"{name}: lacks responses, or their problems, as older versions wrote it: evaluate again")
+    return benchmarks
 
 
 def reported_k(benchmarks: Sequence[Benchmark], pass_k: Sequence[int]) -> dict[str, list[int]]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import structlog
 from rich.console import Console
@@ -35,8 +34,7 @@ from spot_async.evaluation.response_log import (
     settings_fingerprint,
 )
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, reported_k
-from spot_async.evaluation.saved import SavedResponses, saved_benchmarks
+from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, reported_k, saved_benchmarks
 from spot_async.loop.events import EvaluationBegan, ResponseJudged, RunEvent, StepBegan, TrainingView
 from spot_async.models.files import ModelFiles
 from spot_async.models.vocabulary import Vocabulary
@@ -61,6 +59,8 @@ class Occasion:
     directory: RunDirectory
     weights: Path
     when: str = ""  # part of the files' names; empty for the only evaluation of a run directory
+    saved: Mapping[ResponseKey, JudgedResponse] | None = None  # responses to judge again; None: they are sampled
+    identity: Identity | None = None  # of `saved`, as they are judged now
 
     @property
     def stem(self) -> str:
@@ -70,8 +70,8 @@ class Occasion:
 async def measure(
     config: Config,
     benchmarks: Sequence[Benchmark],
-    vocabulary: Vocabulary,
-    generator: Generator | ServicePool[Generator],
+    vocabulary: Vocabulary | None,
+    generator: Generator | ServicePool[Generator] | None,
     occasion: Occasion,
     events: Channel,
     beside: TrainingView | None = None,
@@ -86,7 +86,8 @@ async def measure(
     when = occasion.when
     step = f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip()
     events.publish(StepBegan(step, beside))
-    log = ResponseLog(occasion.directory, f"{occasion.stem}.jsonl", identity_of(config, benchmarks, occasion.weights))
+    identity = occasion.identity or identity_of(config, benchmarks, occasion.weights)
+    log = ResponseLog(occasion.directory, f"{occasion.stem}.jsonl", identity)
     if (finished := finished_evaluation(config, benchmarks, occasion.directory, when)) is not None:
         return finished
     known = log.open()
@@ -105,6 +106,7 @@ async def measure(
             on_progress=lambda finished, total: events.publish(ResponseJudged(finished, total)),
             known=known,
             keep=log.append,
+            saved=occasion.saved,
         )
     write_files(occasion, result, log, benchmarks)
     log.discard_partial()
@@ -164,17 +166,14 @@ def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Ben
     Raise DataError if the responses are needed, and gone or damaged.
     """
     assert config.evaluation is not None
-    pass_k = config.evaluation.pass_k
     found = read_figures(directory.path / f"{file_stem('')}.json").benchmarks
     there = {name: set(each.pass_at) for name, each in found.items() if each.avg is not None}
-    if there == {name: set(ks) for name, ks in reported_k(benchmarks, pass_k).items()}:
+    if there == {name: set(ks) for name, ks in reported_k(benchmarks, config.evaluation.pass_k).items()}:
         return
-    judged = read_responses(directory, f"{file_stem('')}.jsonl")
-    if missing := keys_of(benchmarks) - judged.keys():
-        raise DataError(f"{directory.path / file_stem('')}.jsonl lacks responses ({len(missing)}): evaluate again")
-    write_figures(
-        Occasion(directory, weights), collected(benchmarks, judged, pass_k), identity_of(config, benchmarks, weights)
-    )
+    result = finished_evaluation(config, benchmarks, directory, "")
+    if result is None:
+        raise DataError(f"{directory.path / file_stem('')}.jsonl lacks responses: evaluate again")
+    write_figures(Occasion(directory, weights), result, identity_of(config, benchmarks, weights))
 
 
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:
@@ -213,42 +212,29 @@ async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack)
     return found
 
 
-Saved: TypeAlias = Mapping[ResponseKey, JudgedResponse]
+def earlier_evaluation(
+    config: Config, figures: EvaluationFigures, path: Path, directory: RunDirectory
+) -> tuple[list[Benchmark], Occasion]:
+    """Return the benchmarks that the responses beside a figures file are of, and the occasion to judge them again.
 
-
-def read_saved(config: Config, figures: Path) -> tuple[list[Benchmark], Saved]:
-    """Return the responses beside a figures file, and the benchmarks they are of. Raises as `saved_benchmarks`."""
-    name = figures.with_suffix(".jsonl")
+    Raises DataError for responses that do not say what they were asked.
+    """
+    name = path.with_suffix(".jsonl")
     saved = read_responses(RunDirectory(name.parent), name.name)
-    return saved_benchmarks(config, saved, str(name)), saved
-
-
-async def judge_again(
-    config: Config,
-    benchmarks: Sequence[Benchmark],
-    saved: Saved,
-    earlier: EvaluationFigures,
-    directory: RunDirectory,
-    console: Console,
-) -> EvaluationResult:
-    """Have saved responses judged by the verifiers of `benchmarks`, and write the files of a whole evaluation."""
-    events, screen = Channel(), RunConsole(console, 0)
-    events.subscribe(screen, to=RunEvent)
-    async with AsyncExitStack() as stack:
-        stack.enter_context(screen.live())
-        sampler = SavedResponses(saved, benchmarks, config, await open_verifiers(benchmarks, stack), events)
-        events.publish(StepBegan("judging again"))
-        events.publish(EvaluationBegan(sampler.stages))
-        result = await evaluate(
-            sampler, on_progress=lambda finished, total: events.publish(ResponseJudged(finished, total))
-        )
+    benchmarks = saved_benchmarks(config, saved, str(name))
     judged = {f"{each.key}.verifier": each.verifier.that_decide() for each in benchmarks if each.verifier is not None}
-    settings = earlier.settings | judged
-    identity = Identity(model=earlier.model_fingerprint, backend=config.student.backend.kind, settings=settings)
-    occasion = Occasion(directory, Path(earlier.model))
-    write_files(occasion, result, ResponseLog(directory, f"{occasion.stem}.jsonl", identity), benchmarks)
-    directory.write_summary({"evaluation": evaluation_summary(result)})
-    return result
+    settings = figures.settings | judged
+    identity = Identity(model=figures.model_fingerprint, backend=config.student.backend.kind, settings=settings)
+    return benchmarks, Occasion(directory, Path(figures.model), saved=saved, identity=identity)
+
+
+async def judge_again(config: Config, benchmarks: Sequence[Benchmark], occasion: Occasion, console: Console) -> None:
+    """Have saved responses judged by the verifiers of `benchmarks`, and write the files of a whole evaluation."""
+    screen, events = RunConsole(console, 0), Channel()
+    events.subscribe(screen, to=RunEvent)
+    with screen.live():
+        result = await measure(config, benchmarks, None, None, occasion, events)
+    occasion.directory.write_summary({"evaluation": evaluation_summary(result)})
 
 
 async def evaluate_student(

@@ -124,15 +124,16 @@ def accuracy_table(figures: EvaluationFigures) -> Table:
     ks = sorted({k for each in figures.benchmarks.values() for k in each.pass_at if k > 1})
     ns = {each.samples for each in figures.benchmarks.values() if each.avg is not None}
     average = f"Avg@{ns.pop()}" if len(ns) == 1 else "Avg"
-    table = number_table(kind_of_row(figures), "n", average, *(f"Pass@{k}" for k in ks))
+    votes = [f"maj{average[3:]}"] if any(each.maj for each in figures.benchmarks.values()) else []
+    table = number_table(kind_of_row(figures), "n", average, *(f"Pass@{k}" for k in ks), *votes)
     rows = [(name, each) for name, each in _rows(figures) if each.avg is not None]
     for number, (name, each) in enumerate(rows, start=1):
         cells = [str(each.problems), estimate_words(each.avg), *(estimate_words(each.pass_at.get(k)) for k in ks)]
+        cells += [estimate_words(each.maj)] if votes else []
         table.add_row(Text(visible(name)), *cells, end_section=number == len(rows))
     if figures.macro is not None and len(figures.benchmarks) > 1:
-        table.add_row(
-            "macro", "", estimate_words(figures.macro.avg), *(estimate_words(figures.macro.pass_at.get(k)) for k in ks)
-        )
+        pass_at = (estimate_words(figures.macro.pass_at.get(k)) for k in ks)
+        table.add_row("macro", "", estimate_words(figures.macro.avg), *pass_at, *("" for _ in votes))
     return table
 
 

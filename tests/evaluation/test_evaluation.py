@@ -25,7 +25,7 @@ from spot_async.errors import BudgetSpentError, ConfigError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.metrics import EvaluationFigures
 from spot_async.evaluation.response_log import JudgedResponse
-from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, paired_change
+from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, majority_is_right, paired_change
 from spot_async.evaluation.runner import ResponseSampler, collected, evaluate
 from spot_async.running.summary import change_summary, evaluation_summary
 from spot_async.telemetry.evaluations import figures_table
@@ -35,6 +35,35 @@ from spot_async.types import Generation, Judgement, Problem, Verdict
 from spot_async.verification import BoxedMatch
 
 BOXED = BoxedMatch.Settings()
+
+
+def test_the_majority_counts_right_answers_as_one_and_a_tie_by_its_share():
+    def row(*cells):  # "+" is right, however it is spelled; another text is a wrong answer, None no answer
+        return [
+            JudgedResponse(
+                problem_id="p", sample=i, tokens=10 * (i + 1), finish_reason="stop", response="",
+                verdict=Verdict.NO_ANSWER if cell is None else Verdict.CORRECT if cell[0] == "+" else Verdict.WRONG,
+                extracted=cell,
+            )
+            for i, cell in enumerate(cells)
+        ]  # fmt: skip
+
+    votes = [
+        (["+1/2", "+0.5", "3", None], 1.0),
+        (["3", "3.0", r"\text{3}", "+1"], 0.0),  # by their normalised texts these wrong ones are one
+        (["+1", "7", None, None], 0.5),
+        (["+1", "7", "8", None], 1 / 3),
+        ([None, None, None, None], 0.0),
+    ]
+    for cells, expected in votes:
+        assert majority_is_right(row(*cells)) == pytest.approx(expected), cells
+    found = BenchmarkResult(tiers=(None,) * 5, responses=tuple(tuple(row(*cells)) for cells, _ in votes))
+    figures = evaluation_file(EvaluationResult((found,))).benchmarks["problems"]
+    assert figures.maj.value == pytest.approx(sum(expected for _, expected in votes) / 5)
+    assert re.search(r"Avg@4 +Pass@4 +maj@4", printed(figures_table(evaluation_file(EvaluationResult((found,))))))
+    tokens = [each.tokens for responses in found.responses for each in responses if each.verdict is Verdict.CORRECT]
+    assert figures.lengths["correct"] == np.quantile(tokens, [0.1, 0.25, 0.5, 0.75, 0.9]).tolist()
+    assert figures.lengths.keys() == {"all", "correct", "wrong", "no_answer"}
 
 
 def benchmark_result(table, tiers=None, name="problems", **rest):

@@ -100,9 +100,9 @@ def test_judged_again_by_the_same_verifier_all_files_are_the_same_bytes(command,
     ("words", "message"),
     [
         (["--judge", "{run}", "--resume", "{run}"], "--judge RUN takes RUN's configuration"),
-        (["--judge", "{run}", "evaluation.samples=3"], "evaluation.jsonl: lacks responses: judge a complete"),
-        (["--model", STUDENT], "give a configuration file, or both --model PATH and --benchmark FILE"),
-        (["configs/quickstart.yaml", "--model", STUDENT], "stand in CONFIG's place: give student.model and"),
+        (["--judge", "{run}", "evaluation.samples=3"], "evaluation.jsonl: lacks responses, or their problems"),
+        (["--model", STUDENT], "give a CONFIG, or in its place both --model PATH and --benchmark FILE"),
+        (["configs/quickstart.yaml", "--model", STUDENT], "give a CONFIG, or in its place both"),
         (["--model", STUDENT, "--benchmark", "a/x.json", "--benchmark", "b/x.csv"], "two sets have the same name"),
     ],
 )  # fmt: skip
@@ -116,7 +116,7 @@ def test_responses_of_before_they_named_their_problems_are_refused(command, eval
     file = evaluated / "evaluation.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(row | {"problem": ""}) + "\n" for row in rows))
-    assert "has no problems and answers, as older versions wrote it" in command("--judge", evaluated).stderr
+    assert "their problems, as older versions wrote it" in command("--judge", evaluated).stderr
 
 
 def test_a_model_and_a_benchmark_are_enough(command, tmp_path):
@@ -128,6 +128,12 @@ def test_a_model_and_a_benchmark_are_enough(command, tmp_path):
     assert "sums: 180 problems x 2 responses" in shown.output
     assert "heldout: 180 problems x 8 responses" in shown.output
     assert "into runs/student-eval/" in shown.output
+    few = command(
+        *words, "--dry-run", "evaluation.max_response_tokens=9", "evaluation.limit=3", "evaluation.temperature=0"
+    )
+    assert "heldout: 3 problems x 8 responses" in few.output
+    same = "with evaluation.temperature=0 all 8 responses to a problem are the same: set samples to 1"
+    assert f"evaluation.benchmarks.sums: {same}" in few.output
     config = tmp_path / "alone.yaml"
     config.write_text(f"student: {{model: {STUDENT}}}\nevaluation: {{problems: {problems}, max_response_tokens: 9}}\n")
     assert command(config, "--dry-run", "--brief").exit_code == 0
