@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import both, gather
-from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
+from spot_async.config import NonNegativeFloat, PositiveFloat, PositiveInt, RoutedSettings
 from spot_async.models.common_vocabulary import common_candidates
 from spot_async.models.responses import foreign, sampled_tokens
 from spot_async.protocols import PromptStages
@@ -23,7 +23,6 @@ from spot_async.terms import (
     compared,
     forward_kl,
     jsd,
-    pull,
     reverse_kl,
     reverse_skew,
     row_bytes,
@@ -40,11 +39,10 @@ from spot_async.types import (
     Prompt,
     Sample,
     SoftTargets,
-    TokenScores,
 )
 
 from .grpo import group_advantages
-from .samples import student_sample
+from .samples import Scores, further_bytes, pulls, scored, student_sample, writer
 
 DIVERGENCES: dict[str, Callable[..., Divergence]] = {
     "forward_kl": lambda beta, **how: forward_kl(**how),
@@ -69,7 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class DistillSettings(PluginSettings):
+class DistillSettings(RoutedSettings):
     """Settings. Keys that a preset gives may be given beside it, and then count."""
 
     kind: str = "distill"
@@ -155,7 +153,7 @@ class Attempt:
     """One response of a prompt, and what was found out about it."""
 
     response: Generation
-    scores: TokenScores | None
+    scores: Scores  # by teacher; empty where none is asked
     rows: tuple[SoftTargets, ...]
     judgement: Judgement
     reference_logprobs: FloatArray | None  # (T,) for `training.reference_kl`
@@ -183,7 +181,10 @@ class DistillPolicy:
             samples_per_prompt=settings.samples,
             rounds=2 if of_student else 1,
             outcomes=settings.reward > 0,
-            term_bytes_per_token=row_bytes(self._k) * self._is_compared + 4 * (settings.reward > 0),
+            teachers=context.teachers,
+            term_bytes_per_token=row_bytes(self._k) * self._is_compared * max(1, len(context.teachers))
+            + further_bytes(context)
+            + 4 * (settings.reward > 0),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
@@ -209,32 +210,34 @@ class DistillPolicy:
             return await stages.rollout(n=n, top_k=self.needs.rollout_top_k)
         if self.settings.written_by == "data":
             return stages.written_response()
-        return foreign(await stages.teacher_response(n=n))
+        name = writer(prompt, stages, self._run_seed, n)
+        return foreign(await stages.teacher_response(n=n, teacher=name))
 
-    async def _compared(
-        self, response: Generation, stages: PromptStages
-    ) -> tuple[TokenScores | None, tuple[SoftTargets, ...]]:
-        """Return the teacher's scores of a response, and the rows that compare its distributions."""
+    async def _compared(self, response: Generation, stages: PromptStages) -> tuple[Scores, tuple[SoftTargets, ...]]:
+        """Return the teachers' scores of a response, and the rows that compare their distributions."""
         if not self.needs.teacher_top_k:
-            return None, ()
-        scores = await stages.score(response.token_ids, top_k=self._k if self._is_compared else 0)
+            return {}, ()
+        scores = await scored(stages, response.token_ids, top_k=self._k if self._is_compared else 0)
         if not self._is_compared:
             return scores, ()
-        settings = self.settings
-        if not self.needs.rollout_top_k or not sampled_tokens(response).any():
-            has_tail = settings.tail is True
-            return scores, (
-                compared(scores, self._divergence, top_k=self._k, weight=settings.weight, has_tail=has_tail),
-            )
+        if self.needs.rollout_top_k and sampled_tokens(response).any():
+            rows = await gather(self._on_students(response, name, stages) for name in stages.teachers)
+            return scores, tuple(rows)
+        has_tail, weight = self.settings.tail is True, self.settings.weight
+        return scores, tuple(
+            compared(scores[name], self._divergence, top_k=self._k, weight=weight * share, has_tail=has_tail)
+            for name, share in stages.teachers.items()
+        )
+
+    async def _on_students(self, response: Generation, teacher: str, stages: PromptStages) -> SoftTargets:
+        """Return the rows that compare a teacher with the student on the student's own top-k."""
         assert response.topk_ids is not None
         assert response.topk_logprobs is not None
         positions = np.arange(len(response.token_ids), dtype=np.int32)
         ids, _ = common_candidates(response.topk_ids, response.topk_logprobs, self._vocab_limit)
-        logprobs = await stages.teacher_candidates(response.token_ids, positions, ids)
-        weights = np.full(len(positions), settings.weight / len(positions))
-        return scores, (
-            soft_targets(positions, ids, logprobs, weights, self._divergence, has_tail=settings.tail is True),
-        )
+        logprobs = await stages.teacher_candidates(response.token_ids, positions, ids, teacher=teacher)
+        weights = np.full(len(positions), self.settings.weight * stages.teachers[teacher] / len(positions))
+        return soft_targets(positions, ids, logprobs, weights, self._divergence, has_tail=self.settings.tail is True)
 
     @property
     def _divergence(self) -> Divergence:
@@ -249,11 +252,12 @@ class DistillPolicy:
 
     def _sample(self, prompt: Prompt, stages: PromptStages, attempt: Attempt, advantage: float) -> Sample:
         settings, response, scores = self.settings, attempt.response, attempt.scores
-        terms: dict[str, Any] = {"soft_targets": attempt.rows, "policy_mask": None}
-        terms["reference_logprobs"] = attempt.reference_logprobs
-        if scores is not None and settings.pull_weight:
+        terms: dict[str, Any] = {"soft_targets": attempt.rows, "reference_logprobs": attempt.reference_logprobs}
+        if scores and settings.pull_weight:
             clip = None if settings.pull_clip is None else (settings.pull_clip[0], settings.pull_clip[1])
-            terms |= {"pulls": (pull(scores, settings.pull_weight, clip=clip),), "policy_mask": scores.valid}
+            terms["pulls"] = pulls(stages, scores, settings.pull_weight, clip=clip)
+        else:
+            terms["policy_mask"] = None  # what only a divergence or a reward teaches
         if settings.reward:
             given = settings.reward * advantage
             terms["advantages"] = np.full(len(response.token_ids), given, dtype=np.float32)

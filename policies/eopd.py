@@ -6,22 +6,24 @@ the student's full-vocabulary distribution (the paper's Eqs. (3) and (4)).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from pydantic import Field
 
 from spot_async.base.tasks import both
-from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
+from spot_async.config import NonNegativeFloat, PositiveInt, RoutedSettings
 from spot_async.protocols import PromptStages
-from spot_async.terms import compared, forward_kl, pull, row_bytes
-from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, TokenScores
+from spot_async.terms import compared, forward_kl, row_bytes
+from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
 
-from .samples import student_sample
+from .samples import further_bytes, pulls, scored, student_sample
 from .truncated.noise import of_entropy, split
 
 
-class EopdSettings(PluginSettings):
+class EopdSettings(RoutedSettings):
     """Settings. Descriptions begin with the paper's symbols."""
 
     kind: str = "eopd"
@@ -43,25 +45,31 @@ class EopdPolicy:
             teacher_top_k=settings.top_k,
             teacher_top_k_key="top_k",
             outcomes=False,
-            term_bytes_per_token=row_bytes(settings.top_k),
+            teachers=context.teachers,
+            term_bytes_per_token=row_bytes(settings.top_k) * max(1, len(context.teachers)) + further_bytes(context),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()
         scores, judgement = await both(
-            stages.score(rollout.token_ids, top_k=self.settings.top_k), stages.verify(rollout.token_ids)
+            scored(stages, rollout.token_ids, top_k=self.settings.top_k), stages.verify(rollout.token_ids)
         )
-        gate = scores.known & (scores.entropy > self.settings.tau_nats)
-        forward = compared(
-            scores, forward_kl(), top_k=self.settings.top_k, where=gate, weight=self.settings.alpha, has_tail=False
-        )
-        sample = student_sample(
-            prompt, stages, rollout, judgement, scores, pulls=(pull(scores),), soft_targets=(forward,)
-        )
-        sample.metrics["eopd/gated"] = len(forward.positions) / len(scores.entropy)
-        sample.metrics["eopd/uncertain"] = float((scores.known & self._uncertain(scores, stages)).mean())
-        sample.record["gated_positions"] = forward.positions
+        rows = {name: self._forward(scores[name], share) for name, share in stages.teachers.items()}
+        terms = {"pulls": pulls(stages, scores), "soft_targets": tuple(rows.values())}
+        sample = student_sample(prompt, stages, rollout, judgement, scores, **terms)
+        gated = uncertain = 0.0
+        for name, share in stages.teachers.items():
+            gated += share * len(rows[name].positions) / len(rollout.token_ids)
+            uncertain += share * float((scores[name].known & self._uncertain(scores[name], stages)).mean())
+        sample.metrics.update({"eopd/gated": gated, "eopd/uncertain": uncertain})
+        sample.record["gated_positions"] = functools.reduce(np.union1d, (each.positions for each in rows.values()))
         return [sample]
+
+    def _forward(self, scores: TokenScores, share: float) -> SoftTargets:
+        """Return the forward KL from a teacher, where that one is uncertain."""
+        gate = scores.known & (scores.entropy > self.settings.tau_nats)
+        weight = self.settings.alpha * share
+        return compared(scores, forward_kl(), top_k=self.settings.top_k, where=gate, weight=weight, has_tail=False)
 
     def _uncertain(self, scores: TokenScores, stages: PromptStages) -> BoolArray:
         """Return (T,) true where tau lies within the entropy's bounds, so that only their midpoint decides.

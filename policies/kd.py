@@ -1,8 +1,9 @@
 """Knowledge distillation, off-policy: the student learns from what the teacher writes.
 
-The teacher writes one response per problem, which is reused in every epoch. The loss at each position is cross-entropy
-on the written token plus forward KL to the teacher, renormalised on its top-k (docs/methods.md). There is no policy
-term: everything is soft targets.
+The teacher writes one response per problem, which is reused in every epoch. Where a prompt has several teachers, one
+that is drawn by their shares writes it, and all score it. The loss at each position is cross-entropy on the written
+token plus forward KL to each teacher, renormalised on its top-k (docs/methods.md). There is no policy term: everything
+is soft targets.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from pydantic import Field
 
 from spot_async.base.tasks import both
-from spot_async.config import PluginSettings, PositiveInt
+from spot_async.config import PositiveInt, RoutedSettings, teacher_area
 from spot_async.models.responses import foreign
 from spot_async.protocols import PromptStages
 from spot_async.terms import compared, forward_kl, on_policy, row_bytes, written
@@ -31,10 +32,10 @@ from spot_async.types import (
     TokenScores,
 )
 
-from .samples import response_record, teacher_metrics, teacher_record
+from .samples import further_bytes, response_record, scored, teacher_metrics, teacher_record, writer
 
 
-class KdSettings(PluginSettings):
+class KdSettings(RoutedSettings):
     kind: str = "kd"
     top_k: PositiveInt = Field(16, description="teacher candidates of the forward KL")
     forward_kl_weight: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -45,10 +46,11 @@ class KdSettings(PluginSettings):
 
 
 class Taught(msgspec.Struct, frozen=True):
-    """What the teacher wrote for one problem, how it scores its own tokens, and what the verifier says."""
+    """What a teacher wrote for one problem, how the teachers score its tokens, and what the verifier says."""
 
+    writer: str  # the teacher's name
     response: Generation
-    scores: TokenScores | None  # None when no log-probabilities are asked for
+    scores: dict[str, TokenScores]  # by teacher; empty when no log-probabilities are asked for
     judgement: Judgement
 
 
@@ -60,6 +62,7 @@ class KdPolicy:
     def __init__(self, settings: KdSettings, context: PolicyContext) -> None:
         self.settings = settings
         self._top_k = settings.top_k if settings.forward_kl_weight > 0 else 0  # 0: cross-entropy alone, no scores
+        self._run_seed = context.run_seed
         self._taught: dict[str, Taught] = {}  # by problem
         # Epochs may overlap. The lock of a problem keeps a second epoch from asking for its response again.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -69,45 +72,49 @@ class KdPolicy:
             rollouts_per_prompt=0,
             teacher_responses=1,
             outcomes=False,
-            term_bytes_per_token=row_bytes(1) + row_bytes(self._top_k),
+            teachers=context.teachers,
+            term_bytes_per_token=row_bytes(1)
+            + row_bytes(self._top_k) * max(1, len(context.teachers))
+            + further_bytes(context),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         async with self._turns[prompt.problem.id]:
             taught = self._taught.get(prompt.problem.id)
             if taught is None:
-                taught = self._taught[prompt.problem.id] = await self._ask_teacher(stages)
+                taught = self._taught[prompt.problem.id] = await self._ask_teachers(prompt, stages)
         return [self._sample(prompt, stages, taught)]
 
-    async def _ask_teacher(self, stages: PromptStages) -> Taught:
-        response = await stages.teacher_response()
-        scores, judgement = await both(self._score(response, stages), stages.verify(response.token_ids))
-        return Taught(response, scores, judgement)
+    async def _ask_teachers(self, prompt: Prompt, stages: PromptStages) -> Taught:
+        name = writer(prompt, stages, self._run_seed)
+        response = await stages.teacher_response(teacher=name)
+        scores, judgement = await both(self._scores(response, stages), stages.verify(response.token_ids))
+        return Taught(name, response, scores, judgement)
 
-    async def _score(self, response: Generation, stages: PromptStages) -> TokenScores | None:
-        return await stages.score(response.token_ids, top_k=self._top_k) if self._top_k else None
+    async def _scores(self, response: Generation, stages: PromptStages) -> dict[str, TokenScores]:
+        return await scored(stages, response.token_ids, top_k=self._top_k) if self._top_k else {}
 
     def _sample(self, prompt: Prompt, stages: PromptStages, taught: Taught) -> Sample:
-        response, scores = taught.response, taught.scores
+        response, area = taught.response, teacher_area(taught.writer)
         metrics = {
-            "teacher/tokens": float(len(response.token_ids)),
-            "teacher/truncated": float(response.finish_reason == "length"),
-            **(teacher_metrics(scores) if scores is not None else {}),
+            f"{area}/tokens": float(len(response.token_ids)),
+            f"{area}/truncated": float(response.finish_reason == "length"),
+            **teacher_metrics(taught.scores),
         }
         verdict = taught.judgement.verdict
         if verdict.reward is not None:
-            metrics["teacher/accuracy"] = verdict.reward
+            metrics[f"{area}/accuracy"] = verdict.reward
         return Sample(
-            supervision=on_policy(prompt, foreign(response), soft_targets=self._terms(taught)),
+            supervision=on_policy(prompt, foreign(response), soft_targets=self._terms(taught, stages)),
             metrics=metrics,
-            record=response_record(prompt, stages, response, taught.judgement)
-            | (teacher_record(scores) if scores is not None else {}),
+            record=response_record(prompt, stages, response, taught.judgement) | teacher_record(taught.scores),
         )
 
-    def _terms(self, taught: Taught) -> tuple[SoftTargets, ...]:
+    def _terms(self, taught: Taught, stages: PromptStages) -> tuple[SoftTargets, ...]:
         """Return `(1 - w)` of the cross-entropy at each position, and w of the forward KL where there are scores."""
-        share, scores, response_ids = self.settings.forward_kl_weight, taught.scores, taught.response.token_ids
-        likelihood = written(response_ids, 1 - share)
-        if scores is None or not self._top_k:
-            return (likelihood,)
-        return likelihood, compared(scores, forward_kl(), top_k=self._top_k, weight=share, has_tail=False)
+        share, top_k = self.settings.forward_kl_weight, self._top_k
+        forward = (
+            compared(scores, forward_kl(), top_k=top_k, weight=share * stages.teachers[name], has_tail=False)
+            for name, scores in taught.scores.items()
+        )
+        return written(taught.response.token_ids, 1 - share), *forward

@@ -1,23 +1,59 @@
-"""Makes samples for policies: the one of a student's response, and metrics and records of any sample."""
+"""Asks a prompt's teachers, and makes samples: of a student's response, and metrics and records of any."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from spot_async.base.seeds import derive_seed
+from spot_async.base.tasks import gather
+from spot_async.config import teacher_area
 from spot_async.models.responses import oldest_version, sampled_tokens
 from spot_async.protocols import PromptStages
-from spot_async.terms import on_policy
+from spot_async.terms import on_policy, pull
 from spot_async.types import (
     FloatArray,
     Generation,
+    IntArray,
     Judgement,
+    PolicyContext,
     Prompt,
+    Pull,
     Sample,
     TokenScores,
     Verdict,
 )
+
+Scores: TypeAlias = dict[str, TokenScores]  # of one response, by the teacher's name
+TEACHER_BYTES = 5 * 4  # a token: a further teacher's pull with its weights, and what it says in the record
+
+
+async def scored(stages: PromptStages, response_ids: IntArray, *, top_k: int) -> Scores:
+    """Return what each of the prompt's teachers says of a response."""
+    found = await gather(stages.score(response_ids, top_k=top_k, teacher=name) for name in stages.teachers)
+    return dict(zip(stages.teachers, found, strict=True))
+
+
+def pulls(
+    stages: PromptStages, scores: Scores, weight: float = 1.0, *, clip: tuple[float, float] | None = None
+) -> tuple[Pull, ...]:
+    """Return a pull towards each teacher, with its share of the weight."""
+    return tuple(pull(scores[name], weight * share, clip=clip) for name, share in stages.teachers.items())
+
+
+def writer(prompt: Prompt, stages: PromptStages, run_seed: int, *request: int | str) -> str:
+    """Return the teacher that writes a response: a prompt's only one, or one drawn by the teachers' shares."""
+    names = list(stages.teachers)
+    if len(names) == 1:
+        return names[0]
+    rng = np.random.default_rng(derive_seed(run_seed, prompt.problem.id, "which teacher writes", *request))
+    return names[rng.choice(len(names), p=list(stages.teachers.values()))]
+
+
+def further_bytes(context: PolicyContext) -> int:
+    """Return the bytes of a response token that the prompt's teachers take beside its first."""
+    return TEACHER_BYTES * max(0, len(context.teachers) - 1)
 
 
 def student_sample(
@@ -25,36 +61,61 @@ def student_sample(
     stages: PromptStages,
     response: Generation,
     judgement: Judgement,
-    scores: TokenScores | None = None,
+    scores: TokenScores | Scores | None = None,
     **terms: Any,
 ) -> Sample:
     """Return a sample of a response. `terms` say what is learnt from it, as in `on_policy`.
 
-    Where a teacher scored it, tokens that the scores do not know have no policy term, unless `policy_mask` is given. A
-    policy adds to its `metrics` and `record` what is its own.
+    `scores` are those of the prompt's teacher, or of several by name. Tokens that no teacher knows have no policy term,
+    unless `policy_mask` is given. A policy adds to its `metrics` and `record` what is its own.
     """
     metrics, record = rollout_metrics(response, judgement), rollout_record(prompt, stages, response, judgement)
-    if scores is not None:
-        metrics, record = metrics | teacher_metrics(scores), record | teacher_record(scores)
-        terms = {"policy_mask": scores.valid, **terms}
+    domain = prompt.problem.domain or prompt.problem.category
+    if domain and "rollout/accuracy" in metrics:
+        metrics[f"rollout/{domain}/accuracy"] = metrics["rollout/accuracy"]
+    if scores:
+        by_name = scores if isinstance(scores, dict) else {prompt.problem.teacher: scores}
+        metrics |= teacher_metrics(by_name, record["behavior_logprobs"])
+        record |= teacher_record(by_name)
+        if all(each.valid is not None for each in by_name.values()):
+            terms = {"policy_mask": np.any([each.known for each in by_name.values()], axis=0), **terms}
     return Sample(supervision=on_policy(prompt, response, **terms), metrics=metrics, record=record)
 
 
-def teacher_metrics(scores: TokenScores) -> dict[str, float]:
-    """Return the mean entropy over known positions; for a teacher that reads text also the share of unknown ones."""
-    if scores.valid is None:
-        return {"teacher/entropy_nats": float(scores.entropy.mean())}
-    masked = {"teacher/masked": 1.0 - float(scores.valid.mean())}
-    return masked | ({"teacher/entropy_nats": float(scores.entropy[scores.valid].mean())} if scores.valid.any() else {})
+def teacher_metrics(scores: Scores, student: FloatArray | None = None) -> dict[str, float]:
+    """Return each teacher's mean entropy over known positions, and of one that reads text the share of unknown ones.
+
+    Of several teachers, also the mean of `log p_T - log p_S`, `student` being log p_S (T,) or NaN where nobody knows.
+    """
+    metrics = {}
+    for name, each in scores.items():
+        area, known = teacher_area(name), each.known
+        if each.valid is not None:
+            metrics[f"{area}/masked"] = 1.0 - float(each.valid.mean())
+        if known.any():
+            metrics[f"{area}/entropy_nats"] = float(each.entropy[known].mean())
+        if name and student is not None and (both := known & np.isfinite(student)).any():
+            metrics[f"{area}/pull_nats"] = float((each.logprobs - student)[both].mean())
+    return metrics
 
 
-def teacher_record(scores: TokenScores) -> dict[str, Any]:
-    """Return the teacher's values at each position; NaN (null in the file) where they are unknown."""
+def teacher_record(scores: Scores) -> dict[str, Any]:
+    """Return the teacher's values at each position; NaN (null in the file) where they are unknown.
 
-    def shown(values: FloatArray) -> FloatArray:
+    One of several is named. Where several scored the response, `teachers` has the values of each.
+    """
+
+    def shown(scores: TokenScores, values: FloatArray) -> FloatArray:
         return values if scores.valid is None else np.where(scores.valid, values, np.float32(np.nan))
 
-    return {"teacher_logprobs": shown(scores.logprobs), "teacher_entropy_nats": shown(scores.entropy)}
+    of_each = {
+        name: {"teacher_logprobs": shown(each, each.logprobs), "teacher_entropy_nats": shown(each, each.entropy)}
+        for name, each in scores.items()
+    }
+    if len(of_each) != 1:
+        return {"teachers": of_each} if of_each else {}
+    ((name, values),) = of_each.items()
+    return {"teacher": name, **values} if name else values
 
 
 def rollout_record(prompt: Prompt, stages: PromptStages, rollout: Generation, judgement: Judgement) -> dict[str, Any]:
@@ -90,6 +151,8 @@ def response_record(prompt: Prompt, stages: PromptStages, response: Generation, 
         "finish_reason": response.finish_reason,
         "response_ids": response.token_ids,
     }
+    if prompt.problem.domain is not None:
+        record["domain"] = prompt.problem.domain
     if judgement.reward != judgement.verdict.reward:
         record["reward"] = judgement.reward
     return record | ({"feedback": judgement.feedback} if judgement.feedback else {})

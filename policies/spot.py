@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from spot_async.base import registry
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import both, gather
-from spot_async.config import NonNegativeFloat, PluginSettings, PositiveInt
+from spot_async.config import NonNegativeFloat, PositiveInt, RoutedSettings
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.responses import token_of
 from spot_async.protocols import PromptStages
@@ -54,7 +54,7 @@ RULES = ("score", "entropy", "earliest", "random")
 Lambda = Annotated[float, Field(ge=0, le=1)]
 
 
-class SpotSettings(PluginSettings):
+class SpotSettings(RoutedSettings):
     """Settings. Descriptions begin with the paper's symbols."""
 
     kind: str = "spot"

@@ -240,8 +240,16 @@ class PromptStages(Protocol):
         ...
 
     @property
+    def teachers(self) -> Mapping[str, float]:
+        """The teachers that the prompt asks, by name, with their shares of what is learnt: 1 altogether.
+
+        The only teacher of a run has the empty name.
+        """
+        ...
+
+    @property
     def teacher(self) -> Capabilities | None:
-        """What the teacher's server offers, or None as for the student. Of several teachers, what all of them offer."""
+        """What the prompt's teacher's server offers, or None as for the student; of several, what all of them offer."""
         ...
 
     @property
@@ -274,7 +282,7 @@ class PromptStages(Protocol):
     def teacher_prompt(self, *turns: ChatTurn | str, teacher: str = "") -> IntArray:
         """Return a prompt (P,) for the teacher, made of these turns by its chat template; a text is a user's turn.
 
-        Here and below, `teacher` is the name of one of several (`teachers.<name>`), and empty for the only one.
+        Here and below, `teacher` names one of several (`teachers.<name>`); it is empty for the prompt's only one.
 
         Its length counts against `PolicyNeeds.teacher_prompt_tokens`. It runs on the event loop: make contexts of many
         thousand tokens in a thread.

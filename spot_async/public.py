@@ -6,6 +6,7 @@ from spot_async.config import BackendSettings as BackendSettings
 from spot_async.config import Config as Config
 from spot_async.config import PluginSettings as PluginSettings
 from spot_async.config import PromptConfig as PromptConfig
+from spot_async.config import RoutedSettings as RoutedSettings
 from spot_async.config import SamplingConfig as SamplingConfig
 from spot_async.config import StagesConfig as StagesConfig
 from spot_async.config.loading import load_config as load_config

@@ -141,6 +141,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[ChatTurn, ...] = ()  # the messages before the text: a system message, earlier turns
     set_key: str = ""  # the key of its training set: `data.train`, or `data.train.1` where there are several
     instruction: str | None = None  # what follows the text in a prompt; None: what the configuration says of all
+    domain: str | None = None  # the value by which `policy.route` chooses its teacher
+    teacher: str = ""  # the one of several that its prompts ask; empty: all that there are
 
     @property
     def shown(self) -> str:

@@ -31,6 +31,7 @@ from spot_async.data.prompts import (
     TeacherPromptRenderer,
     render_all,
 )
+from spot_async.data.routing import routed
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
 from spot_async.loop.sample_bytes import worst_case_bytes
@@ -137,6 +138,8 @@ def plan_training(config: Config) -> TrainPlan:
                 raise ConfigError(f"{key}.verifier.prices: only what the run's own verifier costs counts: remove it")
     sets = load_training_sets(config, policy.needs)
     problems = [problem for each in sets.values() for problem in each.problems]
+    if config.route is not None:
+        problems = routed(problems, config.route, config.teachers)
     renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teachers).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     _check_prompt_tokens(common, sources)
@@ -234,7 +237,7 @@ def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | No
     context = msgspec.structs.replace(
         model.policy_context,
         vocab_limit=None if common is None else common.limit,
-        teachers=tuple(config.teachers),
+        teachers=() if config.route is not None else tuple(config.teachers),
         sampling=config.sampling,
         answer_start=answer_start if all(each.READS_BOX for each in config.verifiers.values()) else None,
         run_seed=config.run.seed,

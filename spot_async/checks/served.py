@@ -57,11 +57,15 @@ def _check_names(config: Config, needs: PolicyNeeds) -> None:
             f"teachers: policy {kind} asks for {' and '.join(lacking)}, and given is only {given}: name a model in "
             f"teachers.{lacking[0]}.model"
         )
-    if needs.teacher and config.teachers and not needs.teachers:
+    if not needs.teacher or not config.teachers or config.route is not None:
+        return
+    if not needs.teachers:
         raise ConfigError(
-            f"teachers: policy {kind} asks one teacher, and given are {given}: give that one as `teacher`, or let the "
-            "policy name those that it asks (PolicyNeeds.teachers)"
+            f"teachers: policy {kind} asks one teacher of each prompt, and given are {given}: say which in "
+            "policy.route, give that one as `teacher`, or let the policy name those that it asks (PolicyNeeds.teachers)"
         )
+    if idle := [name for name in config.teachers if name not in needs.teachers]:
+        raise ConfigError(f"teachers.{idle[0]}: policy {kind} does not ask it: remove it")
 
 
 def offers(model: ModelConfig, protocol: type) -> bool:

@@ -17,6 +17,8 @@ from spot_async.config.evaluation import EvaluationConfig as EvaluationConfig
 from spot_async.config.plugins import BackendSettings as BackendSettings
 from spot_async.config.plugins import Place as Place
 from spot_async.config.plugins import PluginSettings as PluginSettings
+from spot_async.config.plugins import RouteConfig as RouteConfig
+from spot_async.config.plugins import RoutedSettings as RoutedSettings
 from spot_async.config.plugins import backend_section as backend_section
 from spot_async.config.problems import DataConfig as DataConfig
 from spot_async.config.problems import Duplicates as Duplicates
@@ -40,6 +42,7 @@ from spot_async.config.schema import TeacherConfig as TeacherConfig
 from spot_async.config.schema import TelemetryConfig as TelemetryConfig
 from spot_async.config.schema import WandbConfig as WandbConfig
 from spot_async.config.schema import resources_of as resources_of
+from spot_async.config.schema import teacher_area as teacher_area
 from spot_async.config.schema import teacher_name as teacher_name
 from spot_async.config.schema import teacher_role as teacher_role
 from spot_async.config.training import ClusterConfig as ClusterConfig

@@ -68,6 +68,37 @@ class PluginSettings(Section):
         """
 
 
+class RouteConfig(Section):
+    """Which of several teachers a problem's prompt asks. A mapping of values is short for `to`, by category."""
+
+    by: str = Field(
+        "category", description="what decides: a problem's `category`, its `tier`, or another column of `data.train`"
+    )
+    to: dict[str, str] = Field(description="a teacher's name for each value")
+    default: str | None = Field(None, description="the teacher of all other values, and of problems without one")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _from_values(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.keys() & {"by", "to"}:
+            return given
+        return {"to": {key: name for key, name in given.items() if key != "default"}, "default": given.get("default")}
+
+    @property
+    def part(self) -> str:
+        """The part of a problem that decides; `domain` is read from a column of any name."""
+        return self.by if self.by in ("category", "tier") else "domain"
+
+
+class RoutedSettings(PluginSettings):
+    """Base of the settings of a policy that asks a teacher, which may be one of several."""
+
+    route: RouteConfig | None = Field(
+        None,
+        description="which of several `teachers` a prompt asks, by its problem; null: all of them, by their `weight`",
+    )
+
+
 class BackendSettings(PluginSettings):
     """Base of the settings of a backend: of its servers, of which a role may have several."""
 

@@ -31,7 +31,7 @@ Layout: TypeAlias = Literal[
     "mmlu_pro",
     "alpaca_eval",
 ]
-Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution", "response"]
+Part: TypeAlias = Literal["problem", "answer", "id", "tier", "category", "choices", "solution", "response", "domain"]
 _MAY_BE_NULL = ("id", "tier", "category")
 Duplicates: TypeAlias = Literal["conflicting", "exact", "spacing", "keep"]
 

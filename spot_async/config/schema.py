@@ -24,7 +24,7 @@ from spot_async.config.base import (
     spelled,
 )
 from spot_async.config.evaluation import EvaluationConfig, check_paper
-from spot_async.config.plugins import BackendSection, PluginSettings, PolicySettings, TrainingVerifier
+from spot_async.config.plugins import BackendSection, PluginSettings, PolicySettings, RouteConfig, TrainingVerifier
 from spot_async.config.problems import DataConfig, PromptConfig
 from spot_async.config.training import ClusterConfig, TrainingConfig
 
@@ -46,6 +46,11 @@ def teacher_name(role: str) -> str | None:
 TeacherName: TypeAlias = Annotated[
     str, spelled(r"[a-z][a-z0-9_]*", "give a name of small letters, digits and _, such as math")
 ]
+
+
+def teacher_area(name: str) -> str:
+    """Return what the names of a teacher's metrics begin with."""
+    return f"teacher/{name}" if name else "teacher"
 
 
 class RunConfig(Section):
@@ -130,6 +135,9 @@ class TeacherConfig(ModelConfig):
         description="file that keeps its scores and responses, so that none is asked for twice; runs may share it",
     )
     replay: bool = Field(False, description="start no teacher; all its answers must be in the cache")
+    weight: PositiveFloat = Field(
+        1.0, description="of several teachers that a prompt asks: this one's part of what is learnt, beside the others'"
+    )
 
     @pydantic.model_validator(mode="after")
     def _check_replay(self) -> Self:
@@ -290,6 +298,8 @@ class Config(Section):
                 f"teachers: teacher is given too: name that one as the others are, in teachers.NAME, or remove "
                 f"{' and '.join(self.teachers)}"
             )
+        if self.route is not None and not self.teachers:
+            raise ValueError("policy.route: there are no `teachers` to choose from: give some, or remove it")
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
         return self
@@ -338,6 +348,11 @@ class Config(Section):
     def verifiers(self) -> dict[str, PluginSettings]:
         """What judges the problems of each training set, by the set's key."""
         return {key: each.verifier or self.verifier for key, each in self.data.sets.items()}
+
+    @property
+    def route(self) -> RouteConfig | None:
+        """Which of several teachers a prompt asks; None: all of them."""
+        return getattr(self.policy, "route", None)
 
     @property
     def queue_capacity_prompts(self) -> int:

@@ -33,6 +33,7 @@ _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
     "id": (str | int | float, "text or a number"),
     "tier": _LABEL,
     "category": _LABEL,
+    "domain": _LABEL,
     "choices": (list[str | int | float], "a list of texts or numbers"),
     "solution": (str, "text"),
     "response": (str, "text"),
@@ -50,6 +51,7 @@ class Draft(msgspec.Struct, kw_only=True):
     id: str | None = None
     tier: str | None = None
     category: str | None = None
+    domain: str | None = None
     choices: tuple[str, ...] = ()
     solution: str | None = None
     response: str | None = None
@@ -70,6 +72,7 @@ class Draft(msgspec.Struct, kw_only=True):
             answer=self.gold,
             tier=self.tier,
             category=self.category,
+            domain=self.domain,
             choices=self.choices,
             solution=self.solution,
             response=self.response,
@@ -103,9 +106,8 @@ def read_draft(
         names = columns_of[part] if part not in chosen else (column,) if column is not None else ()
         found = {name: value for name in names if (value := _look_up(row.columns, name)) is not _ABSENT}
         if not found and column is not None:
-            raise DataError(
-                f"{row.where}: no column {column!r}, which {setting(key, f'fields.{part}')} names; {_has(row)}"
-            )
+            named_by = "policy.route.by" if part == "domain" else setting(key, f"fields.{part}")
+            raise DataError(f"{row.where}: no column {column!r}, which {named_by} names; {_has(row)}")
         name = next((name for name, value in found.items() if not _is_empty(value)), None)
         if name is not None and part in _SPOKEN:
             chat = literal(found[name]) if isinstance(found[name], str) and "role" in found[name] else None

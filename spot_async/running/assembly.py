@@ -94,6 +94,7 @@ def make_stages(
             vocabulary=files.vocabulary,
             kept_scores=services.kept_scores.get(role),
             render_turns=plan.teacher_renderer.turn_ids,
+            weight=config.teachers_by_role[role].weight,
         )
         for role, files in plan.teachers.items()
     }

@@ -80,6 +80,7 @@ class TeacherService:
     vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
     kept_scores: KeptScores | None = None  # answers again what it was asked before
     render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for it of a chat
+    weight: float = 1.0  # beside those of others that a prompt asks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -136,7 +136,9 @@ class Stages:
             return found
         names = " and ".join(self.teachers)
         if not name:
-            raise ContractError(f"the policy names no teacher, and the run has {names}: say which, by `teacher=`")
+            raise ContractError(
+                f"the policy names no teacher, and the run has {names}: say which, by `teacher=`, or give policy.route"
+            )
         given = f"only {names}" if names else "one without a name (`teacher`)"
         raise ContractError(f"the policy asks teacher {name!r}, and the run has {given}: see `teachers`")
 
@@ -175,14 +177,20 @@ class BoundStages:
         return self._stages.services.capabilities.get("student")
 
     @property
+    def teachers(self) -> Mapping[str, float]:
+        named, given = self._prompt.problem.teacher, self._stages.teachers.items()
+        weights = {named: 1.0} if named else {name: each.service.weight for name, each in given}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+    @property
     def teacher(self) -> Capabilities | None:
-        offered = [each.capabilities for each in self._stages.teachers.values()]
+        offered = [self._stages.teachers[name].capabilities for name in self.teachers]
         known = [each for each in offered if each is not None]
         return combined(known) if known else None
 
     @property
     def ends(self) -> EndTokens:
-        return self._stages.teacher().ends
+        return self._stages.teacher(self._prompt.problem.teacher).ends
 
     async def rollout(
         self,
@@ -228,7 +236,9 @@ class BoundStages:
         return await self._teacher(teacher).candidates(response_ids, positions, candidate_ids, **asked)
 
     def _teacher(self, name: str) -> BoundTeacher:
-        return BoundTeacher(self._stages.teacher(name), self._prompt, self._requests, self._note_read)
+        return BoundTeacher(
+            self._stages.teacher(name or self._prompt.problem.teacher), self._prompt, self._requests, self._note_read
+        )
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         services = self._stages.services

@@ -36,10 +36,10 @@ from spot_async.loop.events import (
 )
 from spot_async.stages.events import busiest
 from spot_async.stages.stages import Stages
-from spot_async.telemetry.outcome_slope import outcome_metrics
+from spot_async.telemetry.outcome_slope import areas, outcome_metrics
 from spot_async.telemetry.run_log import mean_metrics
 from spot_async.telemetry.screen import Screen
-from spot_async.telemetry.totals import performance_words
+from spot_async.telemetry.totals import masked_share, of_each, performance_words
 
 REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
@@ -126,7 +126,9 @@ class RunConsole:
     def _show_iteration(self, result: IterationFinished) -> None:
         means = mean_metrics(result.samples)
         of_teacher = slope_words(outcome_metrics(result.samples))
-        self._accuracy = " · ".join(filter(None, [accuracy_words(means), of_teacher, masked_words(means)]))
+        self._accuracy = " · ".join(
+            filter(None, [accuracy_words(means), domain_words(means), of_teacher, masked_words(means)])
+        )
         self._see_progress(result.iteration, self._iterations)
         evaluation, self._evaluation = self._evaluation, None
         if result.made_no_step:
@@ -204,15 +206,28 @@ def lag_words(train: Mapping[str, float]) -> str:
     return f"lag {train['lag_mean']:.2f} mean, {train['lag_max']:.0f} max"
 
 
+def domain_words(means: Mapping[str, float]) -> str:
+    """Return the accuracy in each domain, and each of several teachers' entropy and pull; empty without either."""
+    domains = of_each([means], "rollout", "accuracy")
+    said = [f"{domain} {percent(means[name])}" for domain, name in domains.items() if domain != "rollout"]
+    for teacher, name in of_each([means], "teacher", "pull_nats").items():
+        said.append(f"{teacher}: entropy {means[f'teacher/{teacher}/entropy_nats']:.2f}, pull {means[name]:+.2f}")
+    return ", ".join(said)
+
+
 def slope_words(outcomes: Mapping[str, float]) -> str:
-    """Return an iteration's outcome slope; empty where it has none."""
-    slope, error = (outcomes.get(f"teacher/outcome_slope{name}") for name in ("", "_standard_error"))
-    return "" if slope is None or error is None else f"teacher to right answers {slope:+.2f} ± {error:.2f}"
+    """Return an iteration's outcome slope of each teacher; empty where none has any."""
+    said = []
+    for area in areas([outcomes]):
+        slope, error = (outcomes.get(f"{area}/outcome_slope{name}") for name in ("", "_standard_error"))
+        if slope is not None and error is not None:
+            said.append(f"{area.replace('/', ' ')} to right answers {slope:+.2f} ± {error:.2f}")
+    return ", ".join(said)
 
 
 def masked_words(means: Mapping[str, float]) -> str:
     """Return which share of the positions the teacher masked; empty if none."""
-    share = means.get("teacher/masked")
+    share = masked_share([means])
     return f"masked {percent(share)}" if share else ""
 
 
@@ -278,8 +293,8 @@ def stage_table(training: TrainingView) -> Table:
 
 def accuracy_words(means: Mapping[str, float]) -> str:
     """Return whose responses are trained on (the student's or, in KD, the teacher's), and how many are correct."""
-    if "teacher/accuracy" in means:
-        return f"teacher accuracy {percent(means['teacher/accuracy'])}"
+    if written := of_each([means], "teacher", "accuracy"):
+        return ", ".join(f"{teacher} accuracy {percent(means[name])}" for teacher, name in written.items())
     return f"accuracy {percent(means.get('rollout/accuracy'))}"
 
 

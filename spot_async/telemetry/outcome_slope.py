@@ -8,6 +8,7 @@ student sampled, are left out.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.base.text import with_error
+from spot_async.config import teacher_area
 from spot_async.loop.events import IterationFinished
 from spot_async.run_directory.layout import DECIMALS
 from spot_async.telemetry.totals import Rows
 from spot_async.types import Float64Array, Int64Array, Sample, Verdict
 
-TEACHER = "teacher"  # what the metrics of a teacher begin with
+TEACHER = teacher_area("")
 AGREED_NATS = 0.1  # teacher and student agree on a token where |log p_T / p_S| is less
 MOST_RATIO = 10.0  # of p_T / p_S: rare larger ones would decide the gain alone
+RIGHT = "/right_responses"
 FEWEST = 10  # right responses, and wrong ones, below which nothing is said
 ENOUGH = 100  # right times wrong over all, below which nothing is warned of: 200 responses where half are right
 SPENT = 0.2  # a gain is, once it is surely below this share of what it was
@@ -62,13 +65,14 @@ def ratio_sums(teacher: npt.NDArray[np.floating], student: npt.NDArray[np.floati
     )
 
 
-def opinion(record: Mapping[str, Any]) -> Opinion | None:
-    """Return what a sample's record says; None without a verdict, or without such tokens.
+def opinion(record: Mapping[str, Any], said: Mapping[str, Any]) -> Opinion | None:
+    """Return what a teacher thinks of a sample, by its record; None without a verdict, or without such tokens.
 
-    Numbers are rounded as in `samples.jsonl`: a run that was resumed has some so, from its ledger, and finds the same.
+    `said` is the teacher's part of it. Numbers are rounded as in `samples.jsonl`: a run that was resumed has some so,
+    from its ledger, and finds the same.
     """
     reward = REWARDS.get(str(record.get("verdict")))
-    given = (record.get(f"{name}_logprobs", ()) for name in (TEACHER, "behavior"))
+    given = said.get("teacher_logprobs", ()), record.get("behavior_logprobs", ())
     try:
         teacher, student = (np.asarray(each, np.float64).round(DECIMALS) for each in given)
     except (TypeError, ValueError):  # a policy may record under these names what it likes
@@ -77,19 +81,27 @@ def opinion(record: Mapping[str, Any]) -> Opinion | None:
         return None
     problem, tier, category = (str(record.get(name) or "") for name in ("problem_id", "tier", "category"))
     sums = ratio_sums(teacher, student)
-    return Opinion(problem, tier, category, reward, sums) if sums.tokens else None
+    return Opinion(problem, tier, str(record.get("domain") or category), reward, sums) if sums.tokens else None
 
 
 def outcome_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return an iteration's figures with their standard errors, of each category too if there are several.
+    """Return an iteration's figures of each teacher with their standard errors, of each category too if it has several.
 
     Empty where no teacher scored the student's tokens, or nothing has a verdict.
     """
-    found = [each for sample in samples if (each := opinion(sample.record)) is not None]
-    categories = sorted({each.category for each in found} - {""})
-    metrics = figures(found, TEACHER) if found else {}
-    for category in categories if len(categories) > 1 else ():
-        metrics |= figures([each for each in found if each.category == category], f"{TEACHER}/{category}")
+    by_teacher: defaultdict[str, list[Opinion]] = defaultdict(list)
+    for sample in samples:
+        several = sample.record.get("teachers")
+        teachers = several if isinstance(several, dict) else {str(sample.record.get("teacher") or ""): sample.record}
+        for name, said in teachers.items():
+            if (found := opinion(sample.record, said)) is not None:
+                by_teacher[teacher_area(name)].append(found)
+    metrics: dict[str, float] = {}
+    for area, opinions in sorted(by_teacher.items()):
+        metrics |= figures(opinions, area)
+        categories = sorted({each.category for each in opinions} - {""})
+        for category in categories if len(categories) > 1 else ():
+            metrics |= figures([each for each in opinions if each.category == category], f"{area}/{category}")
     return metrics
 
 
@@ -138,14 +150,13 @@ def _centred(values: Float64Array, group: Int64Array) -> Float64Array:
 
 
 class OverIterations:
-    """The slope and the gain over several iterations, each with its standard error, and the responses behind them."""
+    """A teacher's slope and gain over several iterations, with standard errors, and the responses behind them."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, area: str = TEACHER) -> None:
         self.right, self.wrong, alone = (
-            np.array([row.get(f"{TEACHER}/{name}_responses", 0.0) for row in rows])
-            for name in ("right", "wrong", "alone")
+            np.array([row.get(f"{area}/{name}_responses", 0.0) for row in rows]) for name in ("right", "wrong", "alone")
         )
-        self.slope, self.gain = (self._mean(rows, f"{TEACHER}/{name}") for name in ("outcome_slope", "opd_gain"))
+        self.slope, self.gain = (self._mean(rows, f"{area}/{name}") for name in ("outcome_slope", "opd_gain"))
         # The slope has less noise, and the gain needs no other responses to the problem.
         self.decisive = self.gain if 2 * alone.sum() > self.responses else self.slope
 
@@ -175,17 +186,25 @@ class OverIterations:
 
 
 def outcome_words(rows: Rows) -> str:
-    """Return whether the teacher points to right answers, over the iterations; empty where it scored no responses."""
-    if not any(f"{TEACHER}/right_responses" in row for row in rows):
-        return ""
-    found = OverIterations(rows)
+    """Return whether each teacher points to right answers, over the iterations; empty where none scored responses."""
+    return "; ".join(_words(OverIterations(rows, area), area) for area in areas(rows))
+
+
+def areas(rows: Rows) -> list[str]:
+    """Return what the figures of each teacher begin with: `teacher`, or `teacher/<name>` of several."""
+    found = {name.removesuffix(RIGHT) for row in rows for name in row if name.endswith(RIGHT)}
+    return [TEACHER] if TEACHER in found else sorted(each for each in found if each.count("/") == 1)
+
+
+def _words(found: OverIterations, area: str) -> str:
+    teacher = area.replace("/", " ") if "/" in area else "the teacher"
     right, wrong, (value, error) = found.right.sum(), found.wrong.sum(), found.decisive
     if min(right, wrong) < FEWEST or not error:
         return (
-            f"whether the teacher points to right answers is not known: {right:,.0f} right and {wrong:,.0f} wrong "
+            f"whether {teacher} points to right answers is not known: {right:,.0f} right and {wrong:,.0f} wrong "
             f"responses could be compared, and {FEWEST} of each are needed"
         )
-    return f"the teacher {'points' if value > 2 * error else 'does not clearly point'} to right answers: {found}"
+    return f"{teacher} {'points' if value > 2 * error else 'does not clearly point'} to right answers: {found}"
 
 
 class OutcomeHistory:
@@ -199,8 +218,12 @@ class OutcomeHistory:
         """Return what the iterations so far show against the teacher; empty while that is nothing, or not sure."""
         self._rows[finished.iteration] = outcome_metrics(finished.samples)
         rows = [row for iteration, row in sorted(self._rows.items()) if iteration <= finished.iteration]
+        found = ((area, self._of_teacher(area, rows, finished.iteration)) for area in areas(rows))
+        return "; ".join(f"{area.partition('/')[2]}: {said}" if "/" in area else said for area, said in found if said)
+
+    def _of_teacher(self, area: str, rows: Rows, iteration: int) -> str:
         first = len(rows) - len(rows) // 4
-        whole, before, recent = map(OverIterations, (rows, rows[:first], rows[first:]))
+        whole, before, recent = (OverIterations(each, area) for each in (rows, rows[:first], rows[first:]))
         if whole.is_firm and whole.decisive[0] < whole.decisive[1]:
             return (
                 f"this teacher's advice does not point to right answers: {whole}. Copying it makes none likelier; "
@@ -210,6 +233,6 @@ class OutcomeHistory:
         if recent.is_firm and once > 3 * error and now + 2 * error_now < SPENT * once:
             return (
                 "the teacher has nothing left to teach: it no longer points to right answers. Until iteration "
-                f"{finished.iteration + first - len(rows)}: {before}; since then: {recent}"
+                f"{iteration + first - len(rows)}: {before}; since then: {recent}"
             )
         return ""

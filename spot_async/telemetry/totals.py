@@ -226,9 +226,17 @@ def stage_limit(config: Mapping[str, Any], stage: str) -> int:
     return int(config.get("stages", {}).get(stage, {}).get("concurrency", 1))
 
 
+def of_each(rows: Rows, area: str, figure: str) -> dict[str, str]:
+    """Return the metrics of a figure in an area by what they are of: teachers, domains, or the area itself."""
+    of, end = f"{area}/", f"/{figure}"
+    names = {name for row in rows for name in row if name.startswith(of) and name.endswith(end)}
+    return {name.removesuffix(end).removeprefix(of): name for name in sorted(names, key=lambda name: (len(name), name))}
+
+
 def masked_share(rows: Iterable[Mapping[str, float]]) -> float | None:
-    """Return the mean share of positions that the teacher masked; None if it is one that masks none."""
-    shares = [row["teacher/masked"] for row in rows if "teacher/masked" in row]
+    """Return the mean share of positions that teachers masked; None if they are such as mask none."""
+    found = [(name, value) for row in rows for name, value in row.items() if name.startswith("teacher/")]
+    shares = [value for name, value in found if name.endswith("/masked")]
     return sum(shares) / len(shares) if shares else None
 
 

@@ -293,6 +293,8 @@ class ScriptedStages:
         self._verdict = verdict
         self._verdicts = verdicts or {}
         self._teachers = teachers
+        names = teachers or {"": self.scores}
+        self.teachers: Mapping[str, float] = {name: 1 / len(names) for name in names}
 
     async def rollout(
         self,

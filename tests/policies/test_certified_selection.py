@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -53,6 +53,7 @@ class TruncatedStages:
     bulk: tuple[np.ndarray, np.ndarray]  # the same as scores and rollouts have them
     student: Capabilities = LOCAL
     teacher: Capabilities = LOCAL
+    teachers: ClassVar = {"": 1.0}
     spans: tuple[VersionSpan, ...] = (VersionSpan(0, TOKENS, NEW),)
     rollout_top_k: list = field(default_factory=list)
     score_top_k: list = field(default_factory=list)
@@ -66,7 +67,7 @@ class TruncatedStages:
         logprobs = self.bulk[1][np.arange(TOKENS), ids].astype(np.float32)
         return Generation(token_ids=ids, logprobs=logprobs, finish_reason="length", version_spans=self.spans, **topk)
 
-    async def score(self, response_ids: np.ndarray, *, top_k: int) -> TokenScores:
+    async def score(self, response_ids: np.ndarray, *, top_k: int, teacher: str = "") -> TokenScores:
         self.score_top_k.append(top_k)
         ids, logprobs = top(self.bulk[0], top_k)
         lower, upper = entropy_bounds(logprobs, VOCAB)

@@ -56,10 +56,10 @@ async def test_kd_asks_once_even_when_two_epochs_want_the_same_problem_at_once()
     class Slow(ScriptedStages):
         asked = 0
 
-        async def teacher_response(self):
+        async def teacher_response(self, **asked):
             self.asked += 1
             await asyncio.sleep(0.0)
-            return await super().teacher_response()
+            return await super().teacher_response(**asked)
 
     prompt, stages, policy = next(simulated_prompts()), Slow(), kd()
     samples = await asyncio.gather(policy.supervise(prompt, stages), policy.supervise(prompt, stages))

@@ -28,7 +28,7 @@ class TakesTurns:
         scores = await stages.score(response.token_ids, top_k=0)
         judgement = await stages.verify(response.token_ids)
         supervision = on_policy(prompt, response, pulls=(pull(scores),))
-        metrics = rollout_metrics(response, judgement) | teacher_metrics(scores)
+        metrics = rollout_metrics(response, judgement) | teacher_metrics({"": scores})
         return [
             Sample(supervision=supervision, metrics=metrics, record=rollout_record(prompt, stages, response, judgement))
         ]

@@ -43,8 +43,9 @@ from spot_async.testing.services import (
 from spot_async.testing.simulation import make_policy, make_run, policy_context, simulated_prompts
 from spot_async.types import Traffic, Verdict
 
-PLACEHOLDERS = {"<stage>": r"\w+", "<replica>": r"[\w-]+", "<role>": r"\w+", "<tier>": r"\w+", "<k>": r"\d+",
-                "<category>": r"\w+", "<figure>": r"\w+", "<verdict>": "(right|wrong)"}  # fmt: skip
+PLACEHOLDERS = {"<stage>": r"[\w.]+", "<replica>": r"[\w.-]+", "<role>": r"[\w.]+", "<tier>": r"\w+", "<k>": r"\d+",
+                "<category>": r"\w+", "<domain>": r"\w+", "<name>": r"\w+", "<figure>": r"\w+",
+                "<verdict>": "(right|wrong)"}  # fmt: skip
 
 
 TRUNCATED = {
@@ -148,11 +149,13 @@ def simulated(tmp_path_factory):
     return simulate(SpotPolicy, tmp_path_factory.mktemp("run"), probes=2)
 
 
-def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max_staleness=0, **settings):
+def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max_staleness=0, teachers=(), **settings):
     directory, student, given = RunDirectory(folder), CountedStudent(), []
 
     run = make_run(
-        policy() if policy is TakesTurns else make_policy(policy, policy_context(reference_kl=True), **settings),
+        policy()
+        if policy is TakesTurns
+        else make_policy(policy, policy_context(reference_kl=True, teachers=teachers), **settings),
         student=student,
         teacher=teacher or SimulatedTeacher(),
         verifier=verifier,
@@ -172,7 +175,7 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max
             LoopLag(),
             RunSpendingMetrics(
                 {"teacher": Account("teacher", prices=Prices()), "student": Account("student")},
-                SimpleNamespace(counters=CacheCounters(), size_bytes=0),
+                {"teacher": SimpleNamespace(counters=CacheCounters(), size_bytes=0)},
             ),
         ),
         is_strict=max_staleness == 0,
@@ -187,6 +190,7 @@ def test_every_metric_of_every_method_has_its_row_and_every_row_its_metric(simul
     rows = rows + simulate(SpotPolicy, tmp_path_factory.mktemp("truncated"), capabilities=TRUNCATED)[0]
     rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("masked"), teacher=ReadingTeacher())[0]
     rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("asynchronous"), max_staleness=1)[0]
+    rows = rows + simulate(OpdPolicy, tmp_path_factory.mktemp("several"), teachers=("math", "code"))[0]
     others = (OpdPolicy, EopdPolicy, GrpoPolicy, KdPolicy, TakesTurns)
     rows = rows + [row for each in others for row in simulate(each, tmp_path_factory.mktemp(each.__name__))[0]]
     written = {name for row in rows for name in row} - {"iteration", "time"}

@@ -15,7 +15,7 @@ from typing import Any
 
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.services import STAGE_SERVERS
-from spot_async.telemetry.totals import Rows, stage_names, total, training_s
+from spot_async.telemetry.totals import Rows, of_each, stage_names, total, training_s
 
 METRICS_FILE = "metrics.jsonl"
 # Files with figures of the run's own student, after all iterations or after some.
@@ -36,6 +36,7 @@ class Compute:
     trainer_s: float
     request_s: Mapping[str, float]  # request-seconds by role: student, teacher, reference
     money: Mapping[str, float]  # by currency; empty if nothing had a price
+    domains: Mapping[str, float]  # means over the last quarter of the iterations, by words; empty for a single domain
 
 
 def read_compute(figures: Path, model: Path) -> Compute | None:
@@ -86,7 +87,19 @@ def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
         trainer_s=total(rows, "time/train_s"),
         request_s=request_s,
         money=money,
+        domains=_domains(rows[-(-3 * len(rows) // 4) :]),
     )
+
+
+def _domains(rows: Rows) -> dict[str, float]:
+    """Return the accuracy in each domain, and the teachers' entropies and pulls, as means over these iterations."""
+    figures = (("rollout", "accuracy"), ("teacher", "entropy_nats"), ("teacher", "pull_nats"))
+    return {
+        f"{figure.removesuffix('_nats')} at the end: {of}": total(rows, metric) / sum(metric in row for row in rows)
+        for area, figure in figures
+        for of, metric in of_each(rows, area, figure).items()
+        if of != area
+    }
 
 
 def _response_tokens(row: Mapping[str, float]) -> float:
@@ -113,7 +126,8 @@ def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], li
     currencies = list(dict.fromkeys(currency for _, each in computed for currency in each.money))
     roles = list(dict.fromkeys(role for _, each in computed for role in each.request_s))
     headings = ["method", "iterations", "tokens generated", "by probes", "scored", "trained", "hours", "trainer s"]
-    headings += [f"{role} request-s" for role in roles] + currencies
+    domains = list(dict.fromkeys(words for _, each in computed for words in each.domains))
+    headings += [f"{role} request-s" for role in roles] + currencies + domains
     rows = [
         [
             name,
@@ -126,6 +140,7 @@ def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], li
             _rounded(each.trainer_s),
             *(_rounded(each.request_s.get(role, 0.0)) for role in roles),
             *(f"{each.money.get(currency, 0.0):,.4g}" for currency in currencies),
+            *(f"{each.domains[words]:.3g}" if words in each.domains else "" for words in domains),
         ]
         for name, each in computed
     ]

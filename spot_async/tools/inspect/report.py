@@ -27,6 +27,7 @@ from spot_async.telemetry.totals import (
     is_strict,
     limit_use,
     masked_share,
+    of_each,
     performance_words,
     run_performance,
     run_times,
@@ -99,21 +100,22 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
 
 
 def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
-    scored = any("teacher/entropy_nats" in row for row in rows)
-    slope = "/outcome_slope"  # of the teacher, and of each category
-    slopes = {
-        visible(name.removesuffix(slope).removeprefix("teacher/")): name
-        for row in rows
-        for name in row
-        if name.endswith(slope)
-    }
+    scored = bool(of_each(rows, "teacher", "entropy_nats"))
+
+    def each(figure: str, area: str = "teacher", *, whole: str = "teacher") -> dict[str, str]:
+        found = of_each(rows, area, figure)
+        return {whole if name == area else visible(name): metric for name, metric in found.items()}
+
+    accuracies = each("accuracy", "rollout", whole="all")
     advantages = any(row.get("train/advantage_mean") for row in rows)  # a method with only soft targets has none
     return Section(
         "Learning",
         present(
             ("Accuracy on held-out problems", *((evaluated.note, evaluated.figure()) if evaluated else ("", None))),
             ("Accuracy in training", "Share of the sampled responses that are correct.",
-             lines(rows, {"rollouts": "rollout/accuracy", "teacher": "teacher/accuracy"}, percent, most=1.0)),
+             lines(rows, {"rollouts": "rollout/accuracy", **each("accuracy")}, percent, most=1.0)),
+            ("Accuracy by domain", "The same of each value of policy.route, or of each category.",
+             lines(rows, accuracies, percent, most=1.0) if len(accuracies) > 1 else None),
             ("Reward", "Mean of the verifier's numbers.", lines(rows, {"rollouts": "rollout/reward"})
              if any(row.get("rollout/reward") != row.get("rollout/accuracy") for row in rows) else None),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",
@@ -130,14 +132,16 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
             ("Does the teacher point to right answers?", "Covariance of the verdict and log p_T / p_S of a response: "
              "what a step towards the teacher adds to the accuracy, to first order. Where it is 0, its advice is no "
              "use.",
-             lines(rows, slopes)),
+             lines(rows, each("outcome_slope"))),
             ("Agreement with the teacher", "Share of tokens whose two log-probabilities are less than 0.1 nats apart.",
-             lines(rows, {"right responses": "teacher/agreement_right", "wrong ones": "teacher/agreement_wrong"},
-                   percent, most=1.0)),
+             lines(rows, {"right responses": "teacher/agreement_right", "wrong ones": "teacher/agreement_wrong"}
+                   if "teacher" in each("agreement") else each("agreement"), percent, most=1.0)),
             ("Teacher entropy", "Nats per token, mean.",
-             lines(rows, {"teacher entropy": "teacher/entropy_nats"})),
+             lines(rows, each("entropy_nats", whole="teacher entropy"))),
+            ("Pull", "Mean of log p_T - log p_S per token: how far each teacher pulls, in each domain.",
+             lines(rows, each("pull_nats"))),
             ("Masked positions", "Share of which the teacher's server gave no log-probabilities; they teach nothing.",
-             lines(rows, {"masked": "teacher/masked"}, fine_percent, from_zero=True, most=1.0)),
+             lines(rows, each("masked", whole="masked"), fine_percent, from_zero=True, most=1.0)),
         ),
     )  # fmt: skip
 
@@ -197,7 +201,9 @@ def response_section(rows: Rows, statistics: SampleStatistics) -> Section:
         "Responses",
         present(
             ("Length of responses", "Mean tokens per response.",
-             lines(rows, {"rollouts": "rollout/tokens", "teacher": "teacher/tokens"}, from_zero=True)),
+             lines(rows, {"rollouts": "rollout/tokens", **{
+                 visible(name): metric for name, metric in of_each(rows, "teacher", "tokens").items()}},
+                   from_zero=True)),
             ("Lengths, early and late", "Share of responses by tokens, in the first and the last third of the "
              "iterations that have samples; of fewer than three, of all.",
              length_histogram(statistics.lengths)),
