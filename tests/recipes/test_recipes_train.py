@@ -38,6 +38,8 @@ SMALL = [
     "sampling.max_response_tokens=64",
 ]
 OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
+    "mopd": ["policy.route={odd: short, even: long}"],
+    "teacher_average": [f"policy.top_k={WHOLE}"],
     "gkd": [f"policy.top_k={WHOLE}", "policy.beta=0.3"],
     "guided_prefix": [f"policy.top_k={WHOLE}"],
     "opsd": [f"policy.top_k={WHOLE}"],
@@ -91,6 +93,8 @@ def assert_telling(name: str, groups: list[Group]) -> None:
     ones = [one for group in groups for one in group]
     shares = [float(one.is_students.double().mean()) for one in ones]
     match name:
+        case "mopd":
+            assert {one.sample["teacher"] for one in ones} == {"short", "long"}
         case "scope":
             assert {one.reward for one in ones} == {0.0, 1.0}
         case "kdrl" | "paced" | "rlsd":
@@ -187,6 +191,15 @@ def speculative_kd(one: Response, group: Group) -> Tensor:
     return forward_kl(one.teacher, one.student)
 
 
+def mopd(one: Response, group: Group) -> Tensor:
+    of_teacher = one.of(one.teacher) if one.sample["domain"] == "even" else one.old
+    return one.policy(of_teacher - one.old)
+
+
+def teacher_average(one: Response, group: Group) -> Tensor:
+    return 0.75 * forward_kl(one.teacher, one.student) + 0.25 * forward_kl(one.student.detach(), one.student)
+
+
 def guided_prefix(one: Response, group: Group) -> Tensor:
     continued = one.policy(one.of(one.teacher) - one.old)
     return torch.where(one.is_students, continued, forward_kl(one.teacher, one.student))
@@ -195,9 +208,10 @@ def guided_prefix(one: Response, group: Group) -> Tensor:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Easy problems: the student solves about half of them, in less than the tokens that it may write."""
-    rows = map(json.loads, (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:300])
+    rows = [json.loads(row) for row in (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:300]]
+    easy = [row | {"category": ("even", "odd")[number % 2]} for number, row in enumerate(rows) if row["tier"] == "easy"]
     path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row["tier"] == "easy"))
+    path.write_text("".join(json.dumps(row) + "\n" for row in easy))
     return path
 
 
