@@ -1,11 +1,12 @@
 """Trains the running-sum student and teacher from scratch, by supervised learning on generated solutions.
 
-    python examples/running_sum/pretrain.py [--only student|teacher] [--out DIR]
+    python examples/running_sum/pretrain.py [--only student|teacher|short|long] [--steps SHARE] [--out DIR]
 
 A model's skill comes from the amount of training, its habits from the last phase's mix of line lengths. `RECIPES` holds
 all settings: sizes, seeds, mixes, steps, rates. Phases are counted in steps, never in seconds, so that a slow machine
 makes the same model.
-Writes a Hugging Face directory for each model, with a `manifest.json` that says how it was made and how it measured.
+`SPECIALISTS` are teachers that saw some tiers only, for runs with several teachers; they are made where `--only` names
+one. Writes a Hugging Face directory for each model, with a `manifest.json` that says how it was made and measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import platform
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Recipe:
     seed: int
     habit: str
     phases: tuple[Phase, ...]
+    tiers: tuple[task.Tier, ...] = task.TIERS  # of the problems that it sees
 
 
 RECIPES: dict[str, Recipe] = {
@@ -93,6 +95,13 @@ RECIPES: dict[str, Recipe] = {
             Phase("habit", 150, (0.35, 0.37, 0.28), 5e-4, 32),
         ),
     ),
+}
+
+SPECIALISTS: dict[str, Recipe] = {
+    "short": replace(
+        RECIPES["teacher"], seed=13, tiers=("easy", "medium"), habit="By design it has never seen a hard problem."
+    ),
+    "long": replace(RECIPES["teacher"], seed=14, tiers=("hard",), habit="By design it has seen hard problems only."),
 }
 
 
@@ -161,7 +170,8 @@ def train(name: str, recipe: Recipe, console: Console) -> tuple[Qwen3ForCausalLM
     model = build_model(recipe, tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY)
     heldout = task.heldout_problems()
-    problems = task.draw_problems(rng, {problem.text for problem in heldout})
+    excluded = {problem.text for problem in heldout}
+    problems = (each for each in task.draw_problems(rng, excluded) if each.tier in recipe.tiers)
     tokens_seen = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     for phase in recipe.phases:
@@ -240,15 +250,19 @@ def keep_large_blocks_on_the_heap() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the running-sum student and teacher from scratch.")
-    parser.add_argument("--only", choices=RECIPES, help="train just this model")
+    parser.add_argument("--only", choices=RECIPES | SPECIALISTS, help="train just this model")
+    parser.add_argument("--steps", type=float, default=1.0, help="share of each phase's steps; for a quick try")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where the directories are written")
     arguments = parser.parse_args()
     keep_large_blocks_on_the_heap()
     torch.set_num_threads(1)  # matrices this small gain nothing from a second thread
     console = Console()
     for name in [arguments.only] if arguments.only else RECIPES:
-        model, tokens_seen = train(name, RECIPES[name], console)
-        write_checkpoint(name, RECIPES[name], model, tokens_seen, arguments.out / name)
+        recipe = (RECIPES | SPECIALISTS)[name]
+        phases = (replace(each, steps=math.ceil(arguments.steps * each.steps)) for each in recipe.phases)
+        recipe = replace(recipe, phases=tuple(phases))
+        model, tokens_seen = train(name, recipe, console)
+        write_checkpoint(name, recipe, model, tokens_seen, arguments.out / name)
         console.print(f"wrote {arguments.out / name} after {tokens_seen / 1e6:.1f} M tokens")
 
 
