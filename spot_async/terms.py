@@ -25,6 +25,7 @@ from spot_async.types import (
     SoftTargets,
     Supervision,
     TokenScores,
+    WeightVersion,
 )
 
 # A tail that nobody served is at least this: 1 minus a sum of float32 probabilities is only rounding below it.
@@ -73,13 +74,17 @@ def pull(
     `weight` is a number or (T,). `clip` limits the difference to log pi_old, before the weight. Tokens that the scores
     do not know have weight 0.
     """
-    logprobs, valid = (model.logprobs, model.valid) if isinstance(model, TokenScores) else (model, None)
+    if isinstance(model, TokenScores):
+        logprobs, valid, version = model.logprobs, model.valid, model.version
+    else:
+        logprobs, valid, version = model, None, None
     weights = np.broadcast_to(np.asarray(weight, dtype=np.float32), logprobs.shape)
     is_plain = valid is None and np.ndim(weight) == 0 and weight == 1.0
     return Pull(
         logprobs=logprobs,
         weights=None if is_plain else np.where(True if valid is None else valid, weights, np.float32(0)),
         clip=clip,
+        version=version,
     )
 
 
@@ -111,6 +116,7 @@ def compared(
         divergence,
         has_tail=has_tail and not divergence.is_conditional,
         tail_logprobs=None if tails is None else tails[positions],
+        version=scores.version,
     )
 
 
@@ -123,12 +129,13 @@ def soft_targets(
     *,
     has_tail: bool = True,
     tail_logprobs: FloatArray | None = None,
+    version: WeightVersion | None = None,
 ) -> SoftTargets:
     """Return targets at positions (N,) of a model's full-vocabulary log-probabilities (N, k).
 
     With a tail, all other tokens have what the model's server says of them, `tail_logprobs` (N,), or else the rest of
     the probability. Without one the log-probabilities are renormalised. Either way rows sum to 1, whatever noise is in
-    them.
+    them. `version` is that of a teacher that follows the student.
     """
     raw = np.asarray(logprobs, dtype=np.float64)
     if raw.size and raw.min() > 0:  # noise may put some above 0
@@ -153,6 +160,7 @@ def soft_targets(
         weights=np.asarray(weights, dtype=np.float32),
         tails=tails,
         divergence=divergence,
+        version=version,
     )
 
 

@@ -220,7 +220,7 @@ class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
     entropy: FloatArray  # (T,) nats; a midpoint where only bounds are known
     entropy_lower: FloatArray  # (T,) of the row as it was served, without noise; equal to entropy when it is exact
     entropy_upper: FloatArray  # (T,)
-    version: WeightVersion
+    version: WeightVersion | None  # None, as stages give it: of a model that does not change
     # (T,) false where nothing is known, because a server that reads text tokenised it differently there. Such rows
     # hold finite placeholders that nobody may use. None: all rows are known.
     valid: BoolArray | None = None
@@ -259,12 +259,13 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
     """A model that pulls the student towards its own log-probabilities of the response's tokens.
 
     It adds `weights * clip(logprobs - log pi_old)` to the advantages. The trainer computes that, because log pi_old is
-    not known yet where `training.behavior` recomputes it. The model must not change while the sample waits.
+    not known yet where `training.behavior` recomputes it. What the model said must not change while the sample waits.
     """
 
     logprobs: FloatArray  # (T,)
     weights: FloatArray | None = None  # (T,) None: 1
     clip: tuple[float, float] | None = None  # the least and the most of the difference, in nats; may be infinite
+    version: WeightVersion | None = None  # which weights of a teacher that follows the student; None: it never changes
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,6 +296,7 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     weights: FloatArray  # (N,) factor of each position's loss in the trajectory's loss
     tails: FloatArray | None = None  # (N,) probability of all other tokens together; None: there is nothing else
     divergence: Divergence | None = None  # of the student from them; None: the cross-entropy
+    version: WeightVersion | None = None  # as a `Pull`'s
 
 
 class Supervision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=Renamed):
@@ -415,6 +417,8 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: WeightSnapshot
     metrics: dict[str, float]  # loss parts, ratio and clip statistics, gradient norm, tokens, seconds
     performance: dict[str, float] = {}  # how the trainer used its devices: tokens a second, arithmetic, memory
+    # What teachers that follow the student have from now on, by role; one that is missing has the initial weights.
+    teachers: dict[str, WeightSnapshot] = {}
 
 
 # How a server gives log-probabilities of chosen tokens at chosen positions.

@@ -246,8 +246,10 @@ class LocalBackend(AdapterBackend):
         with self._adapters.request(expected) as adapter:
             yield adapter.name
 
-    def _check_version(self, version: WeightVersion, adapter: str | None, since: int) -> None:
+    def _check_version(self, version: WeightVersion | None, adapter: str | None, since: int) -> None:
         """Raise a `RequestError` for a reply of other weights than its request, sent at `since`, was asked of."""
+        if version is None:
+            raise PoisonedReplyError("names no weights")
         if self._adapters is None or adapter is None:
             self._held.check(version, since)
         elif version != self._adapters.version_of(adapter):

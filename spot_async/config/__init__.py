@@ -30,6 +30,7 @@ from spot_async.config.problems import TrainingSetConfig as TrainingSetConfig
 from spot_async.config.schema import CONFIG_VERSION as CONFIG_VERSION
 from spot_async.config.schema import ROLES as ROLES
 from spot_async.config.schema import Config as Config
+from spot_async.config.schema import FollowsConfig as FollowsConfig
 from spot_async.config.schema import ModelConfig as ModelConfig
 from spot_async.config.schema import QueueConfig as QueueConfig
 from spot_async.config.schema import RunConfig as RunConfig

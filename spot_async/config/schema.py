@@ -127,6 +127,41 @@ class ModelConfig(Section):
         return self
 
 
+class FollowsConfig(Section):
+    """How a teacher follows the student: every so many iterations it gets the student's weights, or their average."""
+
+    every: PositiveInt | None = Field(
+        None, description="iterations between two that give it the student's weights; 1: it is the live student"
+    )
+    decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="it gets the exponential average of the student's weights: after each iteration `decay` of what it "
+        "was, and the rest of the new weights",
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.every is None) == (self.decay is None):
+            raise ValueError("give exactly one of every (a lagged or live student) and decay (an average of it)")
+        return self
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it always has the student's own weights."""
+        return self.every == 1
+
+    @property
+    def longest_lag(self) -> int:
+        """The most iterations by which its weights are older than the student's."""
+        return (self.every or 1) - 1
+
+    def step_at(self, step: int) -> int:
+        """Return the step whose weights, or whose average, it has when the student has those of `step`."""
+        return step - step % (self.every or 1)
+
+
 class TeacherConfig(ModelConfig):
     """The model that the student learns from, and the file that keeps its answers."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -20,10 +21,12 @@ from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_
 from spot_async.run_directory.ledger import Ledger, PromptRow
 from spot_async.run_directory.manifest import Manifest
 from spot_async.run_directory.room import bytes_of, shortage
-from spot_async.trainer.feed_check import sampled_spans
-from spot_async.types import Sample, Supervision, WeightVersion
+from spot_async.trainer.feed_check import sampled_spans, teacher_versions
+from spot_async.types import Pull, Sample, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 ROLLED_BACK = "rolled-back"
+
+Named = TypeVar("Named", Supervision, VersionSpan, Pull, SoftTargets)
 
 
 class RunCheckpoints:
@@ -75,7 +78,13 @@ class RunCheckpoints:
 
 
 def go_back(
-    directory: RunDirectory, beginning: Manifest, ledger: Ledger, *, max_staleness: int, batch_size: int
+    directory: RunDirectory,
+    beginning: Manifest,
+    ledger: Ledger,
+    *,
+    max_staleness: int,
+    batch_size: int,
+    teacher_lag: int = 0,
 ) -> Resumption:
     """Undo what a run did after the step at which it begins once more, and return what an orchestrator continues from.
 
@@ -95,7 +104,7 @@ def go_back(
         directory.path, [DeadLetter(ordinal=r.ordinal, problem_id=r.problem_id, reason=r.reason or "") for r in dead]
     )
     settled = {row.ordinal: state for row in rows if (state := _settled(row)) is not None}
-    kept = _reusable(rows, ledger, beginning, max_staleness, batch_size)
+    kept = _reusable(rows, ledger, beginning, max_staleness, batch_size, teacher_lag)
     # Otherwise a later part of the run might take their weights for its own, whose lineage may have the same number.
     ledger.drop_samples(row.ordinal for row in rows if row.state == "queued" and row.ordinal not in kept)
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)
@@ -120,7 +129,12 @@ def _settled(row: PromptRow) -> PromptState | None:
 
 
 def _reusable(
-    rows: Sequence[PromptRow], ledger: Ledger, beginning: Manifest, max_staleness: int, batch_size: int
+    rows: Sequence[PromptRow],
+    ledger: Ledger,
+    beginning: Manifest,
+    max_staleness: int,
+    batch_size: int,
+    teacher_lag: int,
 ) -> dict[int, Sequence[Sample]]:
     """Return the samples that were finished and not trained on, of prompts whose weights still count.
 
@@ -136,23 +150,25 @@ def _reusable(
         samples = ledger.samples(row.ordinal) if row.state == "queued" else None
         if samples is None:
             continue
-        renamed = [_renamed(each, beginning.lineages, batch - max_staleness) for each in samples]
+        oldest = batch - max_staleness
+        renamed = [_renamed(each, beginning.lineages, oldest, oldest - teacher_lag) for each in samples]
         if None not in renamed:
             found[row.ordinal] = [each for each in renamed if each is not None]
     return found
 
 
-def _renamed(sample: Sample, lineages: Sequence[int], oldest: int) -> Sample | None:
+def _renamed(sample: Sample, lineages: Sequence[int], oldest: int, teachers_oldest: int) -> Sample | None:
     """Return a sample whose weights are named as those of the newest lineage.
 
     Up to the step at which it began, a lineage has the weights of the one before. Return None for weights that are not
-    part of it, or are of a step before `oldest`.
+    part of it, or are of a step before `oldest`, or before `teachers_oldest` those of a teacher that follows.
     """
     supervision = sample.supervision
-    if supervision is None or supervision.version is None:
+    if supervision is None:
         return sample
-    versions = {supervision.version, *(span.version for span in sampled_spans(supervision))}
-    if not all(version.step >= oldest and _is_ancestor(version, lineages) for version in versions):
+    sampled, teachers = {span.version for span in sampled_spans(supervision)}, teacher_versions(supervision)
+    is_old = any(each.step < oldest for each in sampled) or any(each.step < teachers_oldest for each in teachers)
+    if is_old or not all(_is_ancestor(each, lineages) for each in sampled | teachers):
         return None
     return msgspec.structs.replace(sample, supervision=_in_lineage(supervision, len(lineages) - 1))
 
@@ -167,16 +183,17 @@ def _is_ancestor(version: WeightVersion, lineages: Sequence[int]) -> bool:
 
 
 def _in_lineage(supervision: Supervision, lineage: int) -> Supervision:
-    assert supervision.version is not None
+    def renamed(named: Named) -> Named:
+        version = named.version
+        return (
+            named if version is None else msgspec.structs.replace(named, version=WeightVersion(lineage, version.step))
+        )
+
     return msgspec.structs.replace(
-        supervision,
-        version=WeightVersion(lineage, supervision.version.step),
-        version_spans=tuple(
-            span
-            if span.version is None
-            else msgspec.structs.replace(span, version=WeightVersion(lineage, span.version.step))
-            for span in supervision.version_spans
-        ),
+        renamed(supervision),
+        version_spans=tuple(map(renamed, supervision.version_spans)),
+        pulls=tuple(map(renamed, supervision.pulls)),
+        soft_targets=tuple(map(renamed, supervision.soft_targets)),
     )
 
 

@@ -22,15 +22,19 @@ class WrongSupervisionError(Exception):
     """Supervision that must not be trained on was about to reach the trainer. A bug, hence not a `SpotError`."""
 
 
-def check_feed(batch: Iterable[Supervision], *, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
+def check_feed(
+    batch: Iterable[Supervision], *, vocab_size: int, live: WeightVersion, max_staleness: int, teacher_lag: int = 0
+) -> None:
     """Raise `WrongSupervisionError` for the first trajectory that is wrong.
 
     `vocab_size` is the width of the student's softmax, and `live` are the weights that the batch will update. Each
     token must come from weights of the same lineage, at most `max_staleness` steps older, or from no student at all.
+    What a teacher that follows the student said of it may be `teacher_lag` steps older than that.
     """
     for each in batch:
         try:
             _check(each, vocab_size, live, max_staleness)
+            _check_teachers(each, live, max_staleness + teacher_lag)
         except ValueError as found:
             raise WrongSupervisionError(
                 f"supervision of {each.problem_id} (prompt {each.prompt_ordinal}) is wrong: {found}"
@@ -49,6 +53,12 @@ def sampled_spans(each: Supervision) -> list[SampledSpan]:
     """Return which weights sampled which response tokens, in order. Those that no student sampled are left out."""
     spans = each.version_spans or (VersionSpan(0, len(each.response_ids), each.version),)
     return [SampledSpan(span.start, span.end, span.version) for span in spans if span.version is not None]
+
+
+def teacher_versions(each: Supervision) -> set[WeightVersion]:
+    """Return which weights of teachers that follow the student its terms are of."""
+    versions = [*(pull.version for pull in each.pulls), *(targets.version for targets in each.soft_targets)]
+    return {version for version in versions if version is not None}
 
 
 def check_arrays(each: Supervision, vocab_size: int) -> None:
@@ -131,6 +141,16 @@ def _check_versions(each: Supervision, live: WeightVersion, max_staleness: int) 
             fault is None,
             f"tokens [{span.start}, {span.end}) were sampled by weights {span.version}, which are {fault}: "
             f"{live} are live and max_staleness is {max_staleness}",
+        )
+
+
+def _check_teachers(each: Supervision, live: WeightVersion, longest: int) -> None:
+    for version in sorted(teacher_versions(each)):
+        fault = _fault(version, live, longest)
+        _require(
+            fault is None,
+            f"the teacher that follows the student was asked with weights {version}, which are {fault}: {live} are "
+            f"live, and it may be {longest} steps behind",
         )
 
 

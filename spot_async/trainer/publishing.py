@@ -36,7 +36,7 @@ from spot_async.models.weight_files import (
     weight_file_marks,
 )
 from spot_async.trainer.loading import has_just
-from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
+from spot_async.trainer.lora import NO_COPIES, Copies, layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.parallel import idle_group, wait_for_all
 from spot_async.trainer.streaming import WeightStream
 from spot_async.types import WeightFile
@@ -100,26 +100,34 @@ class WeightWriter:
             finally:
                 shutil.rmtree(trial, ignore_errors=True)
 
-    def publish(self, model: PreTrainedModel, step: int, *, is_whole: bool = True) -> None:
-        """Write `model`'s weights of `step`, or its adapter alone.
+    def publish(self, model: PreTrainedModel, step: int, *, is_whole: bool = True, copies: Copies = NO_COPIES) -> None:
+        """Write `model`'s weights of `step`, or its adapter alone, with `copies` in place of what is trained.
 
         All ranks must call it, since sharded weights are gathered for it. Raises `TrainerError` when writing fails
         (full disk, an adapter that is not whole). Older weights are then untouched, and nothing of the new ones is
         left.
         """
-        adapters = whole_adapters(model)
+        adapters = whole_adapters(model, copies)
         if is_whole:
-            with WeightStream(model, adapters, self._student_directory, self._dtype) as weights:
+            with WeightStream(model, adapters, self._student_directory, self._dtype, copies) as weights:
                 if self._writes:
                     self._publish(model, adapters, weights, step)
         elif self._writes:
             self._publish(model, adapters, None, step)
 
-    def begin(self, model: PreTrainedModel, step: int, *, is_whole: bool, done: Published) -> None:
+    def begin(
+        self,
+        model: PreTrainedModel,
+        step: int,
+        *,
+        is_whole: bool,
+        first: Callable[[], object] = lambda: None,
+        done: Published,
+    ) -> None:
         """Begin to publish in a thread. All ranks must call it, and each holds the whole student.
 
-        `model` must not change until `wait` returns. The rank that writes calls `done` in its thread. Raises
-        `TrainerError` as `wait` does.
+        `model` must not change until `wait` returns. The rank that writes calls `first` and then `done` in its thread.
+        Raises `TrainerError` as `wait` does.
         """
         self.wait()
         self._is_writing = True
@@ -134,6 +142,7 @@ class WeightWriter:
         def publish() -> None:
             try:
                 with torch.cuda.stream(stream):
+                    first()
                     self.publish(model, step, is_whole=is_whole)
             except TrainerError as error:
                 self._failure = error

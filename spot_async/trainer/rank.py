@@ -30,6 +30,7 @@ from spot_async.trainer.checkpoint import CheckpointSaver, Done, load_checkpoint
 from spot_async.trainer.compiling import compile_layers, try_compiled
 from spot_async.trainer.divergence import soft_target_losses
 from spot_async.trainer.feed import BatchFeed
+from spot_async.trainer.following import FollowingTeachers
 from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
 from spot_async.trainer.loss import (
@@ -122,8 +123,8 @@ class StudentTrainer:
                 is_packed=is_packed,
                 is_first_rank=strategy.rank == 0,
             )
-        self._publisher = WeightWriter(
-            settings.weights_directory,
+        writer = partial(
+            WeightWriter,
             student_directory=Path(settings.model_directory),
             end_token_ids=settings.end_token_ids,
             dtype=dtype,
@@ -131,7 +132,9 @@ class StudentTrainer:
             lora=self._training.lora,
             writes=strategy.rank == 0,
         )
+        self._publisher = writer(settings.weights_directory)
         self._publisher.try_out(self.model)
+        self._teachers = FollowingTeachers(settings, self.model, writer)
         self._meters = Meters(self._training, Path(settings.model_directory), device)
         self._saver = CheckpointSaver(strategy, device, is_offloaded=self._training.offload != "none")
         # For which checkpoints, and the writing of weights, held up training since the last report.
@@ -189,6 +192,7 @@ class StudentTrainer:
         metrics |= {"train_s": train_s, "tokens_per_s": metrics["tokens"] / train_s}
         performance = self._meters.read(updates, self._strategy, train_s)
         snapshot = self._publish(iteration + 1, published)
+        teachers = self._teachers.snapshots(snapshot)
         if self._settings.shares_devices:  # the student's server needs the memory that torch would keep
             self._optimizer.zero_grad()
             if self._device.type == "cuda":
@@ -197,14 +201,14 @@ class StudentTrainer:
         if self._checkpoint_s:
             metrics["checkpoint_s"], self._checkpoint_s = self._checkpoint_s, 0.0
         self.step = iteration + 1
-        return TrainReport(snapshot=snapshot, metrics=metrics, performance=performance)
+        return TrainReport(snapshot=snapshot, metrics=metrics, performance=performance, teachers=teachers)
 
     def begin_to_save(self, directory: Path, done: Done) -> None:
         """Begin to write a checkpoint of the state between two iterations. The next one may be trained at once."""
         started = time.perf_counter()
         if not self._settings.publishes_whole(self.step):
             self._publisher.complete(self.model, self.step)
-        self._saver.begin(directory, self.step, self.model, self._optimizer, done)
+        self._saver.begin(directory, self.step, self.model, self._optimizer, done, self._teachers.state)
         self._checkpoint_s += time.perf_counter() - started
 
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
@@ -362,19 +366,29 @@ class StudentTrainer:
 
     def _continue_from(self, directory: Path) -> None:
         """Load a checkpoint of `step`, and publish its weights again if they are gone."""
-        load_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy)
-        # Rank 0 decides, because others may see its new directory before they look.
-        is_gone = self._strategy.rank == 0 and not self._publisher.path(self.step).exists()
-        if self._strategy.max(torch.tensor(float(is_gone), device=self._device)) > 0:
+        load_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy, self._teachers.state)
+        if self._is_gone(self._publisher.path(self.step)):
             self._publisher.publish(self.model, self.step)
+        self._teachers.publish_again(self.step, self._is_gone)
+
+    def _is_gone(self, published: Path) -> bool:
+        """Return whether a directory is gone. Rank 0 decides, because others may see its new one before they look."""
+        is_gone = self._strategy.rank == 0 and not published.exists()
+        return self._strategy.max(torch.tensor(float(is_gone), device=self._device)).item() > 0
 
     def _publish(self, step: int, published: Published) -> WeightSnapshot:
-        """Publish the weights of a step, or begin to."""
+        """Publish the weights of a step, or begin to; first those of teachers that follow, which are told with them."""
         started = time.perf_counter()
         is_whole = self._settings.publishes_whole(step)
+        # Done by the first update, if there was one.
+        self._checkpoint_s += self._saver.wait_before_step()
+        self._publisher.wait()
+        self._teachers.advance(step)
+        publish_teachers = partial(self._teachers.publish, step)
         if self._settings.publishes_beside:
-            self._publisher.begin(self.model, step, is_whole=is_whole, done=published)
+            self._publisher.begin(self.model, step, is_whole=is_whole, first=publish_teachers, done=published)
         else:
+            publish_teachers()
             self._publisher.publish(self.model, step, is_whole=is_whole)
             published(self._publisher.files, "")
         self._publish_s += time.perf_counter() - started

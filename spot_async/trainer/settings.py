@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import Field
 
 from spot_async.base.files import writing
-from spot_async.config import PositiveFloat, PositiveInt, Section, TrainingConfig
+from spot_async.config import FollowsConfig, PositiveFloat, PositiveInt, Section, TrainingConfig
 
 # Attention functions, by their names in transformers.
 PER_DOCUMENT = "spot_per_document"
@@ -58,6 +58,8 @@ class TrainerSettings(Section):
         description="with LoRA: iterations between two that publish the whole student, merged with its adapters; the "
         "others publish the adapter alone. 0: only what a checkpoint is of, and the last, is whole",
     )
+    follows: dict[str, FollowsConfig] = Field({}, description="how teachers follow the student, by role")
+    teachers_take_adapters: bool = Field(False, description="they get an adapter alone, as the student's servers do")
     lineage: int = Field(0, ge=0, description="of the versions that are published")
     end_token_ids: tuple[int, ...] = Field((), description="what ends a response; published as the eos tokens")
 
