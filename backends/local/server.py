@@ -48,7 +48,7 @@ class LocalServer(Server):
             name,
             Path(model),
             run_directory / "logs" / f"{name}.log",
-            reads=run_directory if role == "student" else None,
+            reads=run_directory if settings.takes_weights(role) else None,
             cores=settings.cores,
         )
         super().__init__(where, assignment, api.HEALTH)

@@ -280,4 +280,4 @@ class StudentServerSettings(AttachedSettings):
         return self.weights.transport == "adapter"
 
     def reads(self, role: str, run_directory: Path) -> Path | None:
-        return run_directory if role == "student" and self.weights.transport != "distributed" else None
+        return run_directory if self.takes_weights(role) and self.weights.transport != "distributed" else None

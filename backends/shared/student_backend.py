@@ -92,7 +92,7 @@ class AdapterBackend(RemoteBackend, abc.ABC):
         """`loads` is asked to load adapters of the model `base`, where the student's new weights are such."""
         self._server = server
         self._name = server.name
-        self._is_student = server.role == "student"
+        self._is_student = settings.takes_weights(server.role)  # or a teacher that follows it
         self._adapters: Adapters | None = None
         if (lora := settings.adapters(server.role)) is not None:
             self._adapters = Adapters(

@@ -66,12 +66,12 @@ class VllmBackend(StudentBackend):
         kind: str = "vllm"
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
-        is_student = role == "student"
+        is_student = settings.takes_weights(role)
         launch = settings.where if isinstance(settings.where, LaunchSettings) else None
         if is_student and launch is not None and launch.port is not None and not launch.is_elsewhere:
             raise ConfigError(
-                f"student.backend.launch.port={launch.port}: vLLM asks for no key before it takes weights, so "
-                "every user of the machine could replace the student there: remove it, for a private socket"
+                f"{role}.backend.launch.port={launch.port}: vLLM asks for no key before it takes weights, so every "
+                "user of the machine could replace the student there: remove it, for a private socket"
             )
         uses = Uses(
             # One more than is asked for, because the sampled token may take one of a position's places.
@@ -220,14 +220,22 @@ class VllmBackend(StudentBackend):
         self._limits.check(request.token_ids, new_tokens=1, top_k=top_k)
         vocab_size = self._server.files.vocab_size
         served_k = max(top_k, min(self._settings.top_k or 0, self._found.max_logprobs))
+        changes, version = self._standstill.changes, INITIAL
         if len(request.response_ids):
-            with self._asking(expected_version) as (client, _):
+            with self._asking(expected_version) as (client, names):
+
+                def check(spans: Sequence[NamedSpan]) -> None:
+                    nonlocal version
+                    version = version_spans(names, spans, 1)[0].version or INITIAL
+
                 logprobs, topk_ids, topk_logprobs = await client.score(
                     request.prompt_ids.tolist(),
                     request.response_ids.tolist(),
                     top_k=served_k,
+                    check=check,
                     deadline=request.deadline,
                 )
+            self._check_unchanged(changes, expected_version, "a response was")
         else:
             logprobs = np.zeros(0, np.float32)
             topk_ids, topk_logprobs = np.zeros((0, served_k), np.int32), np.zeros((0, served_k), np.float32)
@@ -237,8 +245,19 @@ class VllmBackend(StudentBackend):
             topk_logprobs,
             top_k=top_k,
             vocab_size=vocab_size,
-            version=INITIAL,
+            version=version,
         )
+
+    def _check_unchanged(self, changes: int, expected: WeightVersion | None, what: str) -> None:
+        """Raise `VersionMismatchError` if weights were loaded since there were so many `changes`.
+
+        A reply names only the weights of the token after its rows. What is asked during an update may still be answered
+        in part by the weights before.
+        """
+        if changes != self._standstill.changes:
+            raise VersionMismatchError(
+                f"{self._name}: the weights changed while {what} scored", may_pass=expected is None
+            )
 
     async def score_at(self, request: ScoreRequest, positions: IntArray, *, top_k: int) -> ScoredPositions:
         """Score single positions, with one request for each.
@@ -292,12 +311,8 @@ class VllmBackend(StudentBackend):
                 logprobs = await chosen_singly(
                     client, self._singles, contexts, candidate_ids, top_k=top_k, check=check, deadline=request.deadline
                 )
-        # The reply names only the weights of the token after these rows. What is asked during an update may still be
-        # answered in part by the weights before.
-        if is_batched and changes != self._standstill.changes:
-            raise VersionMismatchError(
-                f"{self._name}: the weights changed while candidates were scored", may_pass=expected_version is None
-            )
+        if is_batched:
+            self._check_unchanged(changes, expected_version, "candidates were")
         check_candidates(logprobs, candidate_ids)
         return logprobs
 

@@ -135,14 +135,23 @@ class VllmClient:
 
         return await self._ask(prompt, {**parameters, "logprobs": logprobs}, read, deadline=deadline)
 
-    async def score(self, prompt: list[int], response: list[int], *, top_k: int, deadline: float) -> Scored:
-        """Score a response at temperature 1, the only one in every mode of the server.
+    async def score(
+        self,
+        prompt: list[int],
+        response: list[int],
+        *,
+        top_k: int,
+        check: Callable[[Sequence[NamedSpan]], None] = lambda spans: None,
+        deadline: float,
+    ) -> Scored:
+        """Score a response at temperature 1, the only one in every mode of the server. `check` is as in `chosen`.
 
         Never send `skip_reading_prefix_cache` with it: vLLM would crash.
         """
         count = len(prompt) + len(response)
 
         def read(answer: Answer) -> Steps[Scored]:
+            check(answer.spans)
             if len(answer.prompt_rows) != count:
                 raise PoisonedReplyError(f"{len(answer.prompt_rows)} rows of {count} tokens")
             # vLLM's row i is the distribution that decides token i, so rows are shifted by one from `decision_row`.

@@ -235,7 +235,9 @@ async def _ties_embeddings(client: VllmClient) -> bool:
     of such a model do not. A server that does not tell where it runs is taken to be on a GPU.
     """
     try:
-        return client.server.role == "student" and await ties_embeddings(client.server.files.directory)
+        return client.server.settings.takes_weights(client.server.role) and await ties_embeddings(
+            client.server.files.directory
+        )
     except DataError:  # the first update names files that cannot be read
         return False
 

@@ -105,6 +105,7 @@ class BackendSettings(PluginSettings):
     _number: int | None = PrivateAttr(None)  # the server's among its role's, from 1 on; None for an only one
     _cores: frozenset[int] | None = PrivateAttr(None)  # those that the server has to itself; None: it shares them
     _lora: LoraConfig | None = PrivateAttr(None)  # of the adapters that its servers take, where they take some
+    _follows: bool = PrivateAttr(False)  # its servers are a teacher's that follows the student
 
     def servers(self) -> Sequence[Self]:
         """Return one settings object for each server. Backends of several servers make theirs with `numbered`."""
@@ -149,14 +150,24 @@ class BackendSettings(PluginSettings):
         if not self.takes_adapters:
             return self
         if lora is None:
-            raise ValueError("student.backend.weights.transport=adapter needs training.lora: otherwise, set it to disk")
+            raise ValueError("backend.weights.transport=adapter needs training.lora: otherwise, set it to disk")
         copy = self.model_copy()
         copy._lora = lora
         return copy
 
+    def following(self, lora: LoraConfig | None) -> Self:
+        """Return the settings of a teacher that follows the student: its servers take weights as the student's do."""
+        copy = self.with_lora(lora).model_copy()
+        copy._follows = True
+        return copy
+
+    def takes_weights(self, role: str) -> bool:
+        """Whether the role's servers are sent weights: the student's, and those of a teacher that follows it."""
+        return role == "student" or self._follows
+
     def adapters(self, role: str) -> LoraConfig | None:
         """What the adapters are like that the role's servers take as their weights; None if they take none."""
-        return self._lora if role == "student" else None
+        return self._lora if self.takes_weights(role) else None
 
     @property
     def place(self) -> Place | None:

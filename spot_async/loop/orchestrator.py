@@ -52,6 +52,7 @@ class OrchestratorSettings:
     vocab_size: int  # of the student's softmax
     weight_update_timeout_s: float
     max_dead_share: float  # of the prompts finished so far, once these are as many as a batch
+    teacher_lag: int = 0  # iterations by which a teacher that follows the student may lag behind what it serves
 
 
 class Orchestrator:
@@ -297,7 +298,7 @@ class Orchestrator:
             self._changed.set()
             self._trained = report.snapshot.version
             written = group.create_task(self._trainer.published(number), name=f"weights {number}")
-            self._publisher.offer(number, report.snapshot, written)
+            self._publisher.offer(number, report, written)
             if self._saver.is_due(number):
                 await self._saver.begin(number)
             times.train = self._phases.end(phase, ordinals)
@@ -350,7 +351,11 @@ class Orchestrator:
         settings = self._settings
         try:
             check_feed(
-                trained, vocab_size=settings.vocab_size, live=self._trained, max_staleness=settings.max_staleness
+                trained,
+                vocab_size=settings.vocab_size,
+                live=self._trained,
+                max_staleness=settings.max_staleness,
+                teacher_lag=settings.teacher_lag,
             )
         except WrongSupervisionError as wrong:
             if is_ours(self._policy):

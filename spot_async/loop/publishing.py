@@ -1,4 +1,5 @@
-"""The publish pump: sends the trainer's newest weights to the student's servers while the trainer continues.
+"""The publish pump: sends the trainer's newest weights to the student's servers while the trainer continues, and what
+teachers that follow the student have from then on to theirs.
 
 One update is under way at a time. Weights that are newer than those that wait take their place, unless an evaluation of
 those is due. So a slow update never makes a queue of weights that nobody wants any more.
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, Phases, WeightsServed
 from spot_async.protocols import Sleeper, WeightSink
 from spot_async.stages.stages import Stages
-from spot_async.types import WeightFile, WeightSnapshot, WeightVersion
+from spot_async.types import TrainReport, WeightFile, WeightSnapshot, WeightVersion
 
 WEIGHT_UPDATE_RETRY = RetryPolicy(attempts=3)
 LAST_WAKE_TIMEOUT_S = 30.0  # after a failure, which must not wait long to be told
@@ -45,6 +46,8 @@ class LiveStudent:
     weight_sinks: Sequence[WeightSink]
     sleepers: Sequence[Sleeper] = ()  # they sleep while the trainer computes
     evaluation: LiveEvaluation | None = None
+    # Servers of teachers that follow the student, by role. One that the student's own servers answer for has none.
+    teacher_sinks: Mapping[str, WeightSink] = field(default_factory=dict)
 
 
 class SleepingServers:
@@ -96,7 +99,8 @@ class Publication(NamedTuple):
 
     iteration: int
     snapshot: WeightSnapshot
-    written: asyncio.Task[tuple[WeightFile, ...]]  # done once they are on disk
+    teachers: Mapping[str, WeightSnapshot]  # what teachers that follow the student have then, by role
+    written: asyncio.Task[tuple[WeightFile, ...]]  # done once they are all on disk
 
 
 class WeightPublisher:
@@ -122,6 +126,8 @@ class WeightPublisher:
         self.served = self.confirmed  # and an evaluation that was due is made: prompts may be admitted
         self._changed = changed
         self._sinks = student.weight_sinks
+        self._teacher_sinks = student.teacher_sinks
+        self._had: dict[str, WeightVersion] = {}  # by these, since they were last sent some
         self._stages = stages
         self._timeout_s = timeout_s
         self._drains = drains
@@ -133,11 +139,11 @@ class WeightPublisher:
         self._is_complete = False
         self._offered = asyncio.Event()
 
-    def offer(self, iteration: int, snapshot: WeightSnapshot, written: asyncio.Task[tuple[WeightFile, ...]]) -> None:
-        """Publish these weights next, unless newer ones are offered before it comes to that."""
+    def offer(self, iteration: int, report: TrainReport, written: asyncio.Task[tuple[WeightFile, ...]]) -> None:
+        """Publish an iteration's weights next, unless newer ones are offered before it comes to that."""
         if self._waiting and not self._is_due(self._waiting[-1].iteration):
             self._waiting.pop()
-        self._waiting.append(Publication(iteration, snapshot, written))
+        self._waiting.append(Publication(iteration, report.snapshot, report.teachers, written))
         self._offered.set()
 
     def complete(self) -> None:
@@ -158,19 +164,25 @@ class WeightPublisher:
         return self._waiting.popleft() if self._waiting else None
 
     async def _publish(self, publication: Publication) -> None:
-        iteration, snapshot, written = publication
+        iteration, snapshot, teachers, written = publication
         loop = asyncio.get_running_loop()
         if not written.done():
             phase = self._phases.begin(iteration, "write weights")
             await asyncio.wait([written])  # if it failed, the run is about to end
             self._phases.end(phase)
         snapshot = msgspec.structs.replace(snapshot, files=written.result())
-        async with self._drained(iteration):
+        changed = {role: each for role, each in teachers.items() if each.version != self._had.get(role)}
+        sent = [
+            *((sink, snapshot) for sink in self._sinks),
+            *((self._teacher_sinks[role], changed[role]) for role in changed),
+        ]
+        async with self._drained(iteration, changed):
             phase = self._phases.begin(iteration, "update weights")
             async with self._sleepers.updated():
                 deadline = loop.time() + self._timeout_s
-                await gather(self._update(sink, snapshot, deadline) for sink in self._sinks)
+                await gather(self._update(sink, each, deadline) for sink, each in sent)
             self._phases.end(phase)
+        self._had |= {role: each.version for role, each in changed.items()}
         self.confirmed = snapshot.version
         self._changed.set()
         # Before more prompts are admitted, so that nothing else is asked of a strict run's student meanwhile.
@@ -185,12 +197,23 @@ class WeightPublisher:
         self._events.publish(WeightsServed(iteration, snapshot.version, loop.time()))
 
     @asynccontextmanager
-    async def _drained(self, iteration: int) -> AsyncIterator[None]:
-        if not self._drains:
+    async def _drained(self, iteration: int, changed: Collection[str]) -> AsyncIterator[None]:
+        """Let no request be under way at servers that cannot do both, nor at a teacher that changes.
+
+        So all that a teacher says of a response is of one version. One whom the student's servers stand for changes
+        each time.
+        """
+        pauses = [self._stages.student_pause] if self._drains else []
+        for role, pause in self._stages.teacher_pauses.items():
+            if role in changed or role not in self._teacher_sinks:
+                pauses.append(pause)
+        if not pauses:
             yield
             return
         phase = self._phases.begin(iteration, "drain")
-        async with self._stages.student_pause.drained():
+        async with AsyncExitStack() as stack:
+            for pause in pauses:
+                await stack.enter_async_context(pause.drained())
             self._phases.end(phase)
             yield
 

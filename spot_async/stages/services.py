@@ -5,7 +5,7 @@ It opens nothing and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -95,6 +95,8 @@ class Services:
     teachers: Mapping[str, TeacherService] = field(default_factory=dict)  # several instead, by name
     reference: Scorer | BaseScorer | ServicePool[Any] | None = None
     reference_is_base: bool = False  # the reference is a server of the student, asked for its base (`BaseScorer`)
+    teachers_are_base: Collection[str] = ()  # so are the teachers of these roles
+    following: Collection[str] = ()  # the roles of teachers that follow the student
     teacher_vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
     common: CommonVocabulary = field(default_factory=CommonVocabulary)  # where one softmax is padded further
     capabilities: Mapping[str, Capabilities] = field(default_factory=dict)  # by role; one that is missing offers all

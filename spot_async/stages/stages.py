@@ -71,6 +71,7 @@ class Stages:
             services.vocabulary, *(each.vocabulary for each in asked.values() if each.vocabulary is not None)
         )
         self.student_pause = UpdatePause()
+        self.teacher_pauses = {role: UpdatePause() for role in services.following}
         jitter = random.Random(derive_seed(settings.seed, "retry jitter")).random
 
         standstill_s = WEIGHT_UPDATE_TIMEOUT_S if settings.weights_may_change else 0.0
@@ -78,7 +79,9 @@ class Stages:
 
         def stage(kind: str, service: S | ServicePool[S], config: StageConfig, teacher: str = "") -> Stage[S]:
             name = f"{kind}.{teacher}" if teacher else kind
-            is_students = stage_server(name) == "student" or (kind == "reference" and services.reference_is_base)
+            role = stage_server(name) or ""
+            is_base = role in services.teachers_are_base or (kind == "reference" and services.reference_is_base)
+            pause = self.student_pause if role == "student" or is_base else self.teacher_pauses.get(role)
             limits = StageLimits(
                 concurrency=config.concurrency,
                 timeout_s=config.timeout_s,
@@ -87,9 +90,8 @@ class Stages:
                 waiting_capacity=settings.max_prompts * requests[kind],
                 requests_per_prompt=requests[kind] if settings.bounds_prompts else None,
                 stated_by=STATED_BY[kind],
-                longest_standstill_s=standstill_s if is_students else 0.0,
+                longest_standstill_s=standstill_s if pause is not None else 0.0,
             )
-            pause = self.student_pause if is_students else None
             return Stage(name, pool_of(service), limits, jitter=jitter, events=self.events, pause=pause)
 
         limits = settings.limits
@@ -102,6 +104,8 @@ class Stages:
                 name=name,
                 role=role,
                 service=service,
+                follows=role in services.following,
+                is_base=role in services.teachers_are_base,
                 needs=needs,
                 settings=settings,
                 common=services.common,

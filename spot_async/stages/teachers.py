@@ -51,6 +51,8 @@ class TeacherStages:
     name: str  # empty for the only one
     role: str
     service: TeacherService
+    follows: bool  # the student, so that its answers name their version
+    is_base: bool  # of the student's servers, which are asked for it (`BaseScorer`)
     needs: PolicyNeeds
     settings: StagesSettings
     common: CommonVocabulary
@@ -128,8 +130,9 @@ class BoundTeacher:
         ends = self._teacher.ends
         scored_ids, added_ids = ends.as_teachers(response_ids), ends.summed_with_last(response_ids)
 
-        async def score(scorer: Scorer, request: ScoreRequest) -> TokenScores:
-            scores = await scorer.score(request, top_k=top_k)
+        async def score(scorer: Any, request: ScoreRequest) -> TokenScores:
+            ask = scorer.score_base if self._teacher.is_base else scorer.score
+            scores: TokenScores = await ask(request, top_k=top_k)
             if not len(added_ids):
                 return scores
             logprobs = await _scoring_candidates(scorer).candidate_logprobs(
@@ -146,7 +149,8 @@ class BoundTeacher:
             (read_ids, scored_ids, top_k, *([added_ids] if len(added_ids) else [])),
             lambda: self._requests.ask(stage, read_ids, scored_ids, score),
         )
-        return msgspec.structs.replace(scores, topk_ids=ends.swapped(scores.topk_ids))
+        version = scores.version if self._teacher.follows else None
+        return msgspec.structs.replace(scores, topk_ids=ends.swapped(scores.topk_ids), version=version)
 
     async def score_at(
         self, response_ids: IntArray, positions: IntArray, *, top_k: int, prompt_ids: IntArray | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.base.tasks import Opened
+from spot_async.config import FollowsConfig
 from spot_async.errors import VersionMismatchError
 from spot_async.types import (
     Capabilities,
@@ -151,10 +152,14 @@ class SimulatedStudent:
 
 @dataclass
 class SimulatedTeacher:
-    """A simulated teacher: a scorer with exact entropy, which also writes responses. Others score otherwise."""
+    """A simulated teacher: a scorer with exact entropy, which also writes responses. Others score otherwise.
+
+    One that follows the student takes weights.
+    """
 
     latency: Latency = field(default_factory=Latency)
     name: str = ""
+    version: WeightVersion = INITIAL_VERSION
 
     async def generate(
         self,
@@ -168,7 +173,9 @@ class SimulatedTeacher:
         return await SimulatedStudent(self.latency).generate(prompt_ids, sampling, deadline=deadline)
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
-        return whole_scores(await self._rows(request), request.response_ids, top_k)
+        version = self.version
+        scores = whole_scores(await self._rows(request), request.response_ids, top_k)
+        return msgspec.structs.replace(scores, version=version)
 
     async def candidate_logprobs(
         self,
@@ -183,11 +190,17 @@ class SimulatedTeacher:
 
     async def _rows(self, request: ScoreRequest) -> Float64Array:
         """Return the whole distributions (T, V) of the response's tokens."""
-        rng = rng_of(f"teacher{self.name}", request.prompt_ids.tobytes() + request.response_ids.tobytes())
+        changed = [self.version.step] if self.version.step else []
+        read = request.prompt_ids.tobytes() + request.response_ids.tobytes()
+        rng = rng_of(f"teacher{self.name}", read, *changed)
         await self._work(len(request.response_ids), rng)
         logits = rng.normal(scale=2.0, size=(len(request.response_ids), VOCAB_SIZE))
         rows: Float64Array = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return rows
+
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        await asyncio.sleep(self.latency.base_s)
+        self.version = snapshot.version
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         await asyncio.sleep(self.latency.of(tokens, rng))
@@ -214,6 +227,7 @@ class SimulatedTrainer:
 
     step_s: float = 1.0
     directory: str | None = None
+    follows: Mapping[str, FollowsConfig] = field(default_factory=dict)  # teachers with servers of their own, by role
     batches: list[list[Supervision]] = field(default_factory=list)
     save_s: float = 0.5
 
@@ -224,7 +238,12 @@ class SimulatedTrainer:
         self.batches.append(list(batch))
         directory = self.directory or f"weights/{iteration + 1}"
         snapshot = WeightSnapshot(directory=directory, version=WeightVersion(0, iteration + 1))
-        return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})
+        teachers = {
+            role: WeightSnapshot(directory=f"weights/{role}/{step}", version=WeightVersion(0, step))
+            for role, each in self.follows.items()
+            if (step := each.step_at(iteration + 1))
+        }
+        return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {}, teachers=teachers)
 
     async def published(self, step: int) -> tuple[WeightFile, ...]:
         return ()

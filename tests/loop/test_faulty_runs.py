@@ -55,9 +55,9 @@ def admit_what_no_iteration_is_left_for(monkeypatch):
 def serve_before_servers_confirm(monkeypatch):
     offer = WeightPublisher.offer
 
-    def serve(publisher, iteration, snapshot, written):
-        offer(publisher, iteration, snapshot, written)
-        publisher.served = publisher.confirmed = snapshot.version
+    def serve(publisher, iteration, report, written):
+        offer(publisher, iteration, report, written)
+        publisher.served = publisher.confirmed = report.snapshot.version
 
     monkeypatch.setattr(WeightPublisher, "offer", serve)
 

@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 
 import msgspec
 from faults import plan as fault_plan
-from faults.invariants import Witnessed, misnamed, require, weights_after
+from faults.invariants import Witnessed, misnamed, require, teachers_weights, weights_after, whole_response
 from faults.plan import Fault
-from faults.run import Drill
+from faults.run import Drill, WitnessedTeacher
 from faults.servers import SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from faults.stateful_trainer import Line
 from pydantic import BaseModel
@@ -35,7 +35,7 @@ from crashes.saving_trainer import SavingTrainer, read_checkpoint
 from spot_async.base.events import Event
 from spot_async.base.files import write_whole
 from spot_async.base.seeds import derive_seed
-from spot_async.config import KeptCheckpoints, TrainingConfig
+from spot_async.config import FollowsConfig, KeptCheckpoints, TrainingConfig
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.admission import is_trained
 from spot_async.loop.events import IterationFinished
@@ -51,8 +51,8 @@ from spot_async.spending.account import Account, Spending
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.run_log import RunLog, SpendingLog
 from spot_async.testing.simulation import SimulatedRun
-from spot_async.trainer.feed_check import sampled_spans
-from spot_async.types import Sample
+from spot_async.trainer.feed_check import sampled_spans, teacher_versions
+from spot_async.types import Sample, Supervision
 
 # By what struck a life, the errors with which it may end early, beside those of `fault_plan.MAY_END`.
 MAY_END = {
@@ -128,8 +128,10 @@ class ResumedDrill(Drill):
         witness: Witness,
         strikes: Mapping[Any, DiskFault],
         after: Callable[[int], None],
+        follows: FollowsConfig | None = None,
     ) -> None:
         """Make a life that has not begun. `after` is told of each iteration of it, which counts from 1."""
+        self.follows = follows
         self._witness = witness
         self._strikes = strikes
         self._after = after
@@ -172,6 +174,7 @@ class ResumedDrill(Drill):
                 self._ledger,
                 max_staleness=self.max_staleness,
                 batch_size=self.batch_size,
+                teacher_lag=0 if self.follows is None else self.follows.longest_lag,
             )
             self._spending.go_on()
             self._check_bill()
@@ -181,7 +184,12 @@ class ResumedDrill(Drill):
         witness.damaged.clear()
         witness.unpaid |= {row.ordinal for row in self._ledger.prompts() if row.state == "unpaid"}
         super().__init__(
-            *self._arguments, path / "weights", line=witness.line, unpaid=witness.unpaid, witnessed=witness.sampled
+            *self._arguments,
+            path / "weights",
+            line=witness.line,
+            unpaid=witness.unpaid,
+            witnessed=witness.sampled,
+            follows=self.follows,
         )
 
     def sizes(self, rng: random.Random) -> tuple[int, int]:
@@ -224,7 +232,7 @@ class ResumedDrill(Drill):
             self._after(self._finished)
 
     def teacher(self, server: SimulatedServer, *, attaches: bool) -> SimulatedTeacherReplica:
-        return _BilledTeacher(server, self._pay, attaches=attaches)
+        return _BilledTeacher(server, self._witness.sampled, self._pay, attaches=attaches)
 
     def _pay(self, server: str) -> None:
         self._account.spending.setdefault(server, Spending()).requests += 1
@@ -282,9 +290,23 @@ class ResumedDrill(Drill):
                 span.version.step < batch - self.max_staleness or span.version.step >= len(weights) for span in spans
             ):
                 return False
+            if self._is_teacher_gone(sample.supervision, batch):
+                return False
             if misnamed(sample.supervision, weights, self._witness.sampled):
                 return False
         return True
+
+    def _is_teacher_gone(self, supervision: Supervision, batch: int) -> bool:
+        """Return whether the teacher had weights that are too old for the batch, or do not count any more."""
+        witness, follows = self._witness, self.follows
+        said = witness.sampled.get(b"teacher" + whole_response(supervision), ())
+        for version in teacher_versions(supervision) if follows is not None else ():
+            is_old = version.step < batch - self.max_staleness - follows.longest_lag
+            if is_old or version.step >= len(witness.line.weights):
+                return True
+            if teachers_weights(follows, witness.line.weights, version.step) not in said:
+                return True
+        return False
 
     def check_evaluations(self, made: Sequence[int]) -> None:
         """Check that each evaluation that was due was made once, of weights that count."""
@@ -378,11 +400,11 @@ class _WitnessedCheckpoints(RunCheckpoints):
             self.witness.commits.append(iteration)
 
 
-class _BilledTeacher(SimulatedTeacherReplica):
+class _BilledTeacher(WitnessedTeacher):
     """A teacher whose answers cost something."""
 
-    def __init__(self, server: SimulatedServer, pay: Any, *, attaches: bool) -> None:
-        super().__init__(server, attaches=attaches)
+    def __init__(self, server: SimulatedServer, witnessed: Witnessed, pay: Any, *, attaches: bool) -> None:
+        super().__init__(server, witnessed, attaches=attaches)
         self._pay = pay
 
     async def _work(self, tokens: int, rng: Any) -> None:

@@ -28,6 +28,7 @@ from crashes.loop import CrashingLoop
 from crashes.plan import DiskFault, DiskFaultKind, PlannedFault, life_of, planned_crashes
 from crashes.resumed_drill import MAY_END, ResumedDrill, Witness
 from spot_async.base.seeds import derive_seed
+from spot_async.config import FollowsConfig
 from spot_async.errors import DataError, SpotError
 from spot_async.protocols import Policy
 from spot_async.run_directory import manifest
@@ -45,23 +46,32 @@ class CrashingRun:
 
 
 def crashing_run(
-    seed: int, policy: Callable[[], Policy], *, max_staleness: int = 0, faults: Sequence[PlannedFault] | None = None
+    seed: int,
+    policy: Callable[[], Policy],
+    *,
+    max_staleness: int = 0,
+    faults: Sequence[PlannedFault] | None = None,
+    follows: FollowsConfig | None = None,
 ) -> CrashingRun:
     """Run what `policy` makes in every life, through the faults that the seed plans or through `faults` of these.
 
     Raises what is wrong: `InvariantError`, `DeadlockError`, or any bug.
     """
     faults = planned_crashes(seed) if faults is None else faults
-    found = _through_lives(seed, policy, max_staleness, faults)
+    found = _through_lives(seed, policy, max_staleness, faults, follows)
     if max_staleness == 0 and faults and not found.witness.is_disturbed:
-        undisturbed = _through_lives(seed, policy, max_staleness, ())
+        undisturbed = _through_lives(seed, policy, max_staleness, (), follows)
         same = found.witness.line.weights == undisturbed.witness.line.weights
         require(same, "I10", f"it has other weights than without crashes, after {'; '.join(found.lives)}")
     return found
 
 
 def _through_lives(
-    seed: int, policy: Callable[[], Policy], max_staleness: int, faults: Sequence[PlannedFault]
+    seed: int,
+    policy: Callable[[], Policy],
+    max_staleness: int,
+    faults: Sequence[PlannedFault],
+    follows: FollowsConfig | None,
 ) -> CrashingRun:
     witness = Witness()
     told: list[str] = []
@@ -69,7 +79,7 @@ def _through_lives(
         disk = CrashingDisk(scratch, random.Random(derive_seed(seed, "disk")))
         for number in range(MOST_LIVES):
             strikes = [each for each in faults if life_of(each) == number]
-            life = _Life(number, seed, policy, max_staleness, strikes, disk, witness)
+            life = _Life(number, seed, policy, max_staleness, strikes, disk, witness, follows)
             try:
                 told.append(life.live())
             except Exception as error:
@@ -92,7 +102,9 @@ class _Life:
         faults: Sequence[PlannedFault],
         disk: CrashingDisk,
         witness: Witness,
+        follows: FollowsConfig | None,
     ) -> None:
+        self._follows = follows
         self.is_last = False
         self._number = number
         self._seed = seed
@@ -149,7 +161,14 @@ class _Life:
     def _run(self, checkpoint: Checkpoint | None, stack: ExitStack) -> SpotError | None:
         """Return what ended the run early, if anything did."""
         drill = self._drill = ResumedDrill(
-            self._seed, self._policy(), self._max_staleness, self._faults, self._witness, self._strikes, self._arm
+            self._seed,
+            self._policy(),
+            self._max_staleness,
+            self._faults,
+            self._witness,
+            self._strikes,
+            self._arm,
+            self._follows,
         )
         drill.begin(self._path, checkpoint, stack)
         if drill.trainer.step >= drill.iterations:  # it crashed behind its last checkpoint

@@ -10,6 +10,8 @@
     I7  weights that are served, sent or newest are on the disk
     I8  in the end nothing runs: no prompt, no request, no lease, no task
     I9  with n = 0 all tokens of a batch are of the weights that it updates, and no prompt runs beside an evaluation
+    I15 what a teacher that follows the student says for batch b is of what it had with the student's weights of one of
+        steps b - n to b, and of what its version names
 
 It knows no fault. It listens to a run's events, and looks at the book and the servers whenever one comes.
 """
@@ -26,12 +28,13 @@ import numpy as np
 
 from spot_async.base import wire
 from spot_async.base.events import Event
+from spot_async.config import FollowsConfig
 from spot_async.loop.admission import PromptState
 from spot_async.loop.events import IterationFinished, PhaseBegan, PhaseEnded, WeightsServed
 from spot_async.protocols import WeightSink
 from spot_async.testing.services import any_lineage
-from spot_async.trainer.feed_check import sampled_spans
-from spot_async.types import IntArray, Supervision, WeightSnapshot
+from spot_async.trainer.feed_check import sampled_spans, teacher_versions
+from spot_async.types import IntArray, ScoreRequest, Supervision, WeightSnapshot
 
 if TYPE_CHECKING:
     from faults.stateful_trainer import StatefulTrainer
@@ -61,16 +64,29 @@ def weights_after(weights: str, batch: Iterable[Supervision]) -> str:
 
 
 def _of_any_lineage(supervision: Supervision) -> Supervision:
-    if supervision.version is None or supervision.version.lineage == 0:
-        return supervision
+    def plain(named: Any) -> Any:
+        return msgspec.structs.replace(named, version=named.version and any_lineage(named.version))
+
     return msgspec.structs.replace(
-        supervision,
-        version=any_lineage(supervision.version),
-        version_spans=tuple(
-            msgspec.structs.replace(span, version=span.version and any_lineage(span.version))
-            for span in supervision.version_spans
-        ),
+        plain(supervision),
+        version_spans=tuple(map(plain, supervision.version_spans)),
+        pulls=tuple(map(plain, supervision.pulls)),
+        soft_targets=tuple(map(plain, supervision.soft_targets)),
     )
+
+
+def teachers_weights(follows: FollowsConfig, weights: Sequence[str], step: int) -> str:
+    """Return what a teacher has when the student has the weights of a step: those, or a digest of all before."""
+    had = follows.step_at(step)
+    if follows.decay is None or not had:
+        return weights[had]
+    earlier = teachers_weights(follows, weights, had - 1)
+    return hashlib.blake2b(f"average {earlier} {weights[had]}".encode(), digest_size=8).hexdigest()
+
+
+def whole_response(supervision: Supervision | ScoreRequest) -> bytes:
+    """Return a digest of a prompt and response."""
+    return [*prefixes(supervision.prompt_ids, supervision.response_ids)][-1]
 
 
 def prefixes(context_ids: IntArray, token_ids: IntArray) -> Iterator[bytes]:
@@ -110,11 +126,13 @@ class Invariants:
         batches: Batches = (),
         unpaid: Set[int] = frozenset(),
         witnessed: Witnessed | None = None,
+        follows: FollowsConfig | None = None,
     ) -> None:
         """`prompts` is how many there are; None: as many as it takes. A resumed run has trained `batches` before.
 
-        `unpaid` are ordinals of prompts that it had no money for.
+        `unpaid` are ordinals of prompts that it had no money for. `follows`: how its teacher follows the student.
         """
+        self._follows = follows
         self.witnessed: Witnessed = {} if witnessed is None else witnessed
         self.finished = len(batches)  # iterations
         self._batch_size = batch_size
@@ -195,6 +213,17 @@ class Invariants:
             if self._max_staleness == 0 and spans:
                 is_live = {span.version.step for span in spans} == {step}
                 require(is_live, "I9", f"prompt {each.prompt_ordinal} of batch {step} has {spans}")
+            self._check_teacher(step, each, weights)
+
+    def _check_teacher(self, step: int, each: Supervision, weights: Sequence[str]) -> None:
+        versions, follows = teacher_versions(each), self._follows
+        require(bool(versions) <= (follows is not None), "I15", f"prompt {each.prompt_ordinal} names {versions}")
+        for version in versions if follows is not None else ():
+            allowed = {follows.step_at(max(0, each)) for each in range(step - self._max_staleness, step + 1)}
+            require(version.step in allowed, "I15", f"a teacher of {version} in batch {step}, not of {allowed}")
+            said = self.witnessed.get(b"teacher" + whole_response(each), ())
+            had = teachers_weights(follows, weights, version.step)
+            require(had in said, "I15", f"a teacher of {said} is said to have been of {version}, {had}")
 
     # In the end
 

@@ -46,6 +46,7 @@ class Scene:
     teachers: Sequence[SimulatedServer]
     trainer: StatefulTrainer
     verifier: FaultyVerifier
+    teachers_follow: bool = False  # so they get weights too
     interrupt: Callable[[], object] = lambda: None  # as a person would
     struck: dict[Fault, str] = field(default_factory=dict)
 
@@ -90,7 +91,8 @@ async def _reply(scene: Scene, rng: random.Random, say: Callable[[str], None]) -
 
 async def _update(scene: Scene, rng: random.Random, say: Callable[[str], None]) -> None:
     kind: UpdateFault = rng.choice(get_args(UpdateFault))
-    servers = scene.students if rng.random() < 0.3 else [rng.choice(scene.students)]
+    updated = [*scene.students, *(scene.teachers if scene.teachers_follow else ())]
+    servers = updated if rng.random() < 0.3 else [rng.choice(updated)]
     times = rng.choice([1, 1, 2])
     say(f"{times} updates of {', '.join(each.name for each in servers)}: {kind}")
     for server in servers:

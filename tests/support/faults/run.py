@@ -21,7 +21,7 @@ import numpy as np
 import structlog
 from limits import same_limits
 
-from faults.invariants import Invariants, OneUpdateAtATime, Witnessed, prefixes, require
+from faults.invariants import Invariants, OneUpdateAtATime, Witnessed, prefixes, require, whole_response
 from faults.plan import (
     MAY_END,
     MAY_KILL,
@@ -38,7 +38,7 @@ from spot_async.base.events import Listener
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import gather, leaves, root_cause, watched
-from spot_async.config import ServingConfig
+from spot_async.config import FollowsConfig, ServingConfig
 from spot_async.errors import RequestError, SpotError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
@@ -48,7 +48,7 @@ from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Generation, IntArray, SamplingSettings
+from spot_async.types import Generation, IntArray, SamplingSettings, ScoreRequest, TokenScores
 
 LONGEST_S = 1e5  # of a run on virtual time: one that takes longer goes nowhere
 UPDATE_TIMEOUT_S = 1500.0  # longer than a server is away that dies in several updates
@@ -74,14 +74,15 @@ def faulty_run(
     max_staleness: int = 0,
     faults: Sequence[Fault] | None = None,
     listeners: Sequence[Listener] = (),
+    follows: FollowsConfig | None = None,
 ) -> FaultyRun:
-    """Run `policy` with the faults that the seed plans, or with `faults` of these.
+    """Run `policy` with the faults that the seed plans, or with `faults` of these. Its teacher may follow the student.
 
     Raises what is wrong: `InvariantError`, `DeadlockError`, or any bug.
     """
     faults = planned_faults(seed) if faults is None else faults
     with scratch_directory() as directory, structlog.testing.capture_logs() as logs:
-        drill = Drill(seed, policy, max_staleness, faults, directory)
+        drill = Drill(seed, policy, max_staleness, faults, directory, follows=follows)
         try:
             return run_on_virtual_time(drill.run(listeners, logs), ready_order=seed)
         except Exception as error:
@@ -107,12 +108,14 @@ class Drill:
         line: Line | None = None,
         unpaid: Set[int] = frozenset(),
         witnessed: Witnessed | None = None,
+        follows: FollowsConfig | None = None,
     ) -> None:
         """Make a run with weights in `directory`. `line`, `unpaid` and `witnessed` are those of earlier parts of it."""
         rng = random.Random(derive_seed(seed, "run"))
         self.seed = seed
         self.rng = rng
         self.policy = policy
+        self.follows = follows
         self.max_staleness = max_staleness
         self.faults = faults
         self.batch_size, self.iterations = self.sizes(rng)
@@ -137,6 +140,7 @@ class Drill:
             batches=() if line is None else line.batches,
             unpaid=unpaid,
             witnessed=witnessed,
+            follows=follows,
         )
         self._line = line or Line()
         self.trainer = self.trainer_class(
@@ -146,17 +150,20 @@ class Drill:
             check=self.invariants.check_batch,
             line=self._line,
             write_s=0.8 * self._step_s if max_staleness else None,
+            follows=follows,
         )
 
         def servers(role: str, number: int) -> list[SimulatedServer]:
             names = [f"{role}-{i}" for i in range(1, number + 1)]
-            return [SimulatedServer(name, rates, update=self._update, read=read_weights) for name in names]
+            update: Update = self._update if role == "student" else "drain"
+            return [SimulatedServer(name, rates, update=update, read=read_weights) for name in names]
 
         self.scene = Scene(
             students=servers("student", rng.randint(1, 3)),
             teachers=servers("teacher", rng.randint(1, 2)) if policy.needs.teacher else [],
             trainer=self.trainer,
             verifier=FaultyVerifier(),
+            teachers_follow=follows is not None,
         )
         self._attaches = rng.random() < 0.4
         self._sleeps = max_staleness == 0 and rng.random() < 0.2
@@ -206,6 +213,9 @@ class Drill:
         async def all_of_it() -> None:
             if self._attaches or self._line.lineage:
                 await self.catch_up(pools["student"])
+                for role, snapshot in self.trainer.teachers(self.trainer.step).items():
+                    until_s = asyncio.get_running_loop().time() + UPDATE_TIMEOUT_S
+                    await pools[role].update_weights(snapshot, deadline=until_s)
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(each.strike(self.scene)) for each in self.faults]
                 if self._attaches:
@@ -253,7 +263,7 @@ class Drill:
         return rng.randint(2, 4), rng.randint(2, 5)
 
     def teacher(self, server: SimulatedServer, *, attaches: bool) -> SimulatedTeacherReplica:
-        return SimulatedTeacherReplica(server, attaches=attaches)
+        return WitnessedTeacher(server, self.invariants.witnessed, attaches=attaches)
 
     def made(self, run: SimulatedRun) -> None:
         """Do what is due once a run is made, and before it begins."""
@@ -279,6 +289,9 @@ class Drill:
             evaluation=LiveEvaluation(self.evaluation_is_due, partial(self.measured, self.evaluations(student))),
             prompts=simulated_prompts(self.prompts, problems=self.problems),
             sleepers=[student] if self._sleeps else [],
+            following=[] if self.follows is None else ["teacher"],
+            teacher_sinks={} if self.follows is None else {"teacher": OneUpdateAtATime(teacher)},
+            teacher_lag=0 if self.follows is None else self.follows.longest_lag,
             capabilities={"student": offers, "teacher": capabilities(VOCAB_SIZE)},
             limits=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
             seed=self.seed,
@@ -341,3 +354,17 @@ class _WitnessedReplica(SimulatedReplica):
             for key in keys[span.start : span.end]:
                 self._witnessed.setdefault(key, set()).add(contents[span.version])
         return response
+
+
+class WitnessedTeacher(SimulatedTeacherReplica):
+    """A teacher that notes by which weights each response was scored in truth."""
+
+    def __init__(self, server: SimulatedServer, witnessed: Witnessed, *, attaches: bool) -> None:
+        super().__init__(server, attaches=attaches)
+        self._witnessed = witnessed
+
+    async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
+        contents = self.server.held[-1].contents
+        scores = await super().score(request, top_k=top_k)
+        self._witnessed.setdefault(b"teacher" + whole_response(request), set()).add(contents)
+        return scores

@@ -246,6 +246,15 @@ class _OnServer:
     async def ping(self, *, deadline: float) -> None:
         await self._answers(deadline)
 
+    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
+        self._check_process()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.server.load(snapshot, deadline)
+        except TimeoutError:
+            raise self.server.failure(DeadlineExceededError, "the weights were not loaded in time") from None
+        self._check_process()
+
     async def _answers(self, deadline: float) -> None:
         try:
             async with asyncio.timeout_at(deadline):
@@ -336,15 +345,6 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
         self._check_process()
         return await super().candidate_logprobs(request, *asked, **settings)
 
-    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        self._check_process()
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self.server.load(snapshot, deadline)
-        except TimeoutError:
-            raise self.server.failure(DeadlineExceededError, "the weights were not loaded in time") from None
-        self._check_process()
-
     sleeps_while_training = True
 
     async def sleep(self, *, deadline: float) -> None:
@@ -375,6 +375,10 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
 
 class SimulatedTeacherReplica(_OnServer, SimulatedTeacher):
     """A teacher's backend object for a simulated server: it scores, and writes responses of its own."""
+
+    @property
+    def version(self):  # type: ignore[no-untyped-def, override]
+        return self.server.version
 
     async def generate(
         self,

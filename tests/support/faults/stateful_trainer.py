@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from faults.invariants import require, weights_after
+from faults.invariants import require, teachers_weights, weights_after
 from spot_async.base.files import all_numbered, numbered
+from spot_async.config import FollowsConfig
 from spot_async.errors import TrainerError
 from spot_async.models.weight_files import SINGLE_FILE, complete_directory, delete_weights
 from spot_async.types import Supervision, TrainReport, WeightFile, WeightSnapshot, WeightVersion
@@ -67,13 +68,17 @@ class StatefulTrainer:
         check: Callable[[int, Sequence[Supervision]], None] = lambda step, batch: None,
         line: Line | None = None,
         write_s: float | None = None,
+        follows: FollowsConfig | None = None,
     ) -> None:
         """`keep` is how many directories are kept, and `check` is told of each batch before it is trained on.
+
+        `follows`: how the run's teacher follows the student.
 
         With a `line` it continues behind its last weights. Weights are written in `write_s` beside the next step, or at
         once with None.
         """
         self._line = line or Line()
+        self._follows = follows
         self.faults: deque[TrainerFault] = deque()  # of its next steps
         self._directory = directory
         self._keep = keep
@@ -91,6 +96,8 @@ class StatefulTrainer:
             raise self._cannot_publish(str(error.strerror)) from error
         if not self.path(self.step).exists():
             self._publish(self.step)
+        for step in {0, self.step} if follows is not None else ():
+            self._publish_teacher(step)
 
     @property
     def weights(self) -> Sequence[str]:
@@ -109,6 +116,34 @@ class StatefulTrainer:
 
     def path(self, step: int) -> Path:
         return numbered(self._directory, "step", step)
+
+    def teachers(self, step: int) -> dict[str, WeightSnapshot]:
+        """Return what the teacher that follows has with the student's weights of a step, if there is one."""
+        if self._follows is None:
+            return {}
+        had = self._follows.step_at(step)
+        return {
+            "teacher": WeightSnapshot(
+                directory=str(self._teachers(had)), version=WeightVersion(self._line.lineage, had)
+            )
+        }
+
+    def _teachers(self, step: int) -> Path:
+        return numbered(self._directory / "teacher", "step", step)
+
+    def _publish_teacher(self, step: int) -> None:
+        assert self._follows is not None
+        path = self._teachers(self._follows.step_at(step))
+        try:
+            if self._line.lineage or not path.exists():
+                path.parent.mkdir(exist_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
+                with complete_directory(path, is_durable=False) as partial:
+                    (partial / FILE).write_text(teachers_weights(self._follows, self.weights, step))
+        except OSError as error:
+            raise self._cannot_publish(str(error.strerror)) from error
+        for old in all_numbered(path.parent, "step", above=0)[: -self._keep]:
+            delete_weights(old)
 
     async def train(self, iteration: int, batch: Sequence[Supervision]) -> TrainReport:
         require(iteration == self.step, "I4", f"iteration {iteration} is trained after {self.step} steps")
@@ -129,7 +164,8 @@ class StatefulTrainer:
         self._line.weights.append(weights)
         if self._write_s is None:
             self._publish(self.step)
-        return TrainReport(snapshot=self.snapshot(self.step), metrics={"loss": 0.0} if batch else {})
+        metrics = {"loss": 0.0} if batch else {}
+        return TrainReport(snapshot=self.snapshot(self.step), metrics=metrics, teachers=self.teachers(self.step))
 
     async def published(self, step: int) -> tuple[WeightFile, ...]:
         if self._write_s is None:
@@ -150,6 +186,8 @@ class StatefulTrainer:
 
     def _publish(self, step: int) -> None:
         try:
+            if self._follows is not None and self._follows.step_at(step) == step:
+                self._publish_teacher(step)
             with complete_directory(self.path(step), is_durable=False) as partial:
                 (partial / FILE).write_text(self.weights[step])
         except OSError as error:

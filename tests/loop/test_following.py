@@ -1,0 +1,134 @@
+"""A teacher that follows the student: each of its answers is of what it should have then, whatever befalls the run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from crashes.run import crashing_run
+from faults.run import faulty_run
+
+from spot_async.config import FollowsConfig
+from spot_async.loop.publishing import WeightPublisher
+from spot_async.policies.eopd import EopdPolicy
+from spot_async.policies.opd import OpdPolicy
+from spot_async.running import checkpoints
+from spot_async.stages.stage import UpdatePause
+from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, token_scores
+from spot_async.testing.simulation import make_policy, simulated_run
+from spot_async.trainer.feed_check import teacher_versions
+
+WAYS = {"live": FollowsConfig(every=1), "lagged": FollowsConfig(every=2), "averaged": FollowsConfig(decay=0.9)}
+
+
+class LiveStudent(SimulatedStudent):
+    """A student that scores too, as its own teacher."""
+
+    async def score(self, request, *, top_k):
+        return await SimulatedTeacher(version=self.version).score(request, top_k=top_k)
+
+
+def policy():
+    return make_policy(EopdPolicy, top_k=8)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_term_names_what_the_teacher_had_and_lags_no_more_than_it_may(way, max_staleness):
+    follows, teacher = WAYS[way], SimulatedTeacher()
+    run = simulated_run(
+        policy(),
+        teacher=teacher,
+        trainer=SimulatedTrainer(follows={"teacher": follows}),
+        following=["teacher"],
+        teacher_sinks={"teacher": teacher},
+        teacher_lag=follows.longest_lag,
+        max_staleness=max_staleness,
+        iterations=6,
+        batch_size=4,
+    )
+    found = [{version.step for each in batch for version in teacher_versions(each)} for batch in run.batches]
+    for step, versions in enumerate(found):
+        assert versions <= {follows.step_at(max(0, step - n)) for n in range(max_staleness + 1)}
+    assert set().union(*found) >= {0, 2}
+    assert all(len(each.pulls) == len(each.soft_targets) == 1 for batch in run.batches for each in batch)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_the_students_own_servers_answer_as_the_live_teacher(max_staleness):
+    student = LiveStudent()
+    run = simulated_run(
+        policy(), student=student, teacher=student, following=["teacher"], max_staleness=max_staleness, iterations=4
+    )
+    for step, batch in enumerate(run.batches):
+        versions = {version.step for each in batch for version in teacher_versions(each)}
+        assert versions <= set(range(step - max_staleness, step + 1))
+
+
+def test_a_frozen_teachers_terms_name_no_version_whatever_its_server_says():
+    run = simulated_run(policy(), iterations=2)
+    assert [teacher_versions(each) for each in run.trained] == [set()] * 32
+    assert token_scores([0.0]).version is not None
+
+
+SEEDS = range(60)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_invariants_hold_with_a_teacher_that_follows_whatever_befalls_the_run(max_staleness):
+    ways = list(WAYS.values())
+    runs = [faulty_run(seed, policy(), max_staleness=max_staleness, follows=ways[seed % 3]).run for seed in SEEDS]
+    named = {version.step for run in runs for each in run.trained for version in teacher_versions(each)}
+    assert named >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness):
+    ways = list(WAYS.values())
+    found = [crashing_run(seed, policy, max_staleness=max_staleness, follows=ways[seed % 3]) for seed in range(18)]
+    resumed = [each.witness for each in found if len(each.lives) > 1]
+    assert len(resumed) > 6
+    assert not all(witness.is_disturbed for witness in resumed)
+
+
+# Each of these breaks the code on purpose.
+
+
+def change_without_a_pause(monkeypatch):
+    async def enter(pause):
+        return None
+
+    monkeypatch.setattr(UpdatePause, "enter", enter)
+    monkeypatch.setattr(UpdatePause, "leave", lambda pause: None)
+
+
+def leave_the_teacher_behind(monkeypatch):
+    offer = WeightPublisher.offer
+
+    def without(publisher, iteration, report, written):
+        offer(publisher, iteration, report, written)
+        publisher._waiting[-1] = publisher._waiting[-1]._replace(teachers={})
+
+    monkeypatch.setattr(WeightPublisher, "offer", without)
+
+
+def keep_what_an_unborn_teacher_said(monkeypatch):
+    monkeypatch.setattr(checkpoints, "teacher_versions", lambda supervision: set())
+
+
+@pytest.mark.parametrize(
+    ("fault", "noticed"),
+    [
+        (change_without_a_pause, "gets weights with .* requests in flight|I15"),
+        (leave_the_teacher_behind, "the teacher that follows the student was asked with weights|I15"),
+    ],
+)
+def test_a_run_that_asks_a_teacher_wrongly_is_noticed(fault, noticed, monkeypatch):
+    fault(monkeypatch)
+    said = []
+    for seed in range(40):
+        try:
+            faulty_run(seed, make_policy(OpdPolicy), max_staleness=seed % 3, follows=WAYS["averaged"])
+        except BaseException as error:  # noqa: BLE001 - whatever is wrong with a run
+            said.append(f"{error!r} {getattr(error, 'exceptions', '')}")
+    assert any(re.search(noticed, each) for each in said), said
