@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from spot_async.config import Config, teacher_name
 from spot_async.errors import ConfigError
 from spot_async.models.common_vocabulary import EndTokens
@@ -64,6 +66,9 @@ def check_capabilities(
              f"{role}.backend ({teacher.server}) serves no log-probabilities of chosen tokens, policy "
              f"{config.policy.kind} needs them: choose another backend"),
             (teacher.max_top_k < needs.teacher_top_k, _too_few_candidates(config, needs, role, teacher)),
+            (role in config.following and not teacher.weight_update,
+             f"{role}.follows: {role}.backend takes no new weights"
+             + (f": it needs {teacher.weights_need}" if teacher.weights_need else "")),
             (needs.exact_entropy and not teacher.exact_entropy, f"{role}.backend does not serve exact entropies"),
             (needs.teacher_responses > 0 and not teacher.generation,
              f"{role}.backend writes no responses, policy {config.policy.kind} needs them: set another {role}.backend"),
@@ -76,6 +81,14 @@ def check_capabilities(
     refusals = [message for is_missing, message in missing if is_missing]
     if refusals:
         raise ConfigError("\n".join(refusals))
+
+
+def of_student(config: Config, student: Capabilities) -> dict[str, Capabilities]:
+    """Return what teachers offer that the student's servers answer for, by role. Of a frozen one they only score."""
+    base = msgspec.structs.replace(
+        student, generation=False, candidate_logprobs="none", max_position_top_k=0, max_generation_top_k=0
+    )
+    return {role: student if role in config.following else base for role in config.served_by_student}
 
 
 def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:

@@ -18,7 +18,7 @@ from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
 from spot_async.base.tasks import gather, in_thread
 from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unknown_weights, servers_of
-from spot_async.checks.capabilities import check_capabilities, sums_ends
+from spot_async.checks.capabilities import check_capabilities, of_student, sums_ends
 from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import TrainPlan, plan_warnings
 from spot_async.checks.server_diagnosis import RESPONSE_TOKENS, Fact, ServerDiagnosis, role_model
@@ -58,6 +58,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     for role, found in agreements.items():
         await _measure_noise(role_model(config, plan, role), role, servers[role], found, asked)
     together = {role: found.together for role, found in agreements.items()}
+    together |= of_student(config, together["student"])
     refusals = [line for found in agreements.values() for line in found.refusals]
     try:
         needs = plan.policy.needs

@@ -68,6 +68,8 @@ LATER: tuple[tuple[str, Any], ...] = (
     ("training.normalize_advantages", False),
     ("prompt.teacher", None),
     ("teachers", {}),
+    ("teacher.follows", None),
+    ("teacher.served_by", "teacher"),
     ("policy.skip_answer", False),
     *((f"data.train.{key}", None) for key in ("share", "category", "verifier", "instruction")),
 )

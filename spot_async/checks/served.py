@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spot_async.base import registry
 from spot_async.base.addresses import is_loopback
 from spot_async.checks.device_shares import sleeps_while_training
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.errors import ConfigError
+from spot_async.models.files import ModelFiles
+from spot_async.models.weight_files import same_weights
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, WeightSink
 from spot_async.types import PolicyNeeds
 from spot_async.watchdog.silence import start_timeouts
@@ -32,20 +34,41 @@ def check_roles(config: Config, needs: PolicyNeeds) -> None:
         *(
             (role, teacher, protocol, method, is_needed)
             for role, teacher in config.teachers_by_role.items()
+            if teacher.served_by == "teacher"
             for protocol, method, is_needed in (
                 (Scorer, "score", needs.teacher_top_k > 0),
                 (Generator, "generate", needs.teacher_responses),
                 (CandidateScorer, "candidate_logprobs", needs.teacher_candidates),
+                (WeightSink, "update_weights", teacher.follows is not None),
             )
         ),
         ("reference", reference, Scorer, "score", needs.reference),
         ("student", config.student, BaseScorer, "score_base", needs.reference and reference is None),
+        ("student", config.student, Scorer, "score", bool(config.served_by_student)),
     ]
     for role, model, protocol, method, is_needed in asked:
         if is_needed and model is not None and not offers(model, protocol):
             raise ConfigError(
                 f"{role}.backend.kind={model.backend.kind}: policy {kind} needs a {role} that can `{method}`; "
                 "choose another backend"
+            )
+
+
+def check_selves(config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles]) -> None:
+    """Raise ConfigError unless teachers that are the student begin as it, and its servers can answer for them."""
+    for role, teacher in config.teachers_by_role.items():
+        is_students = teacher.served_by == "student"
+        if is_students and teacher.follows is None and not config.student.backend.takes_adapters:
+            raise ConfigError(
+                f"{role}.served_by=student: without follows it is the frozen student, which its servers have only "
+                "beside adapters (training.lora with student.backend.weights.transport=adapter): set "
+                f"{role}.follows={{every: 1}} for the live one, or {role}.served_by=teacher"
+            )
+        is_student = is_students or teacher.follows is not None
+        if is_student and not same_weights(student.directory, teachers[role].directory):
+            raise ConfigError(
+                f"{role}.model={teacher.model}: it is to be the student, and so begins with its weights: set it to "
+                f"student.model={config.student.model}"
             )
 
 
@@ -103,15 +126,16 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
 def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
     """Return the models to serve, by role.
 
-    A replayed teacher is not served. The reference is the initial student unless the configuration names another. Where
-    the student's servers take adapters it is there already, as their base.
+    A replayed teacher is not served, nor one for which the student's servers answer. The reference is the initial
+    student unless the configuration names another. Where the student's servers take adapters it is there already, as
+    their base.
     """
     initial = None if config.student.backend.takes_adapters else config.student
     teachers = config.teachers_by_role if needs.teacher else {}
     reference = (config.reference or initial) if needs.reference else None
     return {
         "student": config.student,
-        **{role: teacher for role, teacher in teachers.items() if not teacher.replay},
+        **{role: each for role, each in teachers.items() if not each.replay and each.served_by == "teacher"},
         **({} if reference is None else {"reference": reference}),
     }
 
@@ -136,7 +160,13 @@ def places(model: ModelConfig) -> Sequence[Place | None]:
 
 def _check_weights_directory(config: Config) -> None:
     """Raise ConfigError if a server on another machine would have to read what is published on this one alone."""
-    parent, backend = config.training.weights_directory, config.student.backend
+    for role, model in config.models.items():
+        if role == "student" or role in config.following:
+            _check_reads_weights(role, model, config.training.weights_directory)
+
+
+def _check_reads_weights(role: str, model: ModelConfig, parent: str | None) -> None:
+    backend = model.backend
     if parent is None or getattr(getattr(backend, "weights", None), "transport", "") == "distributed":
         return
     for each in backend.servers():
@@ -148,8 +178,8 @@ def _check_weights_directory(config: Config) -> None:
         if there is not None:
             raise ConfigError(
                 f"training.weights_directory={parent}: it is private to this machine, and the server of "
-                f"student.backend.{there} may not see it: set training.weights_directory=null, or "
-                "student.backend.weights.transport=distributed (vLLM and SGLang)"
+                f"{role}.backend.{there} may not see it: set training.weights_directory=null, or "
+                f"{role}.backend.weights.transport=distributed (vLLM and SGLang)"
             )
 
 

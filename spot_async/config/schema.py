@@ -173,11 +173,44 @@ class TeacherConfig(ModelConfig):
     weight: PositiveFloat = Field(
         1.0, description="of several teachers that a prompt asks: this one's part of what is learnt, beside the others'"
     )
+    follows: FollowsConfig | None = Field(
+        None,
+        description="the teacher is the student, lagged, live or averaged (docs/teachers.md); default: it is frozen",
+    )
+    served_by: Literal["teacher", "student"] = Field(
+        "teacher",
+        description="whose servers answer: its own, or the `student`'s, as the live student or, beside LoRA adapters, "
+        "as the frozen one",
+    )
 
     @pydantic.model_validator(mode="after")
     def _check_replay(self) -> Self:
         if self.replay and self.cache is None:
             raise ValueError("replay=true needs cache, the file of an earlier run")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_follows(self) -> Self:
+        is_moving = self.follows is not None
+        if self.cache is not None and (is_moving or self.served_by == "student"):
+            key = "follows" if is_moving else "served_by=student"
+            raise ValueError(
+                f"cache={self.cache} beside {key}: the cache keeps answers of a teacher of its own that never "
+                "changes: remove cache"
+            )
+        if self.served_by == "teacher":
+            return self
+        if self.follows is not None and not self.follows.is_live:
+            raise ValueError(
+                "served_by=student: those servers have the live student, and no lagged or averaged one: set "
+                "follows={every: 1}, or served_by=teacher"
+            )
+        plain = ModelConfig(model=self.model)
+        for key in ("backend", "serving"):
+            if getattr(self, key) != getattr(plain, key):
+                raise ValueError(
+                    f"{key}: the student's servers answer (served_by=student), on its account: remove {key}"
+                )
         return self
 
 
@@ -320,6 +353,15 @@ class Config(Section):
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
         self.student.backend.with_lora(self.training.lora)
+        for role, teacher in self.teachers_by_role.items():
+            if teacher.follows is None or teacher.served_by == "student":
+                continue
+            teacher.backend.following(self.training.lora)
+            if teacher.backend.takes_adapters != self.student.backend.takes_adapters:
+                raise ValueError(
+                    f"{role}.backend.weights.transport: it follows the student, and only one of the two takes "
+                    "adapters: set it as in student.backend"
+                )
         self._check_queue()
         cap = self.training.importance_cap
         if cap is not None and self.training.behavior_under(self.max_staleness) == "served":
@@ -388,6 +430,21 @@ class Config(Section):
     def route(self) -> RouteConfig | None:
         """Which of several teachers a prompt asks; None: all of them."""
         return getattr(self.policy, "route", None)
+
+    @property
+    def following(self) -> dict[str, FollowsConfig]:
+        """How teachers follow the student, by role; those that do not are left out."""
+        return {role: each.follows for role, each in self.teachers_by_role.items() if each.follows is not None}
+
+    @property
+    def teacher_lag(self) -> int:
+        """The most iterations by which what such a teacher has is older than the student that is served."""
+        return max((each.longest_lag for each in self.following.values()), default=0)
+
+    @property
+    def served_by_student(self) -> list[str]:
+        """The roles of teachers that the student's servers answer for."""
+        return [role for role, each in self.teachers_by_role.items() if each.served_by == "student"]
 
     @property
     def queue_capacity_prompts(self) -> int:

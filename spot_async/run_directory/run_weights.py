@@ -36,8 +36,13 @@ class RunWeights:
         """Whether what the trainer publishes outlives the run."""
         return self.published == self._kept
 
-    def after(self, iteration: int) -> Path:
-        """Return where the student of an iteration is: the copy that is kept, or where the trainer publishes it."""
+    def after(self, iteration: int, teacher: str | None = None) -> Path:
+        """Return where the student of an iteration is: the copy that is kept, or where the trainer publishes it.
+
+        `teacher` is the role of one that follows the student, and has weights of its own.
+        """
+        if teacher is not None:
+            return numbered(self.published / teacher, "step", iteration)
         kept = numbered(self._kept, "step", iteration)
         return kept if kept.exists() else numbered(self.published, "step", iteration)
 
@@ -46,9 +51,13 @@ class RunWeights:
         return numbered(self._kept, "best", iteration)
 
     def forget_after(self, iteration: int) -> None:
-        """Delete what the trainer published of later iterations, unless it outlives the run."""
-        if not self.are_kept:
-            for each in all_numbered(self.published, "step", above=iteration):
+        """Delete what the trainer published of later iterations, unless it outlives the run.
+
+        What teachers had is deleted always: the trainer publishes it again.
+        """
+        teachers = [each for each in self.published.glob("teacher*") if each.is_dir()]
+        for directory in teachers if self.are_kept else [self.published, *teachers]:
+            for each in all_numbered(directory, "step", above=iteration):
                 shutil.rmtree(each, ignore_errors=True)
 
     def keep(self, iteration: int) -> None:

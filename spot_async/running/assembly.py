@@ -20,7 +20,7 @@ from spot_async.config import Config, PluginSettings, teacher_name
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation, LiveStudent
 from spot_async.loop.resuming import Records
-from spot_async.protocols import Sleeper, Trainer, Verifier, WeightSink
+from spot_async.protocols import Sleeper, Trainer, Verifier
 from spot_async.replicas.leasing import Errand, Lease, pool_of
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
@@ -90,7 +90,7 @@ def make_stages(
     reference: Any = services.student if plan.reference_is_base else services.reference
     teachers = {
         role: TeacherService(
-            server=services.backends.get(role),
+            server=services.backends.get("student" if role in config.served_by_student else role),
             vocabulary=files.vocabulary,
             kept_scores=services.kept_scores.get(role),
             render_turns=plan.teacher_renderer.turn_ids,
@@ -105,6 +105,8 @@ def make_stages(
         teachers={teacher_name(role) or "": teacher for role, teacher in teachers.items()},
         reference=reference,
         reference_is_base=plan.reference_is_base,
+        teachers_are_base=[role for role in config.served_by_student if role not in config.following],
+        following=[*config.following],
         common=plan.common,
         capabilities=services.capabilities,
         render_turns=plan.teacher_renderer.turn_ids,
@@ -126,10 +128,11 @@ def make_orchestrator(
     plan: TrainPlan,
     stages: Stages,
     trainer: Trainer,
-    student: WeightSink,
+    services: OpenServices,
     evaluation: LiveEvaluation,
     records: Records,
 ) -> Orchestrator:
+    student = services.student
     sleepers = [student] if isinstance(student, Sleeper) and student.sleeps_while_training else []
     return Orchestrator(
         OrchestratorSettings(
@@ -142,12 +145,13 @@ def make_orchestrator(
             vocab_size=plan.student.vocab_size,
             weight_update_timeout_s=WEIGHT_UPDATE_TIMEOUT_S,
             max_dead_share=config.run.max_dead_share,
+            teacher_lag=config.teacher_lag,
         ),
         prompts=plan.schedule,
         policy=plan.policy,
         stages=stages,
         trainer=trainer,
-        student=LiveStudent([student], sleepers, evaluation),
+        student=LiveStudent([student], sleepers, evaluation, services.following(config)),
         records=records,
     )
 

@@ -20,7 +20,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, RunEvent, StepBegan
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.loop.resuming import Records, StopRequest
-from spot_async.protocols import Verifier
+from spot_async.protocols import Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.room import bytes_of_first
@@ -92,9 +92,7 @@ class Part:
         )
         records = Records(run.ledger, checkpoints if config.training.checkpoint_every else None, beginning.resumption)
         evaluation = LiveEvaluation(run.evaluations.is_due, self._evaluate_live)
-        self.orchestrator = make_orchestrator(
-            config, run.plan, stages, run.trainer, run.services.student, evaluation, records
-        )
+        self.orchestrator = make_orchestrator(config, run.plan, stages, run.trainer, run.services, evaluation, records)
 
     async def train(self, stop: StopRequest, *, starts_trainer: bool) -> TrainerLostError | None:
         """Train it. Return the loss of its trainer, if that is what ended it early."""
@@ -127,6 +125,7 @@ class Part:
         Evaluations that were due before, and are not complete, are made on the way.
         """
         run, step, loop = self._run, self._began.step, asyncio.get_running_loop()
+        await self._teachers_catch_up()
         if step == 0:
             await self._send(initial_weights(run.config.student, self._began.lineage))
             return
@@ -145,10 +144,21 @@ class Part:
                     evaluated = Evaluated(iteration, result, snapshot, loop.time() - began_s)
                     self.orchestrator.stages.events.publish(evaluated)
 
-    async def _send(self, snapshot: WeightSnapshot) -> None:
+    async def _teachers_catch_up(self) -> None:
+        """Bring teachers that follow the student to what they have beside the weights that the part begins with."""
+        run, lineage = self._run, self._began.lineage
+        for role, servers in run.services.following(run.config).items():
+            follows = run.config.following[role]
+            snapshot = initial_weights(run.config.student, lineage)
+            if had := follows.step_at(self._began.step):
+                weights = run.directory.weights.after(had, None if follows.is_live else role)
+                snapshot = WeightSnapshot(directory=str(weights), version=WeightVersion(lineage, had))
+            await self._send(snapshot, servers)
+
+    async def _send(self, snapshot: WeightSnapshot, servers: WeightSink | None = None) -> None:
         self._run.begin(SENDING_WEIGHTS)
         deadline = asyncio.get_running_loop().time() + WEIGHT_UPDATE_TIMEOUT_S
-        await self._run.services.student.update_weights(snapshot, deadline=deadline)
+        await (servers or self._run.services.student).update_weights(snapshot, deadline=deadline)
 
     async def _evaluate_live(self, iteration: int) -> EvaluationResult | None:
         """Return the evaluation of the weights that are served: what a `LiveEvaluation` measures."""

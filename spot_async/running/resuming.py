@@ -144,6 +144,7 @@ class Beginnings:
             self._ledger,
             max_staleness=self._config.max_staleness,
             batch_size=self._config.training.batch_size,
+            teacher_lag=self._config.teacher_lag,
         )
         self._evaluations.go_back()
         return Beginning(begun, checkpoint, resumption)

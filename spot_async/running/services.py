@@ -18,6 +18,7 @@ from spot_async.base.processes.resources import CoreShares, available_cores, con
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import Loop, alongside, running, watched
 from spot_async.base.waiting_room import InTurn, Turns
+from spot_async.checks.capabilities import of_student
 from spot_async.checks.device_shares import check_room, device_gib, servers_on_devices, starting_order
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
@@ -54,6 +55,10 @@ class OpenServices:
     def student(self) -> StudentBackend | ReplicaPool[StudentBackend]:
         student: StudentBackend | ReplicaPool[StudentBackend] = self.backends["student"]
         return student
+
+    def following(self, config: Config) -> dict[str, WeightSink]:
+        """Return the servers of teachers that follow the student, by role."""
+        return {role: self.backends[role] for role in config.following if role in self.backends}
 
     @property
     def reference(self) -> ReferenceBackend | ReplicaPool[ReferenceBackend] | None:
@@ -145,9 +150,11 @@ async def open_services(
 
 def _of_run(role: str, model: ModelConfig, run: tuple[Config, TrainPlan] | None) -> ModelConfig:
     """Return the model with what its servers have to know of the run."""
-    if role != "student" or run is None:
+    if run is None or not (role == "student" or role in run[0].following):
         return model
-    return model.model_copy(update={"backend": model.backend.with_lora(run[0].training.lora)})
+    lora = run[0].training.lora
+    backend = model.backend.with_lora(lora) if role == "student" else model.backend.following(lora)
+    return model.model_copy(update={"backend": backend})
 
 
 def _pool(
@@ -212,13 +219,19 @@ async def _give_first_weights(
     found: Mapping[str, Capabilities],
     listener: StartListener,
 ) -> Mapping[str, Capabilities]:
-    """Send the student's servers the weights that a run starts from; return what the services offer then."""
+    """Send the student's servers, and those of teachers that follow it, the weights that a run starts from.
+
+    Return what the services offer then.
+    """
     student = backends["student"]
-    await send_initial_weights(served["student"], student, found["student"], listener.step)
+    updated = ["student"] if run is None else ["student", *(role for role in run[0].following if role in served)]
+    for role in updated:
+        await send_initial_weights(served[role], backends[role], found[role], listener.step)
     if run is None:
         return found
     config, plan = run
-    return {**found, "student": await compare_students(plan, student, found["student"], listener.warn, config)}
+    compared = await compare_students(plan, student, found["student"], listener.warn, config)
+    return {**found, "student": compared, **of_student(config, compared)}
 
 
 MakeBackend: TypeAlias = Callable[[], Backend]  # a new object each time, not entered
@@ -267,7 +280,7 @@ SENDING_WEIGHTS = "sending the student's weights to its server"  # the step's na
 async def send_initial_weights(
     model: ModelConfig, student: WeightSink, found: Capabilities, announce: Callable[[str], None]
 ) -> None:
-    """Send `student.model` to a student's server that was running already, as it may hold the weights of another run.
+    """Send a model to a server that was running already and takes weights, as it may hold those of another run.
 
     A server that takes no weights can only be evaluated. It gets none, and is trusted to hold the right ones.
     """

@@ -238,8 +238,9 @@ class TrainingRun:
                 self._restarts.after(loss, part.orchestrator.trained.step)
                 run.begin("restarting the trainer")
                 await self._trainer.stop()
-                if isinstance(run.services.student, ReplicaPool):
-                    run.services.student.withdraw_weights()
+                for servers in (run.services.student, *run.services.following(self._config).values()):
+                    if isinstance(servers, ReplicaPool):
+                        servers.withdraw_weights()
                 self._beginning = await self._beginnings.after(loss, self._beginning)
                 step, restart = self._beginning.manifest.step, self._restarts
                 self._screen.warn(
