@@ -175,6 +175,8 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Only ids below this are sampled; None allows all. As under top-p, log-probabilities stay those of the whole
     # softmax.
     vocab_limit: int | None = None
+    # By the names of vLLM and SGLang: top_k, min_p and penalties. A server without one must refuse it.
+    further: dict[str, float] = {}
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

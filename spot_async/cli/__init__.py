@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from spot_async.base.tasks import root_cause
-from spot_async.cli import evaluations, files, runs, servers
+from spot_async.cli import files, runs, servers
 from spot_async.cli.arguments import ConfiguredCommand
 from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
 from spot_async.cli.ending import exit_code as exit_code
@@ -91,7 +91,7 @@ def flowing(command: Callable[..., None]) -> str:
 
 
 app.command(cls=ConfiguredCommand, help=flowing(runs.train))(runs.train)
-app.command("eval", cls=ConfiguredCommand, help=flowing(evaluations.evaluate))(evaluations.evaluate)
+app.command("eval", cls=ConfiguredCommand, help=flowing(runs.evaluate))(runs.evaluate)
 app.command(
     add_help_option=False,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},

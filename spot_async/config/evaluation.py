@@ -22,7 +22,8 @@ from spot_async.config.plugins import BenchmarkVerifier, EvaluationVerifier, Plu
 from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
 
 # Keys that `evaluation.preset: paper` keeps at their defaults, which are the paper's (appendix B).
-PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", "max_response_tokens", "seed")
+FURTHER = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", *FURTHER, "stop", "max_response_tokens", "seed")
 PAPER_PROMPT = ("instruction", "separator")
 # Llama's templates print today's date. Fixing that date is no departure from the paper's protocol.
 DATE_ARGUMENT = "date_string"
@@ -105,6 +106,16 @@ class EvaluationConfig(Section):
     )
     temperature: NonNegativeFloat = Field(1.0, description="divides the logits; 0 takes the likeliest token")
     top_p: Probability = Field(0.8, description="share of probability that is sampled from; 1 is all of it")
+    top_k: PositiveInt | None = Field(None, description="how many of the likeliest tokens are sampled from; null: all")
+    min_p: Probability | None = Field(
+        None, description="least share of the likeliest token's probability that a token is sampled with"
+    )
+    presence_penalty: float | None = Field(None, description="as vLLM and SGLang have it; the local engine has none")
+    frequency_penalty: float | None = Field(None, description="as vLLM and SGLang have it; the local engine has none")
+    repetition_penalty: PositiveFloat | None = Field(
+        None, description="as vLLM and SGLang have it; the local engine has none"
+    )
+    stop: list[str] = Field([], description="texts that end an answer: what stands from the first of them on is cut")
     max_response_tokens: PositiveInt = Field(8192, description="longest response")
     seed: int = Field(42, ge=0, description="the seed of each sample of each problem derives from it")
     verifier: EvaluationVerifier = Field(
@@ -136,6 +147,11 @@ class EvaluationConfig(Section):
         if too_large := [k for k in self.pass_k if k > most]:
             raise ValueError(f"pass_k={too_large[0]} needs as many samples as that, but samples={most}: raise it")
         return self
+
+    @property
+    def further(self) -> dict[str, float]:
+        """`SamplingSettings.further`."""
+        return {name: value for name in FURTHER if (value := getattr(self, name)) is not None}
 
     def sets(self) -> Mapping[str, BenchmarkConfig]:
         """Return all benchmarks by name. The set in `evaluation.problems` is called `problems`."""

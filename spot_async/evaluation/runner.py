@@ -133,6 +133,7 @@ class ResponseSampler:
         sampling = SamplingSettings(
             temperature=self.config.temperature,
             top_p=self.config.top_p,
+            further=self.config.further,
             max_tokens=benchmark.max_response_tokens,
             stop_token_ids=self._vocabulary.end_token_ids,
             seed=derive_seed(self.config.seed, j, i),
@@ -155,7 +156,7 @@ class ResponseSampler:
                 verdict=None,
                 tokens=len(generation.token_ids),
                 finish_reason=generation.finish_reason,
-                response=self._vocabulary.decode(generation.token_ids),
+                response=self._cut(self._vocabulary.decode(generation.token_ids)),
                 problem=problem.shown,
                 gold=problem.answer,
                 choices=problem.choices,
@@ -163,6 +164,10 @@ class ResponseSampler:
                 seed=sampling.seed,
             ),
         )
+
+    def _cut(self, text: str) -> str:
+        """Return what stands before the first stop text."""
+        return text[: min((at for stop in self.config.stop if (at := text.find(stop)) >= 0), default=len(text))]
 
     async def judged(self, job: Job, response: JudgedResponse) -> JudgedResponse:
         """Return a response with its verdict, which is None if the benchmark has no verifier, and what that reads."""

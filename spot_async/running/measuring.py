@@ -20,7 +20,7 @@ from spot_async.base.files import as_json, write_whole
 from spot_async.base.tasks import alongside, budget_error
 from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
-from spot_async.errors import BudgetSpentError, DataError
+from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark, outputs_of
 from spot_async.evaluation.metrics import EvaluationFigures, read_figures
 from spot_async.evaluation.response_log import (
@@ -34,7 +34,7 @@ from spot_async.evaluation.response_log import (
     settings_fingerprint,
 )
 from spot_async.evaluation.results import EvaluationResult
-from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, reported_k, saved_benchmarks
+from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, saved_benchmarks
 from spot_async.loop.events import EvaluationBegan, ResponseJudged, RunEvent, StepBegan, TrainingView
 from spot_async.models.files import ModelFiles
 from spot_async.models.vocabulary import Vocabulary
@@ -158,22 +158,6 @@ def write_figures(occasion: Occasion, result: EvaluationResult, identity: Identi
         settings_fingerprint=settings_fingerprint(identity.settings),
     )
     write_whole(occasion.directory.path / f"{occasion.stem}.json", as_json(figures))
-
-
-def add_pass_k(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> None:
-    """Add the figures for every k of `evaluation.pass_k` to a complete evaluation, from its responses.
-
-    Raise DataError if the responses are needed, and gone or damaged.
-    """
-    assert config.evaluation is not None
-    found = read_figures(directory.path / f"{file_stem('')}.json").benchmarks
-    there = {name: set(each.pass_at) for name, each in found.items() if each.avg is not None}
-    if there == {name: set(ks) for name, ks in reported_k(benchmarks, config.evaluation.pass_k).items()}:
-        return
-    result = finished_evaluation(config, benchmarks, directory, "")
-    if result is None:
-        raise DataError(f"{directory.path / file_stem('')}.jsonl lacks responses: evaluate again")
-    write_figures(Occasion(directory, weights), result, identity_of(config, benchmarks, weights))
 
 
 def is_complete(directory: RunDirectory, config: Config, benchmarks: Sequence[Benchmark], weights: Path) -> bool:

@@ -58,7 +58,10 @@ async def test_a_request_says_what_is_asked_for_under_an_id_of_fixed_length(mode
     end = recorded("generate stopped")["output_ids"][-1]
     async with connected(model, tmp_path, generate=reply) as (backend, stand_in):
         for seed in (1, 2):
-            sampling = SamplingSettings(temperature=0.7, top_p=0.9, max_tokens=30, stop_token_ids=(end, 1), seed=seed)
+            further = {"min_p": 0.1, "repetition_penalty": 1.1}
+            sampling = SamplingSettings(
+                temperature=0.7, top_p=0.9, max_tokens=30, stop_token_ids=(end, 1), seed=seed, further=further
+            )
             generation = await backend.generate(PROMPT, sampling, deadline=soon())
     assert (generation.finish_reason, generation.token_ids[-1]) == ("stop", end)
     (_, first), (_, second) = stand_in.asked
@@ -67,6 +70,7 @@ async def test_a_request_says_what_is_asked_for_under_an_id_of_fixed_length(mode
         "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 30, "stop_token_ids": [end, 1],
         "ignore_eos": False,  # or the server would not look at stop_token_ids
         "sampling_seed": 1,
+        "min_p": 0.1, "repetition_penalty": 1.1,
     }  # fmt: skip
     assert len(first["rid"]) == len(second["rid"]) == 32
     assert first["rid"] != second["rid"]  # aborts match by prefix

@@ -99,12 +99,13 @@ async def test_live_candidates_are_of_one_version_or_asked_for_again(chosen_toke
 
 async def test_no_request_leaves_anything_of_sampling_to_the_servers_defaults(connect: Connect) -> None:
     async with connect(chosen_tokens=False) as (backend, stand_in):
-        sampling = SamplingSettings(max_tokens=5, top_p=0.5, stop_token_ids=(), seed=1)
+        further = {"top_k": 3, "presence_penalty": 1.5}
+        sampling = SamplingSettings(max_tokens=5, top_p=0.5, stop_token_ids=(), seed=1, further=further)
         await backend.generate(PROMPT, sampling, deadline=soon())
         written = stand_in.bodies[-1][1]["sampling_params"]
         await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=2)
         await backend.score_at(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), np.zeros(1, np.int32), top_k=2)
-    assert {name: written[name] for name in NEUTRAL} == {**NEUTRAL, "top_p": 0.5}
+    assert {name: written[name] for name in NEUTRAL} == {**NEUTRAL, "top_p": 0.5, **further}
     asked = [body["sampling_params"] for path, body in stand_in.bodies if path == "/inference/v1/generate"]
     assert all(each.keys() >= NEUTRAL.keys() for each in asked)
 

@@ -66,6 +66,32 @@ def test_the_majority_counts_right_answers_as_one_and_a_tie_by_its_share():
     assert figures.lengths.keys() == {"all", "correct", "wrong", "no_answer"}
 
 
+def test_what_stands_from_a_stop_text_on_is_cut_and_servers_get_the_sampling_keys():
+    asked = []
+
+    class Generator:
+        async def generate(self, prompt_ids, sampling, **rest):
+            asked.append(sampling.further)
+            ids = np.arange(3, dtype=np.int32)
+            return Generation(token_ids=ids, logprobs=np.zeros(3, np.float32), finish_reason="stop", version_spans=())
+
+    config = EvaluationConfig(
+        problems={"path": ""}, samples=1, top_k=20, min_p=0.05, presence_penalty=1.5, stop=["Problem:", "Question:"]
+    )
+    source = PromptSource(problem=Problem(id="a", text="", answer="7"), token_ids=np.array([1], np.int32))
+    text = "\\boxed{7}\n\nQuestion: what? \\boxed{8}\n\nProblem: \\boxed{9}"
+    sampler = ResponseSampler(
+        [Benchmark("one", [source], samples=1, max_response_tokens=7, verifier=BOXED)],
+        config,
+        generator=Generator(),
+        verifiers={"one": BoxedMatch(BOXED)},
+        vocabulary=SimpleNamespace(end_token_ids=(1,), decode=lambda ids: text),
+    )
+    (response,) = run_on_virtual_time(evaluate(sampler)).responses
+    assert (response.response, response.extracted, response.verdict) == ("\\boxed{7}\n\n", "7", Verdict.CORRECT)
+    assert asked == [{"top_k": 20, "min_p": 0.05, "presence_penalty": 1.5}]
+
+
 def benchmark_result(table, tiers=None, name="problems", **rest):
     """From a table of 1 (correct), 0 (wrong) and None (could not be judged)."""
     verdicts = {1: Verdict.CORRECT, 0: Verdict.WRONG, None: Verdict.TIMEOUT}

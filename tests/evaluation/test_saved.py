@@ -96,6 +96,13 @@ def test_judged_again_by_the_same_verifier_all_files_are_the_same_bytes(command,
     assert (tmp_path / "again" / "evaluation.jsonl").read_bytes() == (evaluated / "evaluation.jsonl").read_bytes()
 
 
+def test_judged_again_it_has_the_pass_at_k_that_are_asked_for_now(command, evaluated, tmp_path):
+    assert "Pass@1" not in command("--judge", evaluated, f"run.directory={tmp_path / 'one'}").output
+    again = command("--judge", evaluated, "evaluation.pass_k=[1]", f"run.directory={tmp_path / 'two'}")
+    figures = [json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two")]
+    assert [[*each["benchmarks"]["sums"]["pass_at"]] for each in figures] == [["2"], ["1", "2"]], again.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
