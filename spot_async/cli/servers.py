@@ -57,7 +57,7 @@ def check(
     against: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="an evaluation set to look for; may be given again")
     ] = None,
-    verifier: Annotated[str | None, typer.Option(metavar="KIND", help="of FILE; default: boxed_match")] = None,
+    verifier: Annotated[str | None, typer.Option(metavar="KIND", help="of FILE; default: math")] = None,
     model: Annotated[str | None, typer.Option(metavar="DIR", help="whose tokenizer renders prompts of FILE")] = None,
 ) -> None:
     """Say whether a run is safe to train, and what it takes: memory, disk, tokens and money.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field, TypeAdapter
@@ -119,7 +119,9 @@ class EvaluationConfig(Section):
     max_response_tokens: PositiveInt = Field(8192, description="longest response")
     seed: int = Field(42, ge=0, description="the seed of each sample of each problem derives from it")
     verifier: EvaluationVerifier = Field(
-        default_factory=dict, validate_default=True, description="judges responses; a verifier's own settings"
+        default_factory=dict,
+        validate_default=True,
+        description="judges responses; a verifier's own settings; `math_verify` with `preset: paper`",
     )
     concurrency: PositiveInt = Field(256, description="responses in flight")
     timeout_s: PositiveFloat = Field(600.0, description="deadline of one response, with all its attempts")
@@ -127,6 +129,13 @@ class EvaluationConfig(Section):
         None,
         description="as `stages.<name>.attempt_timeout_s`: longest time of one attempt. Default: all of `timeout_s`",
     )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _papers_verifier(cls, given: Any) -> Any:
+        """Have `preset: paper` judge by the paper's verifier, unless another is named."""
+        verifier = given.get("verifier", {}) if isinstance(given, dict) and given.get("preset") == "paper" else None
+        return given | {"verifier": {"kind": "math_verify"} | verifier} if isinstance(verifier, dict) else given
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:

@@ -251,6 +251,6 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
 BackendSection = Annotated[SerializeAsAny[BackendSettings], _resolver("backends", "local")]
 PolicySettings = Annotated[SerializeAsAny[PluginSettings], _resolver("policies")]
 TrainingVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "boxed_match")]
-EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math_verify")]
+EvaluationVerifier = Annotated[SerializeAsAny[PluginSettings], _resolver("verifiers", "math")]
 # No default kind: a benchmark's verifier settings without one could be meant for the kind of `evaluation.verifier`.
 BenchmarkVerifier = Annotated[SerializeAsAny[PluginSettings] | None, _resolver("verifiers", optional=True)]

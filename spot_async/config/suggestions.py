@@ -154,7 +154,6 @@ OTHER_KINDS: Mapping[registry.Group, Mapping[str, str]] = {
         **dict.fromkeys(("hf", "huggingface", "pytorch", "torch", "transformers"), _TORCH),
     },
     "verifiers": {
-        "math": "did you mean 'math_verify'?",
         **dict.fromkeys(("code", "judge", "llm_judge", "reward_model", "rubric"), _JUDGED),
     },
 }  # fmt: skip

@@ -135,7 +135,11 @@ def _question(problem: Problem) -> str:
     return f"Question: {problem.text.strip()}\nOptions:\n{options_text(problem)}"
 
 
-LETTERS_ALONE = ("boxed_match", "math_verify")  # verifiers that know no options, so that only the letter is right
+LETTERS_ALONE = (
+    "boxed_match",
+    "math",
+    "math_verify",
+)  # verifiers that know no options, so that only the letter is right
 EXAMPLES = BenchmarkConfig.model_fields["example_count"].default  # the paper's
 
 

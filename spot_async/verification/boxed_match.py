@@ -9,22 +9,24 @@ from __future__ import annotations
 from spot_async.base.tasks import Opened
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
-from spot_async.verification.normalization import extract_boxed, is_oversized, normal_form, same_answer, strip_answer
+from spot_async.verification.normalization import boxed_answers, is_oversized, same_answer, strip_answer
 
 
 def boxed_match(gold: str, response_text: str) -> Verdict:
     """Return CORRECT or WRONG, or NO_ANSWER if there is no box or it is empty.
 
-    An oversized answer is only CORRECT if it is the gold word for word.
+    An oversized answer is only CORRECT if it is the gold word for word. Several boxes at the end may be a list.
     """
-    answer = extract_boxed(response_text)
-    if answer is None:
-        return Verdict.NO_ANSWER
+    answers = boxed_answers(response_text)
+    if any(_matches(gold, answer) for answer in answers):
+        return Verdict.CORRECT
+    return Verdict.WRONG if answers else Verdict.NO_ANSWER
+
+
+def _matches(gold: str, answer: str) -> bool:
     if is_oversized(answer):
-        return Verdict.CORRECT if answer.split() == strip_answer(gold).split() else Verdict.WRONG
-    if not normal_form(answer).value:
-        return Verdict.NO_ANSWER
-    return Verdict.CORRECT if same_answer(gold, answer) else Verdict.WRONG
+        return answer.split() == strip_answer(gold).split()
+    return same_answer(gold, answer)
 
 
 class BoxedMatch(Opened):

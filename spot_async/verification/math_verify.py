@@ -1,27 +1,24 @@
-r"""The evaluation verifier: the last balanced box, judged by Math-Verify.
+r"""The verifier that gives other people's figures: the last balanced box, judged by Math-Verify as lighteval has it.
 
 What two strings show is decided here. The rest goes to worker processes, since text that a model wrote can keep a
 parser busy for ever (`9^{9^{9^{9}}}`). This differs from Math-Verify on a whole response, deliberately:
 
 * Only the last box counts, and without a box there is no answer.
 * Plain numbers are compared as numbers. Math-Verify rounds to six decimals, so 2e-19 would be 0.
-* What Math-Verify overlooks is wrong (`is_overlooked`): other base suffixes, variables, units, words such as `million`.
-* Answers with the same normal form (normalization.py) are right, also where Math-Verify cannot read them.
 * A relative tolerance is ours, not Math-Verify's.
 
-Math-Verify's other leniencies (units, order of a list, `50\%` for `0.5`) stay, so that results can be compared with
-other people's.
-
-Math-Verify drops what it cannot read and compares the rest. It takes `3\text{ million}`, `\neq 3` and `3_7` for 3, and
-a policy that is trained on such verdicts learns to write them. What is found here is wrong, unless both answers have
-the same normal form.
+All other leniencies are Math-Verify's (`3\text{ million}`, `\neq 3` and `3_7` are 3), so that results can be compared
+with other people's. A policy that is trained on such verdicts learns to write them: `math_match.py` has the verifier
+without them.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from decimal import Decimal
 from pathlib import Path
@@ -31,34 +28,14 @@ from pydantic import Field
 from spot_async.base.tasks import Opened
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
 from spot_async.types import Problem, Verdict
-from spot_async.verification.normalization import (
-    UNITS,
-    NormalForm,
-    changes_value,
-    extract_boxed,
-    is_oversized,
-    normal_form,
-    parse_number,
-    strip_answer,
-    variables_agree,
-)
+from spot_async.verification.normalization import extract_boxed, is_oversized, parse_number, strip_answer
 from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 _MIB = 1 << 20
-_MARKUP = re.compile(r"</?(?:sub|sup|br|em|strong|span|div)\b[^<>]*>|&#?[a-z0-9]+;", re.IGNORECASE)
-_SUFFIXED = re.compile(r"[+-]?[0-9A-F]+_(?:([0-9])\Z|\{\s*([0-9]+)\s*\}\Z|[({\\])")
-_RELATION = re.compile(r"[=<>≤≥≠∈]|\\(?:leq?|geq?|neq?|lt|gt|leqslant|geqslant|neg|lnot|not|in|equiv)(?![A-Za-z])")
-_EQUATION = re.compile(r"[^=]*[A-Za-z)}]\s*[-+*/^][^=]*=")
-_NAMED_IN_LIST = re.compile(r"[0-9}]\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}\s*,")
-_TWO_NUMBERS = re.compile(r"[0-9] [0-9]+(?![0-9/])")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_LONE_LETTER = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
-_WORD = re.compile(r"[A-Za-z]{3,}")
-_PRIME = re.compile(r"[A-Za-z)]\s*(?:'|\^\s*\{?\s*\\prime)")
-_CONSTANTS = frozenset("ei")
+_BARE_FUNCTION = re.compile(r"(?<![A-Za-z\\])(?:sqrt|frac|sin|cos|tan|log|ln|exp|pi|infty)(?![A-Za-z])")
 
 
 class MathVerify(Opened):
@@ -80,13 +57,14 @@ class MathVerify(Opened):
             "for Minerva; results are then not comparable with Math-Verify's. Default: Math-Verify's own 1e-6",
         )
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, pool: WorkerPool | None = None) -> None:
+        """Make a verifier that starts nothing yet. The `pool` of another one is not its to open."""
         self.settings = settings
         # -P keeps this directory off the module path, since it also holds a math_verify.
         command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
-        self._pool = WorkerPool(command, size=settings.workers)
+        self._pool = pool or WorkerPool(command, size=settings.workers)
         self._tolerance = Decimal(str(settings.relative_tolerance))
-        self._outcomes: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
+        self._outcomes: OrderedDict[tuple[bool, tuple[tuple[str, str | None], ...]], list[bool]] = OrderedDict()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self._pool)
@@ -104,56 +82,60 @@ class MathVerify(Opened):
         if not answer:
             return Verdict.NO_ANSWER
         gold = strip_answer(problem.answer)
-        outcome = compare_strings(gold, answer, self._tolerance) or self._recall(gold, answer)
-        return outcome or await self._compare_in_worker(gold, answer, deadline)
+        if (is_equal := compare_strings(gold, answer, self._tolerance)) is not None:
+            return Verdict.CORRECT if is_equal else Verdict.WRONG
+        equal = await self._ask([(spell_exponent(gold), spell_exponent(answer))], deadline)
+        if isinstance(equal, Verdict):
+            return equal
+        return Verdict.CORRECT if equal[0] else Verdict.WRONG
 
-    async def _compare_in_worker(self, gold: str, answer: str, deadline: float) -> Verdict:
-        request = {
-            "gold": _spell_exponent(gold),
-            "answer": _spell_exponent(answer),
-            "relative_tolerance": self.settings.relative_tolerance,
-        }
+    async def reads(self, answer: str) -> bool:
+        """Return whether Math-Verify reads an answer as the mathematics that it is.
+
+        Otherwise only the same text is right: `-1./3`, or `sqrt{7}`, where it reads a product of letters.
+        """
+        return not _BARE_FUNCTION.search(answer) and await self._ask([(answer, None)], math.inf, guarded=True) != [
+            False
+        ]
+
+    async def _ask(
+        self, pairs: Sequence[tuple[str, str | None]], deadline: float, *, guarded: bool = False
+    ) -> list[bool] | Verdict:
+        """Return whether each gold equals its answer, or the missing verdict. See `verify` for what it raises.
+
+        `guarded` leaves out what Math-Verify forgives: see math_verify_worker.py.
+        """
+        asked = guarded, tuple(pairs)
+        if asked in self._outcomes:
+            self._outcomes.move_to_end(asked)
+            return self._outcomes[asked]
+        request = {"pairs": pairs, "guarded": guarded, "relative_tolerance": self.settings.relative_tolerance}
         try:
             reply = await self._pool.ask(request, timeout_s=self.settings.timeout_s, deadline=deadline)
         except TimeoutError:
             return Verdict.TIMEOUT
         except WorkerDiedError:
             return Verdict.ERROR
-        outcome = Verdict.CORRECT if reply["equal"] else Verdict.WRONG
-        self._remember(gold, answer, outcome)
-        return outcome
-
-    def _recall(self, gold: str, answer: str) -> Verdict | None:
-        outcome = self._outcomes.get((gold, answer))
-        if outcome is not None:
-            self._outcomes.move_to_end((gold, answer))
-        return outcome
-
-    def _remember(self, gold: str, answer: str, outcome: Verdict) -> None:
-        self._outcomes[gold, answer] = outcome
+        equal: list[bool] = reply["equal"]
+        self._outcomes[asked] = equal
         if len(self._outcomes) > self.settings.cache_entries:
             self._outcomes.popitem(last=False)
+        return equal
 
 
-def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decimal(0)) -> Verdict | None:
-    """Judge what needs no parser: None if only Math-Verify can tell.
+def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decimal(0)) -> bool | None:
+    """Return whether the strings are equal or two equal numbers; None if only Math-Verify can tell.
 
-    Equal strings and equal normal forms are right. Oversized answers, and what Math-Verify would overlook, are wrong.
-    Two numbers are compared as numbers, also with units.
+    Oversized answers are wrong.
     """
     if gold.split() == answer.split():
-        return Verdict.CORRECT
+        return True
     if is_oversized(answer):
-        return Verdict.WRONG
-    wanted, given = normal_form(gold), normal_form(answer)
-    if wanted == given and wanted.value:
-        return Verdict.CORRECT
-    if is_overlooked(gold, answer, wanted, given):
-        return Verdict.WRONG
-    gold_number, number = parse_number(wanted.value), parse_number(given.value)
-    if gold_number is None or number is None or "%" in (wanted.unit, given.unit):
-        return None  # 50% may be 50 or 0.5, as in Math-Verify
-    return Verdict.CORRECT if numbers_equal(gold_number, number, relative_tolerance) else Verdict.WRONG
+        return False
+    gold_number, number = parse_number(gold), parse_number(answer)
+    if gold_number is None or number is None:
+        return None
+    return numbers_equal(gold_number, number, relative_tolerance)
 
 
 def numbers_equal(gold: Decimal, number: Decimal, relative_tolerance: Decimal = Decimal(0)) -> bool:
@@ -169,61 +151,7 @@ def numbers_equal(gold: Decimal, number: Decimal, relative_tolerance: Decimal = 
     return abs(gold - number) <= _TOLERANCE * min(Decimal(1), max(abs(gold), abs(number)))
 
 
-def _spell_exponent(answer: str) -> str:
+def spell_exponent(answer: str) -> str:
     r"""Write `4.5e33` as `4.5 \times 10^{33}`, because Math-Verify would read the e as Euler's number."""
     match = _EXPONENT.fullmatch(answer)
     return rf"{match[1]} \times 10^{{{match[2]}}}" if match else answer
-
-
-def is_overlooked(gold: str, answer: str, wanted: NormalForm, given: NormalForm) -> bool:
-    """Return whether the answers differ in something that Math-Verify does not read. The forms are theirs."""
-    texts, values = (gold, answer), (wanted.value, given.value)
-    return (
-        not variables_agree(wanted, given)
-        or _units_differ(wanted.unit, given.unit)
-        or any(map(_MARKUP.search, texts))
-        or any(map(_NAMED_IN_LIST.search, texts))
-        or any(map(_TWO_NUMBERS.search, values))
-        or all(map(_WORD.fullmatch, values))  # the letters would be factors: `east` would be `seat`
-        or len(_PRIME.findall(gold)) != len(_PRIME.findall(answer))
-        or _bases_differ(gold, answer)
-        or _relations_differ(gold, answer)
-        or _letters_differ(gold, answer)
-    )
-
-
-def _units_differ(wanted: str, given: str) -> bool:
-    """Any words may be a unit here, since evaluations ask for many. Two known units must be the same."""
-    if wanted == given:
-        return False
-    if changes_value(wanted) or changes_value(given):
-        return True
-    return {wanted.partition("^")[0], given.partition("^")[0]} <= UNITS.keys() and "%" not in (wanted, given)
-
-
-def _bases_differ(gold: str, answer: str) -> bool:
-    """Whether the answer is to a base and the gold to another, or to none. A gold to a base may stand without it."""
-    wanted, given = _SUFFIXED.match(gold), _SUFFIXED.match(answer)
-    if wanted is None or given is None:
-        return given is not None and "_" not in gold
-    bases = [base for found in (wanted, given) if (base := found[1] or found[2])]
-    return len(bases) == 2 and int(bases[0]) != int(bases[1])
-
-
-def _relations_differ(gold: str, answer: str) -> bool:
-    r"""Whether one says what holds of its value (`\neq 5`), or the gold is an equation and the answer none."""
-    wanted, given = _RELATION.search(gold), _RELATION.search(answer)
-    leads = any(
-        found is not None and not text[: found.start()].strip() for found, text in ((wanted, gold), (given, answer))
-    )
-    return (leads and (wanted is None or given is None)) or (given is None and _EQUATION.match(gold) is not None)
-
-
-def _letters_differ(gold: str, answer: str) -> bool:
-    """Whether a variable of one is missing in the other. Of intervals and equations, one side may be left out."""
-    if _RELATION.search(gold) or _RELATION.search(answer):
-        return False
-    wanted, given = (_COMMAND.sub(" ", text).replace("~", " ") for text in (gold, answer))
-    missing = set(_LONE_LETTER.findall(wanted.lower())) - set(given.lower()) - _CONSTANTS
-    added = set(_LONE_LETTER.findall(given.lower())) - set(wanted.lower()) - _CONSTANTS
-    return bool(missing or {letter for letter in added if letter not in UNITS and letter.upper() not in UNITS})

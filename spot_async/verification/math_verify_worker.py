@@ -1,7 +1,9 @@
 r"""A process that compares answers with Math-Verify. Started by `math_verify.py` as a script, never imported.
 
-It reads `{"gold": ..., "answer": ..., "relative_tolerance": ...}`, one JSON object per line, and writes
-`{"equal": ...}`. An answer that does not parse is not equal.
+It reads `{"pairs": [[gold, answer], ...], "guarded": ..., "relative_tolerance": ...}`, one JSON object per line, and
+writes `{"equal": [true, ...]}`. An answer that does not parse is not equal. `guarded` has Math-Verify read nothing but
+LaTeX, units included; a set may be a relation.
+With null for the answer, the question is whether Math-Verify reads the gold as mathematics.
 
 Math-Verify's own time limits are off, since they need SIGALRM and leave half-built caches. The parent kills the process
 instead. Running out of memory ends the process, and the parent takes that for missing evidence. If sympy swallows the
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -24,13 +27,33 @@ from spot_async.base.processes.exits import exit_with_parent
 # Below this, equality by Math-Verify is checked again, within TINY relative to the gold: Math-Verify rounds to six
 # decimals, which leaves three digits of 1e-3 and nothing of 2e-19.
 TINY = 1e-3
+_OR = re.compile(r"(?<![A-Za-z])or(?![A-Za-z])")
 
 
-def load_comparison() -> Callable[[str, str, float], bool]:
-    """Import Math-Verify and return `equal(gold, answer, relative_tolerance)`."""
+def load_comparison() -> Callable[[dict[str, Any]], list[bool]]:
+    """Import Math-Verify and return what answers a request."""
     import sympy
-    from math_verify import parse, verify
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
     from sympy.core.relational import Relational
+
+    whole = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last")
+    only_latex = {"extraction_config": [LatexExtractionConfig(boxed_match_priority=0, normalization_config=whole)]}
+
+    def read(text: str, guarded: bool) -> list[Any]:
+        # In a box: a bare gold fails to parse in one case of five, and one between dollars if it holds one.
+        options: dict[str, Any] = only_latex if guarded else {}
+        return list(parse(rf"\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True, **options))
+
+    def as_sets(found: list[Any], other: list[Any], text: str) -> list[Any]:
+        """Turn several relations into the numbers for which they hold, where the other is an interval."""
+        relations = found[0].args if found and isinstance(found[0], sympy.FiniteSet) else ()
+        is_list = not other or not isinstance(other[0], sympy.Set) or isinstance(other[0], sympy.FiniteSet)
+        if is_list or not relations or not all(isinstance(each, Relational | sympy.And) for each in relations):
+            return found
+        sets = [each.as_set() for each in relations]
+        both = sympy.Intersection(*sets)
+        return [sympy.Union(*sets) if _OR.search(text) or both.is_empty else both]
 
     def numbers(found: list[Any]) -> list[Any] | None:
         """Return the answer's numbers, those of a list or an interval in order; None if it holds anything else.
@@ -53,10 +76,13 @@ def load_comparison() -> Callable[[str, str, float], bool]:
     def near(wanted: Any, given: Any, tolerance: float) -> bool:
         return bool(sympy.Abs(wanted - given) <= tolerance * sympy.Abs(wanted))
 
-    def equal(gold: str, answer: str, relative_tolerance: float) -> bool:
-        # Both go into a box: a bare gold fails to parse in one case of five, and one between dollars if it holds one.
-        parsed = [parse(rf"\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True) for text in (gold, answer)]
-        is_equal = bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
+    def equal(gold: str, answer: str | None, guarded: bool, relative_tolerance: float) -> bool:
+        if answer is None:
+            return any(not isinstance(each, str) for each in read(gold, guarded))
+        parsed = [read(text, guarded) for text in (gold, answer)]
+        if guarded:
+            parsed = [as_sets(parsed[0], parsed[1], gold), as_sets(parsed[1], parsed[0], answer)]
+        is_equal = bool(verify(*parsed, allow_set_relation_comp=guarded, timeout_seconds=None, raise_on_error=True))
         if not (is_equal or relative_tolerance):
             return False
         wanted, given = map(numbers, parsed)
@@ -70,15 +96,19 @@ def load_comparison() -> Callable[[str, str, float], bool]:
         tolerance = max(relative_tolerance, TINY)
         return len(tiny[0]) == len(tiny[1]) and all(near(w, g, tolerance) for w, g in zip(*tiny, strict=True))
 
-    def equal_or_unparsable(gold: str, answer: str, relative_tolerance: float) -> bool:
+    def equal_or_unparsable(gold: str, answer: str | None, guarded: bool, relative_tolerance: float) -> bool:
         try:
-            return equal(gold, answer, relative_tolerance)
+            return equal(gold, answer, guarded, relative_tolerance)
         except Exception as error:
             if isinstance(error, MemoryError):
                 raise
             return False  # sympy and ANTLR raise nearly every type for text that is not mathematics
 
-    return equal_or_unparsable
+    def answers(request: dict[str, Any]) -> list[bool]:
+        options = request["guarded"], request["relative_tolerance"]
+        return [equal_or_unparsable(gold, answer, *options) for gold, answer in request["pairs"]]
+
+    return answers
 
 
 def limit_memory(limit_bytes: int) -> None:
@@ -93,17 +123,14 @@ def main() -> None:
     limit_memory(int(sys.argv[1]))
     logging.disable(logging.CRITICAL)  # Math-Verify logs whole responses
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    equal = load_comparison()
+    answers = load_comparison()
     # From here on parsers may print what they like. Until here, messages of a failure to start are still seen.
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a file descriptor is wanted
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
     replies.write('{"ready": true}\n')
     for line in sys.stdin:
-        request = json.loads(line)
-        replies.write(
-            json.dumps({"equal": equal(request["gold"], request["answer"], request["relative_tolerance"])}) + "\n"
-        )
+        replies.write(json.dumps({"equal": answers(json.loads(line))}) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,36 +16,52 @@ from string import ascii_uppercase
 from spot_async.base.tasks import Opened
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
-from spot_async.verification.normalization import extract_boxed, is_oversized, normalize_answer, same_answer
+from spot_async.verification.normalization import (
+    clean_layout,
+    extract_boxed,
+    is_oversized,
+    normal_form,
+    normalize_answer,
+    same_answer,
+)
 
-_WRAPPED = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathsf|boldsymbol|bm|bf|rm)\s*\{([^{}]*)\}")
-_LAYOUT = re.compile(r"\\(?:bf|rm|mathbf|mathrm)(?![A-Za-z])|\\(?:[ ,;:!]|\Z)|\\quad(?![A-Za-z])|[$~*]")
+_WRAPPED = re.compile(r"\\(?:text|underline)\s*\{([^{}]*)\}")
+_LAYOUT = re.compile(r"\\(?:bf|it|rm|sf|tt|mathbf|mathrm)(?![A-Za-z])|\\(?=[{}]|\Z)|[$~*]")
+_BRACKETS = str.maketrans("（）［］．：", "()[].:")
 _LETTER = re.compile(
-    r"(?:(?:the\s+)?(?:correct\s+)?(?:answer|option|choice)\s*(?:is\s)?\s*:?\s*)?"
-    r"[(\[{]?\s*([A-Z])(?:\s*[)\]}.:,]+\s*|\s+|\Z)(.*)",
+    r"(?:(?:the\s+)?(?:(?:final|correct|right|best)\s+)*(?:answer|option|choice)\s*(?:is\s)?\s*[:=-]?\s*)?"
+    r"[(\[{]?\s*([A-Z])(?:\s*[)\]}.:,;=–—-]+\s*|\s+|\Z)(.*)",
     re.IGNORECASE | re.DOTALL,
 )
+_LETTER_BEHIND = re.compile(r"(.*\S)\s*[(\[]([A-Z])[)\]]\.?", re.DOTALL)
 
 
 def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
     """Return the index of the option that a box's content names; None if it names none, or several."""
     if is_oversized(answer):
         return _only(choices, lambda choice: choice.split() == answer.split())
-    letter = _LETTER.fullmatch(_bare(answer))
-    named = ascii_uppercase.index(letter[1].upper()) if letter is not None else len(choices)
-    is_named = letter is not None and named < len(choices)
-    if letter is not None and is_named and letter[1].isupper() and not letter[2]:
+    bare = _bare(answer)
+    letter, text = "", ""
+    if (found := _LETTER.fullmatch(bare)) is not None:
+        letter, text = found[1], found[2].strip("() ")
+    elif (found := _LETTER_BEHIND.fullmatch(bare)) is not None:
+        text, letter = found[1], found[2]
+    named = ascii_uppercase.find(letter.upper()) if letter else -1
+    is_named = 0 <= named < len(choices)
+    if is_named and letter.isupper() and not text:
         return named
-    if (equal := _equal_option(answer, choices)) is not None:
-        return equal
-    if letter is None or not is_named:
-        return None
-    return named if not letter[2] or same_answer(_bare(choices[named]), letter[2]) else None
+    equal = _equal_option(answer, choices)
+    if is_named and text and same_answer(_bare(choices[named]), text):
+        return named if equal in (None, named) else None
+    if equal is not None:
+        return None if is_named and text and normal_form(answer).variable else equal  # `B = one` names two
+    return named if is_named and not text else None
 
 
 def _bare(text: str) -> str:
-    """Return the text without fonts, spacing and stars. One font may stand within another."""
-    return _LAYOUT.sub(" ", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", text))).strip()
+    """Return the text without fonts, spacing, stars and quotation marks. One font may stand within another."""
+    text = _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", clean_layout(text.translate(_BRACKETS))))
+    return _LAYOUT.sub(" ", text).strip(" \"'`_")
 
 
 def _equal_option(answer: str, choices: tuple[str, ...]) -> int | None:

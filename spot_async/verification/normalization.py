@@ -1,7 +1,7 @@
 r"""Cuts a response down to the text of its last box, and brings two spellings of an answer to the same form.
 
 The answer of a response is its last balanced `\boxed{...}` or `\fbox{...}`. When boxes nest it is the one that opens
-last.
+last. A box that holds nothing, or only what a reminder of the format holds, does not hide one before it.
 
 Pure string work in linear time: nothing is evaluated. The rules forgive layout, not mathematics: `1/2` equals
 `\frac{1}{2}`, but neither equals `0.5`. What is in doubt differs, because a policy is trained on what counts as right.
@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 _COMMANDS = {  # LaTeX command -> its replacement; all others stay
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("textbf", "textit", "textrm", "textnormal", "mathrm", "mathbf", "mbox", "operatorname"), r"\text"),
-    **dict.fromkeys(("left", "right", "displaystyle", "big", "Big", "bigl", "bigr", "Bigl", "Bigr"), ""),
+    **dict.fromkeys(("textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "emph", "mbox"), r"\text"),
+    **dict.fromkeys(("mathrm", "mathbf", "mathit", "mathsf", "boldsymbol", "bm", "operatorname"), r"\text"),
+    **dict.fromkeys(("left", "right", "middle", "displaystyle", "textstyle", "limits", "nolimits"), ""),
+    **{size + side: "" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")},
     **dict.fromkeys(("quad", "qquad"), " "),
     "degree": "°",
     "lbrace": r"\{",
@@ -140,6 +142,23 @@ _BRACE_OR_BOX = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 
+_THINKING = re.compile(
+    r"<(/)?(?:think|thinking|thought|reasoning)>|<\|(?:begin|(end))_of_thought\|>|\[(/)?THINK\]", re.IGNORECASE
+)
+# A box that holds no more than this is no answer: layout, signs for something left out, words for an answer.
+_REMINDER = re.compile(
+    r"""(?: [\s{}().…_~?$<>*\[\]-] | \\[ ,;:!_] | \\(?:q?quad|[lc]?dots|text(?:bf|it|rm)?|mathrm|square)(?![A-Za-z])
+      | (?<![A-Za-z])(?:insert|your|the|my|final|answer|ans|result|solution|number|letter|here)(?![A-Za-z]) ){0,40}""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# What may stand between boxes that are one answer together.
+_JOINT = re.compile(
+    r"""(?: [\s,;.:&$~{}*] | \\[ ,;:!\[\]()\\] | \\(?:q?quad|text|mathrm|mbox|land|lor)(?![A-Za-z])
+      | (?<![A-Za-z])(?:and|or|also|first|second|third|other|root|solution)(?![A-Za-z])
+      | (?<![A-Za-z])[A-Za-z](?:_\{?[A-Za-z0-9]\}?)?\s*= ){0,40}""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
 
 class NormalForm(NamedTuple):
     """The parts of an answer that are compared."""
@@ -163,9 +182,9 @@ def normal_form(answer: str) -> NormalForm:
     7. Otherwise spell out `\frac12`, `\sqrt3`, `1/2` and `\frac{-1}{2}`, shorten `x^{2}`, drop the brackets of a choice
        `(C)`, and drop all white space that does not stand between two digits.
     """
-    text = _TOKEN.sub(_rewrite, strip_answer(answer))
+    text = clean_layout(answer)
     money = _MONEY if "$" in text else ""
-    text, unit = _split_unit(" ".join(text.replace("$", " ").split()))
+    text, unit = split_unit(" ".join(text.replace("$", " ").split()))
     text = strip_answer(" ".join(_TEXT.sub(r"\1", text).split()).replace("{,}", ","))
     variable = ""
     if (match := _ASSIGNMENT.match(text)) and match[1] not in _COMMAND.sub("", text[match.end() :]):
@@ -229,7 +248,12 @@ def _rewrite(token: re.Match[str]) -> str:
     return _SYMBOLS.get(token[0], "°")
 
 
-def _split_unit(text: str) -> tuple[str, str]:
+def clean_layout(answer: str) -> str:
+    """Return an answer after steps 1 to 3 of `normal_form`."""
+    return _TOKEN.sub(_rewrite, strip_answer(answer))
+
+
+def split_unit(text: str) -> tuple[str, str]:
     """Return what stands before a unit, and the unit: `cm^2` for square centimetres, or the words as they are."""
     match = _UNIT.search(text)
     if match is None or match.end() == match.start() or (match["mark"] == "°" and _OF_ANGLE.search(text)):
@@ -275,38 +299,77 @@ def extract_boxed(text: str) -> str | None:
     Spaces may stand before the brace. Without braces a box may hold one number, command or letter (`\boxed 5`). It may
     not hold a word of prose (`\boxed a form`) or a command with arguments (`\boxed \frac12`), because TeX would not
     box those as they are meant. A box that never closes is not a box, and an earlier one that closes counts instead.
-    Surrounding white space and one trailing full stop are dropped. An empty box gives the empty string. Linear in the
-    length of `text`.
+    So does one before a box that is empty or a reminder of the format (`\boxed{answer}`). A box within a thinking block
+    that never closes is none. Surrounding white space and one trailing full stop are dropped. An empty box gives the
+    empty string. Linear in the length of `text`.
     """
-    content = _last_box(text)[1]
-    return None if content is None else strip_answer(content)
+    boxes, _ = _find_boxes(text)
+    return boxes[-1].content(text) if boxes else None
+
+
+def boxed_answers(text: str) -> tuple[str, ...]:
+    r"""Return what the response may mean as its answer: its last box and, of several boxes at its end, all as a list.
+
+    The latter are joined by commas, in order: `\boxed{1} and \boxed{2}` gives `2` and `1, 2`. Nothing where there is no
+    box, or nothing but layout in it.
+    """
+    boxes, _ = _find_boxes(text)
+    run = boxes[-1:]
+    last = run[0].content(text) if run else ""
+    if not (is_oversized(last) or normal_form(last).value):
+        return ()
+    for box in reversed(boxes[:-1]):
+        if box.end > run[-1].start:  # it holds the other one
+            continue
+        if not _JOINT.fullmatch(text, box.end, run[-1].start):
+            break
+        run.append(box)
+    return tuple(dict.fromkeys([last, ", ".join(box.content(text) for box in reversed(run))]))
 
 
 def answer_start(text: str) -> int | None:
     """Return where the box begins that `extract_boxed` reads or, where no box closes, the last; None without a box."""
-    return _last_box(text)[0]
+    boxes, open_start = _find_boxes(text)
+    return boxes[-1].start if boxes else open_start
 
 
-def _last_box(text: str) -> tuple[int | None, str | None]:
-    """Return where the box begins, and its content; None where it does not close."""
+class _Box(NamedTuple):
+    """Places in the text of a box that closes."""
+
+    start: int
+    content_start: int
+    content_end: int
+    end: int
+
+    def content(self, text: str) -> str:
+        return strip_answer(text[self.content_start : self.content_end])
+
+
+def _find_boxes(text: str) -> tuple[list[_Box], int | None]:
+    """Return the boxes that close, as they open, up to the last with an answer, and where one opens that does not."""
+    thinking = None  # where a block begins that does not end
+    for tag in _THINKING.finditer(text):
+        thinking = None if any(tag.groups()) else tag.start() if thinking is None else thinking
+    text = text[:thinking]
     open_braces: list[int | None] = []  # where the command of a box starts; None for any other brace
     contents: list[int] = []  # where the content of that brace starts
-    last = -1
-    content: str | None = None
+    boxes: list[_Box] = []
     first_box = min((at for at in (text.find(r"\boxed"), text.find(r"\fbox")) if at >= 0), default=len(text))
     for token in _BRACE_OR_BOX.finditer(text, first_box):
         if token["bare"] is not None:
-            last, content = token.start(), token["bare"]
+            boxes.append(_Box(token.start(), *token.span("bare"), token.end()))
         elif token["open"] is not None or token[0] == "{":
             open_braces.append(None if token["open"] is None else token.start())
             contents.append(token.end())
         elif token[0] == "}" and open_braces:
             box, start = open_braces.pop(), contents.pop()
-            if box is not None and box > last:
-                last, content = box, text[start : token.start()]
-    if content is not None:
-        return last, content
-    return max((box for box in open_braces if box is not None), default=None), None
+            if box is not None:
+                boxes.append(_Box(box, start, token.start(), token.end()))
+    boxes.sort()
+    kept, after = len(boxes), len(text)
+    while kept and (boxes[kept - 1].end > after or _REMINDER.fullmatch(text, *boxes[kept - 1][1:3])):
+        kept, after = kept - 1, boxes[kept - 1].start
+    return boxes[: kept or None], max((box for box in open_braces if box is not None), default=None)
 
 
 def strip_answer(answer: str) -> str:

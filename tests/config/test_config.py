@@ -353,7 +353,7 @@ def test_sections_left_out_of_the_file_can_be_overridden_in_part(config_path):
         config_path, ["teacher.backend.slots=3", "evaluation.problems=x", "evaluation.verifier.workers=5"]
     )
     assert (config.teacher.backend.kind, config.teacher.backend.slots) == ("local", 3)
-    assert (config.evaluation.verifier.kind, config.evaluation.verifier.workers) == ("math_verify", 5)
+    assert (config.evaluation.verifier.kind, config.evaluation.verifier.workers) == ("math", 5)
 
 
 def test_a_file_lies_over_the_one_that_its_base_names(config_path, tmp_path):

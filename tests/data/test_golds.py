@@ -16,7 +16,7 @@ from spot_async.data.golds import as_boxed, gold_doubts
 from spot_async.errors import DataError
 from spot_async.tools.check.problems import check_golds
 from spot_async.types import Problem, Verdict
-from spot_async.verification import MathVerify
+from spot_async.verification import MathMatch, MathVerify
 
 QUICKSTART = Path("configs/quickstart.yaml")
 
@@ -127,13 +127,14 @@ def test_ids_may_be_the_rows_numbers(tmp_path):
 
 
 async def test_golds_that_math_verify_reads_as_something_else_are_found():
-    sound = ("52_8", r"15\mbox{ cm}^2")
-    golds = problems(r"\frac{3}{4}", r"40\text{ a}, 60\text{ b}", r"\text{Sunday}", "3(1)2", *sound)
-    async with MathVerify(MathVerify.Settings(workers=1, timeout_s=20.0)) as verifier:
-        found = await check_golds(golds, verifier)
-    assert [problem.answer for problem in found.spelling_only] == [r"40\text{ a}, 60\text{ b}"]
-    assert not found.unverifiable
-    assert not {problem.answer for problem in found.misread} & set(sound)
+    sound = (r"\frac{3}{4}", r"\text{Sunday}", "52_8", r"15\mbox{ cm}^2", "(3,4]", r"x\le 3")
+    own = ("np.arcsin(10/13)", "-1./3", r"\frac{sqrt{7} + 1}{2}", "2pi/3", "∀x＞0, 3<sup>x</sup>≥x<sup>2</sup>")
+    for kind in (MathMatch, MathVerify):
+        async with kind(kind.Settings(workers=1, timeout_s=20.0)) as verifier:
+            found = await check_golds(problems(*sound, *own), verifier)
+        assert [problem.answer for problem in found.spelling_only] == list(own)
+        assert not found.unverifiable
+        assert kind is MathVerify or not found.misread
 
 
 async def test_a_gold_whose_worker_is_killed_once_is_asked_again():

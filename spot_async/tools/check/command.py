@@ -120,7 +120,7 @@ def show_file(
     tree: dict[str, Any] = {"path": path}
     for each in settings:
         apply_override(tree, each)
-    judge = read_verifier(verifier or "boxed_match")
+    judge = read_verifier(verifier or "math")
     training = load_problem_set(validate_as(ProblemSetConfig, tree), "", needs_answers=False)
     held_out = [held_out_file(each) for each in against]
     renderer = PromptRenderer(Vocabulary.load(Path(model)), PromptConfig()) if model else None

@@ -118,7 +118,7 @@ class GoldCheck:
 
     tried: int  # how many were tried, without prose
     unverifiable: tuple[tuple[Problem, Verdict], ...]  # not right even word for word, so that no response gets a reward
-    spelling_only: tuple[Problem, ...]  # right word for word, but not read as mathematics
+    spelling_only: tuple[Problem, ...]  # right word for word, but not read by Math-Verify as the mathematics it is
     misread: tuple[Problem, ...]  # right with another digit too, so that they are read as something else
     prose: tuple[Problem, ...]  # sentences; these are right word for word, but no response would repeat them so
     oversized: int
@@ -141,9 +141,8 @@ async def check_set(judged: JudgedSet) -> GoldCheck | None:
 async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
     r"""Verify every answer against itself: word for word, and as Math-Verify reads it.
 
-    `math_verify` is asked again with quotation marks around, which it drops but no normal form does, and without them
-    with another digit. If there are choices, the answer must be the letter of one. Problems without an answer are left
-    out. `verifier` must have been entered.
+    Math-Verify is asked whether it reads the answer as mathematics, and again with another digit. If there are choices,
+    the answer must be the letter of one. Problems without an answer are left out. `verifier` must have been entered.
     """
     tried = [problem for problem in problems if problem.answer]
     unverifiable: list[tuple[Problem, Verdict]] = []
@@ -170,7 +169,7 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_t
             elif answer_type(problem) == "prose":
                 prose.append(problem)
             elif parse_number(problem.answer) is None and isinstance(verifier, MathVerify):
-                if await judge(problem, f'"{problem.answer}"') is not Verdict.CORRECT:
+                if not await verifier.reads(problem.answer):
                     spelling_only.append(problem)
                 elif await judge(problem, _with_another_digit(problem.answer)) is Verdict.CORRECT:
                     misread.append(problem)

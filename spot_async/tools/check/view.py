@@ -276,7 +276,13 @@ def show_golds(screen: Console, judged: JudgedSet, golds: GoldCheck) -> None:
         )
     if golds.spelling_only:
         ids = _ids([problem.id for problem in golds.spelling_only])
-        screen.print(shown(f"{len(golds.spelling_only)} right only in the file's own spelling: {ids}"))
+        show_warnings(
+            screen,
+            [
+                f"{counted(len(golds.spelling_only), 'answer')} that Math-Verify takes for right only as spelled "
+                f"here: {ids}; respell them as LaTeX"
+            ],
+        )
     if golds.misread:
         ids = _ids([problem.id for problem in golds.misread])
         show_warnings(

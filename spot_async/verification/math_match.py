@@ -1,0 +1,307 @@
+r"""The verifier of evaluations and data checks: the normal forms first, then Math-Verify without its leniencies.
+
+Two answers of the same normal form are equal, as in training. Otherwise both are respelled as LaTeX (`np.arcsin(1/2)`,
+`x²≥4`), lists are compared element by element, and what is left goes to Math-Verify in the worker processes of
+`math_verify.py`. There it reads LaTeX only, to its end, and a set may be given as a relation (`3<x\le 4` for `(3,4]`).
+
+Math-Verify drops what it cannot read and compares the rest. It takes `3\text{ million}`, `\neq 3` and `3_7` for 3, and
+a policy that is trained on such verdicts learns to write them. What is found here is wrong.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from decimal import Decimal
+
+from spot_async.types import Problem, Verdict
+from spot_async.verification.math_verify import MathVerify, numbers_equal
+from spot_async.verification.normalization import (
+    UNITS,
+    boxed_answers,
+    changes_value,
+    clean_layout,
+    is_oversized,
+    normal_form,
+    parse_number,
+    same_answer,
+    split_unit,
+    strip_answer,
+    variables_agree,
+)
+
+Ask = Callable[[str, str], bool]
+
+_LONGEST_LIST = 20
+_SIGNS = str.maketrans(
+    {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full width
+    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "×": r"\times ", "·": r"\cdot ", "±": r"\pm ", "∀": r"\forall "}
+    | {"π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty ", "∈": r"\in ", "∪": r"\cup ", "∧": r"\land ", "∨": r"\lor "}
+    | {"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "–": "-"}
+)
+_FUNCTION = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|sqrt|frac|pi|infty"
+_RESPELLINGS = tuple(
+    (re.compile(pattern), spelling)
+    for pattern, spelling in (
+        (r"\A\\[\[(](.*)\\[\])]\Z", r"\1"),
+        (r",?\s*(?:\\text\s*\{)?\s*for (?:all|every|any)\b.*\Z", ""),
+        (r"<sup>(.*?)</sup>", r"^{\1}"),
+        (r"<sub>(.*?)</sub>", r"_{\1}"),
+        (rf"(?<![0-9)}}])(?<![0-9)}}] )\\text\s*\{{\s*([A-Za-z]|{_FUNCTION})\s*\}}", r" \1 "),  # no unit
+        (r"\\text\s*\{([^{}]*[0-9(,+=][^{}]*)\}", r"\1"),  # mathematics in bold type
+        (r"(?<![A-Za-z\\])(?:np|numpy|math|sympy)\.(?=[a-z])", ""),
+        (r"(?<![A-Za-z\\])a(?=(?:sin|cos|tan)(?![A-Za-z]))", "arc"),
+        (rf"(?<![A-Za-z\\])({_FUNCTION})(?![A-Za-z])", r"\\\1"),
+        (r"(?<![A-Za-z\\])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty"),
+        (r"\\sqrt\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"\\sqrt{\1}"),
+        (r"<=|=<", r"\\le "),
+        (r">=|=>", r"\\ge "),
+        (r"(?<=\s)!=", r"\\ne "),
+        (r"\*\*", "^"),
+        (r"\*", r" \\cdot "),
+        (r"(?<=[0-9])\.(?=\s*(?:[/)]|\\cdot|\Z))", ""),
+        (r"(?<![A-Za-z\\.0-9])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]{1,3})(?![0-9A-Za-z.])", r"\1 \\times 10^{\2}"),
+        (r"(?<=[0-9)}])i(?![A-Za-z])", " i"),
+        (r"(?<![A-Za-z\\])([EI])_(?:\{(\w+)\}|(\w))", r"\\text{\1\2\3}"),  # not Euler's number, nor the imaginary unit
+        (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
+        (r"\\(?:land|wedge)(?![A-Za-z])", r"\\text{ and }"),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\\{ ?[A-Za-z](?: ?\\in ?\\(?:mathbb ?\{R\}|mathbb R|R))? ?(?:\\mid|\\vert|\||\\colon|:) ?(.*)\\\}", r"\1"),
+        (r"\A(?:\\(?:approx|simeq|sim)(?![A-Za-z])|≈|=)\s*", ""),
+    )
+)
+_ABOUT = re.compile(r"\\approx(?![A-Za-z])|≈")
+_BARE_UNIT = re.compile(r"(?<=[0-9)}°% ])((?:(?<![A-Za-z/\\])[A-Za-z/]{2,} ?)+)((?:\^(?:[0-9]|\{-?[0-9]+\}))?)\Z")
+_LEAST_WORD = 4  # letters of a word that is not taken for a product of variables
+_BRACKETS = re.compile(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", re.DOTALL)
+_SEPARATOR = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|;")
+_JOINT = re.compile(r"(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+_ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")
+_NAMED = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*=")
+
+_MARKUP = re.compile(r"</?(?:sub|sup|br|em|strong|span|div)\b[^<>]*>", re.IGNORECASE)
+_BASE = re.compile(
+    r"\(?[+-]?[0-9A-F]+(?:\.[0-9A-F]+)?\)?\s*"
+    r"(?:_\s*(?:([0-9])|\{([^{}]*(?:\{[^{}]*\})?)[^{}]*\}|\(([0-9]+)\))|\\text\s*\{\s*\(?base\s*(\w+)\)?\s*\})"
+)
+_RELATION = re.compile(r"[=<>∈]|\\(?:leq?|geq?|neq?|lt|gt|leqslant|geqslant|neg|lnot|not|in|equiv)(?![A-Za-z])")
+# What a side of an equation may have that is still one name: arguments, indices, an inverse, primes.
+_OF_NAME = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w|\^\{?-1\}?|'|\^\{?\\prime\}?|\\text\s*\{[^{}]*\}")
+_OF_TERM = re.compile(r"[-+/^0-9]|\\(?:sqrt|cdot|times|sum|int|pm|sin|cos|tan|log|ln)(?![A-Za-z])")
+_TWO_NUMBERS = re.compile(r"[0-9] [0-9]+(?![0-9/])")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{3,}")
+_PRIME = re.compile(r"[A-Za-z)]\s*(?:'|\^\s*\{?\s*\\prime)")
+
+
+class MathMatch(MathVerify):
+    """Compares answers as above. `plain` gives Math-Verify's own verdicts, in the same processes."""
+
+    class Settings(MathVerify.Settings):
+        kind: str = "math"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.plain = MathVerify(settings, self._pool)
+
+    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
+        """Judge the response's last box against `problem.answer`, as `MathVerify.verify` does.
+
+        If that is wrong, several boxes at the response's end may be it together.
+        """
+        if not problem.answer:
+            return Verdict.UNJUDGED
+        gold, verdict = strip_answer(problem.answer), Verdict.NO_ANSWER
+        for answer in boxed_answers(response_text):
+            if verdict in (Verdict.NO_ANSWER, Verdict.WRONG):
+                verdict = await self._compare(gold, answer, deadline)
+        return verdict
+
+    async def _compare(self, gold: str, answer: str, deadline: float) -> Verdict:
+        """Find out what Math-Verify must be asked, ask for all of that at once, and compare with its answers."""
+        pairs: list[tuple[str, str | None]] = []
+
+        def collect(gold: str, answer: str) -> bool:
+            pairs.append((gold, answer))
+            return True
+
+        is_equal = same(gold, answer, collect, self._tolerance)
+        if not pairs:
+            return Verdict.CORRECT if is_equal else Verdict.WRONG
+        equal = await self._ask(pairs, deadline, guarded=True)
+        if isinstance(equal, Verdict):
+            return equal
+        known = dict(zip(pairs, equal, strict=True))
+        is_equal = same(gold, answer, lambda *pair: known[pair], self._tolerance)
+        return Verdict.CORRECT if is_equal else Verdict.WRONG
+
+
+def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal(0)) -> bool:
+    """Return whether two answers are equal. `ask` tells of two texts of which only Math-Verify knows it."""
+    if gold.split() == answer.split():
+        return True
+    if is_oversized(answer):
+        return False
+    respelled = respell(gold), respell(answer)
+    if same_answer(gold, answer) or same_answer(*respelled):
+        return True
+    gold, answer = respelled
+    if (about := _ABOUT.search(answer)) is not None and not _ABOUT.search(gold):
+        left, right = answer[: about.start()].strip(), answer[about.end() :]
+        return same(gold, right if left.isalpha() else left, ask, relative_tolerance)
+    if (listed := _same_lists(gold, answer, ask, relative_tolerance)) is not None:
+        return listed
+    wanted, given = normal_form(gold), normal_form(answer)
+    if wanted.value + wanted.unit == given.value + given.unit and variables_agree(wanted, given):
+        return True  # `5 m` for `5\text{ m}`
+    if _WORD.fullmatch(wanted.value) and _WORD.fullmatch(given.value):
+        return wanted.value.lower() == given.value.lower()  # the letters would be factors: `east` would be `seat`
+    if (
+        not variables_agree(wanted, given)
+        or _units_differ(wanted.unit, given.unit)
+        or any(_TWO_NUMBERS.search(form.value) for form in (wanted, given))
+        or _cases_differ(wanted.value, given.value)
+        or _is_overlooked(gold, answer)
+    ):
+        return False
+    if "%" in (wanted.unit, given.unit):  # 50% may be 50 or 0.5, as in Math-Verify
+        return ask(gold.replace("%", r"\%"), answer.replace("%", r"\%"))
+    numbers = [None if "," in form.value else parse_number(form.value) for form in (wanted, given)]  # `1, 234` is two
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers_equal(numbers[0], numbers[1], relative_tolerance)
+    return ask(*(split_unit(text)[0].replace("°", r"^{\circ}") for text in (gold, answer)))
+
+
+def respell(answer: str) -> str:
+    """Return an answer in LaTeX, without layout: from Unicode, HTML and Python, and with units in `\text`."""
+    text = clean_layout(html.unescape(answer).translate(_SIGNS)).replace("$", r"\$")
+    for pattern, spelling in _RESPELLINGS:
+        text = pattern.sub(spelling, text.strip())
+    return " ".join(_BARE_UNIT.sub(_text_unit, strip_answer(text)).split())
+
+
+def _text_unit(match: re.Match[str]) -> str:
+    words = match[1].lower().split()
+    is_unit = " ".join(words) in UNITS or words[-1] in UNITS or all(len(word) >= _LEAST_WORD for word in words)
+    return rf"\text{{ {match[1].strip()}}}{match[2]}" if is_unit else match[0]
+
+
+def _elements(text: str) -> tuple[str, list[str]]:
+    """Return the brackets around a list, if any, and its elements. What is no list is its only element."""
+    outer = _BRACKETS.fullmatch(text)
+    if outer is not None and _is_balanced(outer[2]) and len(_split(outer[2])) > 1:
+        return outer[1] + outer[3], _split(outer[2])
+    return "", _split(text)
+
+
+def _is_balanced(text: str) -> bool:
+    """Return whether every bracket closes. An interval's may be of two kinds."""
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that stand in no bracket, at semicolons and at `and` and `or`."""
+    if parse_number(text) is not None:
+        return [text]
+    parts, depth, start = [], 0, 0
+    text = _SEPARATOR.sub(",", text)
+    for at, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append(text[start:at].strip())
+            start = at + 1
+    parts = [part for part in (*parts, text[start:].strip()) if part] or [text]
+    return [
+        part.replace(r"\pm", sign).replace(r"\mp", other)
+        for part in parts
+        for sign, other in (("+", "-"), ("-", "+"))[: 1 + (r"\pm" in part)]
+    ]
+
+
+def _same_lists(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal) -> bool | None:
+    """Compare two lists of the same length, element by element; None where they are no such lists.
+
+    Round brackets hold an order, braces and no brackets hold none. Two numbers in other brackets are an interval.
+    """
+    (around, golds), (others, answers) = _elements(gold), _elements(answer)
+    related = [any(map(_ORDER.search, parts)) for parts in (golds, answers)]
+    if not 2 <= len(golds) == len(answers) <= _LONGEST_LIST or related[0] != related[1]:
+        return None
+    joints = [(_JOINT.search(text) or [""])[0] for text in (gold, answer)]
+    kinds = {around, others} - {""}
+    if (
+        (all(related) and set(joints) == {"and", "or"})
+        or (len(kinds) == 2 and (len(golds) == 2 or r"\{\}" in kinds))
+        or (len(golds) == 2 and around != others and not kinds <= {"()", r"\{\}"})
+    ):
+        return False
+    rows = [[same(each, other, ask, relative_tolerance) for other in answers] for each in golds]
+    if kinds - {r"\{\}"} or (all(map(_NAMED.match, golds)) and not any(map(_NAMED.match, answers))):
+        return all(row[number] for number, row in enumerate(rows))
+    left = list(range(len(rows)))
+    for row in rows:  # equality is transitive: the first answer that a gold equals may be its own
+        found = next((column for column in left if row[column]), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return True
+
+
+def _units_differ(wanted: str, given: str) -> bool:
+    """Whether both have a unit, and not the same. One may have more words than the other, where it is not known."""
+    if changes_value(wanted) or changes_value(given):
+        return wanted != given
+    if not (wanted and given) or wanted == given or "%" in (wanted, given):
+        return False
+    (name, _, power), (other, _, other_power) = wanted.partition("^"), given.partition("^")
+    words, others = set(name.lower().split()), set(other.lower().split())
+    return power != other_power or {name, other} <= UNITS.keys() or not (words <= others or others <= words)
+
+
+def _is_overlooked(gold: str, answer: str) -> bool:
+    """Whether the answers differ in something that Math-Verify does not read."""
+    wanted, given = _RELATION.search(gold), _RELATION.search(answer)
+    leads = any(
+        found is not None and not text[: found.start()].strip() for found, text in ((wanted, gold), (given, answer))
+    )
+    return (
+        any(map(_MARKUP.search, (gold, answer)))
+        or not all(map(_is_balanced, (gold, answer)))
+        or len(_PRIME.findall(gold)) != len(_PRIME.findall(answer))
+        or _bases_differ(gold, answer)
+        or (leads and (wanted is None or given is None))
+        or (given is None and _is_equation(gold))
+    )
+
+
+def _bases_differ(gold: str, answer: str) -> bool:
+    """Whether the answer is to a base and the gold to another, or to none. A gold to a base may stand without it."""
+    base, other = (
+        re.sub(r"\\text|base|\W", "", next(filter(None, match.groups()), "")) if (match := _BASE.match(text)) else None
+        for text in (gold, answer)
+    )
+    return other != base and other is not None and not (other == "10" and base is None)
+
+
+def _is_equation(text: str) -> bool:
+    """Whether it is more than a name and its value: of `x+y=0` and `PV=nRT` the right side says only a part."""
+    left, equals, right = text.partition("=")
+    name = _OF_NAME.sub("", left)
+    letters = _COMMAND.sub("", name).replace(" ", "")
+    is_product = re.fullmatch("[a-z]{2,3}", letters) is not None
+    is_formula = len(letters) > 1 and re.search("[A-Za-z]", _COMMAND.sub("", right)) is not None
+    return bool(equals) and (_OF_TERM.search(name) is not None or is_product or is_formula)
+
+
+def _cases_differ(gold: str, answer: str) -> bool:
+    """Whether a letter is small in one and a capital in the other. Of only one letter that is forgiven."""
+    wanted, given = (set(filter(str.isalpha, _COMMAND.sub("", text))) for text in (gold, answer))
+    different = wanted ^ given
+    return len(wanted) > 1 and len({letter.lower() for letter in different}) < len(different)
