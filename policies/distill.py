@@ -42,7 +42,7 @@ from spot_async.types import (
 )
 
 from .grpo import group_advantages
-from .samples import Scores, further_bytes, pulls, scored, student_sample, writer
+from .samples import Scores, pulls, scored, student_sample, writer
 
 DIVERGENCES: dict[str, Callable[..., Divergence]] = {
     "forward_kl": lambda beta, **how: forward_kl(**how),
@@ -183,7 +183,6 @@ class DistillPolicy:
             outcomes=settings.reward > 0,
             teachers=context.teachers,
             term_bytes_per_token=row_bytes(self._k) * self._is_compared * max(1, len(context.teachers))
-            + further_bytes(context)
             + 4 * (settings.reward > 0),
         )
 

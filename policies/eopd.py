@@ -6,7 +6,6 @@ the student's full-vocabulary distribution (the paper's Eqs. (3) and (4)).
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ from spot_async.protocols import PromptStages
 from spot_async.terms import compared, forward_kl, row_bytes
 from spot_async.types import BoolArray, PolicyContext, PolicyNeeds, Prompt, Sample, SoftTargets, TokenScores
 
-from .samples import further_bytes, pulls, scored, student_sample
+from .samples import pulls, scored, student_sample
 from .truncated.noise import of_entropy, split
 
 
@@ -46,7 +45,7 @@ class EopdPolicy:
             teacher_top_k_key="top_k",
             outcomes=False,
             teachers=context.teachers,
-            term_bytes_per_token=row_bytes(settings.top_k) * max(1, len(context.teachers)) + further_bytes(context),
+            term_bytes_per_token=row_bytes(settings.top_k) * max(1, len(context.teachers)),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
@@ -57,12 +56,11 @@ class EopdPolicy:
         rows = {name: self._forward(scores[name], share) for name, share in stages.teachers.items()}
         terms = {"pulls": pulls(stages, scores), "soft_targets": tuple(rows.values())}
         sample = student_sample(prompt, stages, rollout, judgement, scores, **terms)
-        gated = uncertain = 0.0
-        for name, share in stages.teachers.items():
-            gated += share * len(rows[name].positions) / len(rollout.token_ids)
-            uncertain += share * float((scores[name].known & self._uncertain(scores[name], stages)).mean())
-        sample.metrics.update({"eopd/gated": gated, "eopd/uncertain": uncertain})
-        sample.record["gated_positions"] = functools.reduce(np.union1d, (each.positions for each in rows.values()))
+        gated = {name: len(each.positions) / len(rollout.token_ids) for name, each in rows.items()}
+        unsure = {name: float((each.known & self._uncertain(each, stages)).mean()) for name, each in scores.items()}
+        for figure, values in (("gated", gated), ("uncertain", unsure)):
+            sample.metrics[f"eopd/{figure}"] = sum(share * values[name] for name, share in stages.teachers.items())
+        sample.record["gated_positions"] = np.unique(np.concatenate([each.positions for each in rows.values()]))
         return [sample]
 
     def _forward(self, scores: TokenScores, share: float) -> SoftTargets:

@@ -32,7 +32,7 @@ from spot_async.types import (
     TokenScores,
 )
 
-from .samples import further_bytes, response_record, scored, teacher_metrics, teacher_record, writer
+from .samples import response_record, scored, teacher_metrics, teacher_record, writer
 
 
 class KdSettings(RoutedSettings):
@@ -73,9 +73,7 @@ class KdPolicy:
             teacher_responses=1,
             outcomes=False,
             teachers=context.teachers,
-            term_bytes_per_token=row_bytes(1)
-            + row_bytes(self._top_k) * max(1, len(context.teachers))
-            + further_bytes(context),
+            term_bytes_per_token=row_bytes(1) + row_bytes(self._top_k) * max(1, len(context.teachers)),
         )
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:

@@ -13,7 +13,7 @@ from spot_async.config import RoutedSettings
 from spot_async.protocols import PromptStages
 from spot_async.types import PolicyContext, PolicyNeeds, Prompt, Sample
 
-from .samples import further_bytes, pulls, scored, student_sample
+from .samples import pulls, scored, student_sample
 
 
 class OpdPolicy:
@@ -23,9 +23,7 @@ class OpdPolicy:
         kind: str = "opd"
 
     def __init__(self, settings: Settings, context: PolicyContext) -> None:
-        self.needs = PolicyNeeds(
-            teacher_top_k=1, outcomes=False, teachers=context.teachers, term_bytes_per_token=further_bytes(context)
-        )
+        self.needs = PolicyNeeds(teacher_top_k=1, outcomes=False, teachers=context.teachers)
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()

@@ -17,7 +17,6 @@ from spot_async.types import (
     Generation,
     IntArray,
     Judgement,
-    PolicyContext,
     Prompt,
     Pull,
     Sample,
@@ -26,7 +25,6 @@ from spot_async.types import (
 )
 
 Scores: TypeAlias = dict[str, TokenScores]  # of one response, by the teacher's name
-TEACHER_BYTES = 5 * 4  # a token: a further teacher's pull with its weights, and what it says in the record
 
 
 async def scored(stages: PromptStages, response_ids: IntArray, *, top_k: int) -> Scores:
@@ -45,15 +43,8 @@ def pulls(
 def writer(prompt: Prompt, stages: PromptStages, run_seed: int, *request: int | str) -> str:
     """Return the teacher that writes a response: a prompt's only one, or one drawn by the teachers' shares."""
     names = list(stages.teachers)
-    if len(names) == 1:
-        return names[0]
     rng = np.random.default_rng(derive_seed(run_seed, prompt.problem.id, "which teacher writes", *request))
     return names[rng.choice(len(names), p=list(stages.teachers.values()))]
-
-
-def further_bytes(context: PolicyContext) -> int:
-    """Return the bytes of a response token that the prompt's teachers take beside its first."""
-    return TEACHER_BYTES * max(0, len(context.teachers) - 1)
 
 
 def student_sample(

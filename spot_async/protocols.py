@@ -241,10 +241,7 @@ class PromptStages(Protocol):
 
     @property
     def teachers(self) -> Mapping[str, float]:
-        """The teachers that the prompt asks, by name, with their shares of what is learnt: 1 altogether.
-
-        The only teacher of a run has the empty name.
-        """
+        """The names of the teachers that the prompt asks, with shares that add up to 1. An only one's name is empty."""
         ...
 
     @property

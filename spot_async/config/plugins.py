@@ -84,11 +84,6 @@ class RouteConfig(Section):
             return given
         return {"to": {key: name for key, name in given.items() if key != "default"}, "default": given.get("default")}
 
-    @property
-    def part(self) -> str:
-        """The part of a problem that decides; `domain` is read from a column of any name."""
-        return self.by if self.by in ("category", "tier") else "domain"
-
 
 class RoutedSettings(PluginSettings):
     """Base of the settings of a policy that asks a teacher, which may be one of several."""

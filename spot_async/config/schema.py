@@ -375,8 +375,6 @@ class Config(Section):
                 f"teachers: teacher is given too: name that one as the others are, in teachers.NAME, or remove "
                 f"{' and '.join(self.teachers)}"
             )
-        if self.route is not None and not self.teachers:
-            raise ValueError("policy.route: there are no `teachers` to choose from: give some, or remove it")
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
         return self

@@ -113,7 +113,7 @@ def load_training_sets(config: Config, needs: PolicyNeeds) -> dict[str, ProblemS
     for number, (key, settings) in enumerate(config.data.sets.items(), start=1):
         needs_answers = needs.outcomes and config.verifiers[key].JUDGES_ANSWERS
         keeps_solutions = own_prompt is not None and own_prompt.names_solution
-        if config.route is not None and config.route.part == "domain":
+        if config.route is not None and config.route.by not in ("category", "tier"):
             settings = settings.model_copy(update={"fields": {**settings.fields, "domain": config.route.by}})
         found = load_problem_set(settings, key, needs_answers=needs_answers, keeps_solutions=keeps_solutions)
         if needs_answers:

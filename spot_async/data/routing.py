@@ -22,7 +22,8 @@ def routed(problems: Sequence[Problem], route: RouteConfig, teachers: Collection
     keys = {**{f"to.{value}": name for value, name in route.to.items()}, "default": route.default}
     for key, name in keys.items():
         if name is not None and name not in teachers:
-            raise ConfigError(f"policy.route.{key}={name}: teachers has only {', '.join(teachers)}: name one of these")
+            known = ", ".join(teachers) or "none"
+            raise ConfigError(f"policy.route.{key}={name}: no such teacher: `teachers` has {known}: name one of those")
     found = [_routed(problem, route) for problem in problems]
     if nobodys := [each for each in found if not each.teacher]:
         first, values = nobodys[0], ", ".join(sorted({repr(each.domain) for each in nobodys}))
@@ -39,6 +40,6 @@ def routed(problems: Sequence[Problem], route: RouteConfig, teachers: Collection
 
 
 def _routed(problem: Problem, route: RouteConfig) -> Problem:
-    value = getattr(problem, route.part)
+    value = {"category": problem.category, "tier": problem.tier}.get(route.by, problem.domain)
     teacher = route.default if value is None else route.to.get(value, route.default)
     return msgspec.structs.replace(problem, domain=value, teacher=teacher or "")

@@ -16,6 +16,7 @@ BYTES_PER_RESPONSE_TOKEN = 5 * 4 + 1
 # Per response token of a record: float32 entropy, score and gap, and the teacher's log-probability once more if a mask
 # hides some. The record shares its other arrays with the supervision.
 BYTES_PER_RECORD_TOKEN = 4 * 4
+BYTES_PER_TEACHER_TOKEN = 5 * 4  # likewise of each teacher but the first: its pull with weights, and its record
 BYTES_PER_TEXT_TOKEN = 8  # of plain text; a text with characters outside of Latin-1 may take several times that
 BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, metrics, the record's plain values
 
@@ -29,6 +30,7 @@ def worst_case_bytes(
     characters of a token or of a verifier's feedback. `held_bytes` counts what they really take.
     """
     per_token = BYTES_PER_RESPONSE_TOKEN + BYTES_PER_RECORD_TOKEN + needs.term_bytes_per_token
+    per_token += BYTES_PER_TEACHER_TOKEN * max(0, len(needs.teachers) - 1)
     read = max(teacher_prompt_tokens, needs.teacher_prompt_tokens)
     texts = BYTES_PER_TEXT_TOKEN * ((1 + needs.probes_per_prompt) * max_response_tokens + read)
     trajectory = 4 * prompt_tokens + per_token * max_response_tokens + needs.term_bytes + needs.record_bytes

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from spot_async.config import ProblemSetConfig, RouteConfig
-from spot_async.config.loading import validate
 from spot_async.data.problem_set import load_problem_set
 from spot_async.data.routing import routed
 from spot_async.errors import ConfigError, DataError
@@ -50,12 +49,17 @@ def test_a_route_goes_by_the_tier_or_any_column_and_says_what_decided():
         (
             {"algebra": "maths", "default": "code"},
             ("math", "code"),
-            "policy.route.to.algebra=maths: teachers has only math, code: name one of these",
+            "policy.route.to.algebra=maths: no such teacher: `teachers` has math, code: name one of those",
         ),
         (
             {"by": "tier", "to": {}, "default": "mth"},
             ("math",),
-            "policy.route.default=mth: teachers has only math: name one of these",
+            "policy.route.default=mth: no such teacher: `teachers` has math: name one of those",
+        ),
+        (
+            {"algebra": "math"},
+            (),
+            "policy.route.to.algebra=math: no such teacher: `teachers` has none: name one of those",
         ),
         (
             {"logic": "code", "default": "math"},
@@ -76,10 +80,3 @@ def test_a_column_that_no_row_has_is_named(tmp_path: Path):
     assert load_problem_set(settings, "data.train").problems[0].domain == "left"
     with pytest.raises(DataError, match=r"no column 'sides', which policy.route.by names"):
         load_problem_set(settings.model_copy(update={"fields": {"domain": "sides"}}), "data.train")
-
-
-def test_a_route_without_several_teachers_is_refused():
-    tree = {"student": {"model": "s"}, "teacher": {"model": "t"}, "data": {"train": "p.jsonl"}, "training": {}}
-    tree |= {"policy": {"kind": "opd", "route": {"algebra": "math"}}, "training": {"epochs": 1}}
-    with pytest.raises(ConfigError, match=r"policy\.route: there are no `teachers` to choose from"):
-        validate(tree)

@@ -72,11 +72,23 @@ def test_a_view_holds_all_that_it_is_a_view_of_and_what_is_shared_is_held_once()
         lambda: make_policy(OpdPolicy),
         lambda: make_policy(EopdPolicy, tau_nats=0.0),
         lambda: make_policy(GrpoPolicy, policy_context(reference_kl=True)),
+        lambda: make_policy(OpdPolicy, policy_context(teachers=("a", "b", "c"))),
+        lambda: make_policy(EopdPolicy, policy_context(teachers=("a", "b", "c")), tau_nats=0.0),
         lambda: spot(2, 4),
         lambda: spot(50, 64),
         lambda: spot(8, 16, 4),
     ],
-    ids=["kd", "opd", "eopd", "grpo", "spot", "spot with 50 x 64 candidates", "spot with 4 probes each"],
+    ids=[
+        "kd",
+        "opd",
+        "eopd",
+        "grpo",
+        "opd of three",
+        "eopd of three",
+        "spot",
+        "spot with 50 x 64 candidates",
+        "spot with 4 probes each",
+    ],
 )
 def test_what_a_finished_prompt_holds_is_within_what_was_reserved(make):
     """Texts are as long as they are reserved for, in characters of one byte."""

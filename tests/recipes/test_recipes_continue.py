@@ -7,13 +7,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crashes.run import crashing_run
 from kill_drill import ROOT, command, weights
-from recipes import RECIPES, simulated_recipe
+from recipes import RECIPES, recipe, simulated_recipe
 
 from spot_async.run_directory.manifest import committed
+from spot_async.testing.simulation import make_policy, policy_context
 
 KEYS = (
     "training.iterations=6",
@@ -31,6 +33,14 @@ def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness: int
     ]
     resumed = [each.witness for each in found if len(each.lives) > 1]
     assert not all(witness.is_disturbed for witness in resumed)  # strict ones are compared bit for bit
+
+
+def test_crashes_change_nothing_of_what_several_teachers_said() -> None:
+    def average() -> Any:
+        return make_policy(recipe("teacher_average"), policy_context(teachers=("large", "small")), top_k=8)
+
+    found = [crashing_run(seed, average) for seed in range(4)]
+    assert any(len(each.lives) > 1 and not each.witness.is_disturbed for each in found)
 
 
 @pytest.mark.long

@@ -87,7 +87,7 @@ def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
         trainer_s=total(rows, "time/train_s"),
         request_s=request_s,
         money=money,
-        domains=_domains(rows[-(-3 * len(rows) // 4) :]),
+        domains=_domains(rows[3 * len(rows) // 4 :]),
     )
 
 
