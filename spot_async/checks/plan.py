@@ -20,7 +20,7 @@ from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
 from spot_async.checks.served import check_places, check_recovery, check_roles, check_selves, offers, served_models
-from spot_async.config import Config, FollowsConfig, ModelConfig, PromptConfig, TemplateConfig, teacher_name
+from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig, teacher_name
 from spot_async.data.golds import gold_doubts
 from spot_async.data.problem_set import ProblemSet, count_identical, load_training_sets
 from spot_async.data.prompts import (
@@ -255,7 +255,7 @@ def merged_every(config: Config) -> int:
     Servers that take adapters do not need it. Evaluations do, since they keep the best student. Without checkpoints it
     is written each time, or a kill would lose it.
     """
-    if not config.student.backend.takes_adapters or config.training.checkpoint_every == 0:
+    if not config.all_take_adapters or config.training.checkpoint_every == 0:
         return 1
     return config.evaluation.eval_every if config.evaluation is not None else 0
 
@@ -400,8 +400,7 @@ def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:
     if not needs.teacher_prompt_tokens and np.array_equal(first.read_by_teacher, first.token_ids):
         warnings += [
             f"{role}.model: it has the student's own weights and reads the same prompt, so it teaches nothing (its KL "
-            f"to the student is 0{_until(config.following.get(role))}): give it a context of its own in "
-            "prompt.teacher.text, or another model"
+            "to the student is 0): give it a context of its own in prompt.teacher.text, or another model"
             for role in own
         ]
     skips = getattr(config.policy, "skip_answer", True)
@@ -412,13 +411,6 @@ def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:
             "disagree (docs/methods.md)"
         )
     return warnings
-
-
-def _until(follows: FollowsConfig | None) -> str:
-    """Return for how long a teacher is the student. Afterwards it only holds the student back."""
-    if follows is None:
-        return " at first"
-    return " always" if follows.is_live else " at first, and then it holds the student back"
 
 
 def _generation_prompts(plan: TrainPlan) -> list[str]:

@@ -353,15 +353,8 @@ class Config(Section):
     @pydantic.model_validator(mode="after")
     def _check(self) -> Self:
         self.student.backend.with_lora(self.training.lora)
-        for role, teacher in self.teachers_by_role.items():
-            if teacher.follows is None or teacher.served_by == "student":
-                continue
-            teacher.backend.following(self.training.lora)
-            if teacher.backend.takes_adapters != self.student.backend.takes_adapters:
-                raise ValueError(
-                    f"{role}.backend.weights.transport: it follows the student, and only one of the two takes "
-                    "adapters: set it as in student.backend"
-                )
+        for role in self.following:
+            self.teachers_by_role[role].backend.following(self.training.lora)
         self._check_queue()
         cap = self.training.importance_cap
         if cap is not None and self.training.behavior_under(self.max_staleness) == "served":
@@ -438,6 +431,12 @@ class Config(Section):
     def teacher_lag(self) -> int:
         """The most iterations by which what such a teacher has is older than the student that is served."""
         return max((each.longest_lag for each in self.following.values()), default=0)
+
+    @property
+    def all_take_adapters(self) -> bool:
+        """Whether all servers that get new weights take adapters alone."""
+        updated = [self.student, *(self.teachers_by_role[role] for role in self.following)]
+        return all(each.backend.takes_adapters for each in updated if getattr(each, "served_by", "") != "student")
 
     @property
     def served_by_student(self) -> list[str]:

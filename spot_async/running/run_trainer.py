@@ -112,7 +112,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory, b
         resume=resume,
         merged_every=merged_every(config),
         follows={role: each for role, each in config.following.items() if role in plan.served},
-        teachers_take_adapters=config.student.backend.takes_adapters,
+        teachers_take_adapters=config.all_take_adapters,
         lineage=beginning.manifest.lineage,
         training=training,
         model_directory=str(Path(local_path(config.student.model)).resolve()),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.base.tasks import Opened
-from spot_async.config import FollowsConfig
 from spot_async.errors import VersionMismatchError
 from spot_async.types import (
     Capabilities,
@@ -227,7 +226,6 @@ class SimulatedTrainer:
 
     step_s: float = 1.0
     directory: str | None = None
-    follows: Mapping[str, FollowsConfig] = field(default_factory=dict)  # teachers with servers of their own, by role
     batches: list[list[Supervision]] = field(default_factory=list)
     save_s: float = 0.5
 
@@ -238,12 +236,7 @@ class SimulatedTrainer:
         self.batches.append(list(batch))
         directory = self.directory or f"weights/{iteration + 1}"
         snapshot = WeightSnapshot(directory=directory, version=WeightVersion(0, iteration + 1))
-        teachers = {
-            role: WeightSnapshot(directory=f"weights/{role}/{step}", version=WeightVersion(0, step))
-            for role, each in self.follows.items()
-            if (step := each.step_at(iteration + 1))
-        }
-        return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {}, teachers=teachers)
+        return TrainReport(snapshot=snapshot, metrics={"loss": 0.0} if batch else {})
 
     async def published(self, step: int) -> tuple[WeightFile, ...]:
         return ()

@@ -1,5 +1,4 @@
-"""Saves and loads all that the next step depends on: what is trained, AdamW's moments and steps, torch's random state,
-and what teachers that follow the student have of it.
+"""Saves and loads all that the next step depends on: what is trained, AdamW's moments and steps, torch's random state.
 
 Every rank of the first node writes one safetensors file, since each node holds the whole state. What all ranks hold is
 in rank 0's. Files have the form of torch's distributed checkpoints, so torch's own reader gives every rank its part, on
@@ -27,7 +26,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,7 +51,6 @@ RANDOM_STATE = "random_state"
 PLACES, PLACE = "DCP_SHARDING_INFO", "saved_offsets"
 # What ranks write. A copy beside it is somebody's.
 OWN = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
-NO_OTHERS: Mapping[str, Tensor] = MappingProxyType({})
 # Called on the thread of each rank: the seconds it took, and why it failed, or "".
 Done = Callable[[float, str], None]
 
@@ -73,19 +70,15 @@ class HeldTensor(NamedTuple):
 
 
 def held_tensors(
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    others: Mapping[str, Tensor] = NO_OTHERS,
+    step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 ) -> dict[str, HeldTensor]:
-    """Return what this rank writes of the state after `step` steps, with `others` that belong to it, by name.
+    """Return what this rank writes of the state after `step` steps, by name.
 
     Tensors on the CPU are the live ones, and must not change before they are written. Those of a GPU are copied.
     """
     if not strategy.is_on_first_node:
         return {}
-    state = {**_state(model, optimizer), **others, STEP: torch.tensor(step)}
+    state = {**_state(model, optimizer), STEP: torch.tensor(step)}
     if strategy.rank > 0:
         state = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
     # A rank may have no part of a small tensor.
@@ -118,19 +111,14 @@ def write_checkpoint(
 
 
 def load_checkpoint(
-    directory: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    others: Mapping[str, Tensor] = NO_OTHERS,
+    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 ) -> None:
-    """Load what `write_checkpoint` wrote after `step` steps into a model, its optimiser and `others`, in place.
+    """Load what `write_checkpoint` wrote after `step` steps into a model and its optimiser, in place.
 
     The first node's ranks read it, and the others get it from them. Raises `TrainerError` when files are missing or
     damaged, or are those of another model or another step.
     """
-    state = {**_state(model, optimizer), **others}
+    state = _state(model, optimizer)
     if strategy.is_on_first_node:
         _read(directory, step, state, strategy)
     strategy.copy_from_first_node(state.values())
@@ -244,18 +232,10 @@ class CheckpointSaver:
         self._group = idle_group()
         self._thread: threading.Thread | None = None
 
-    def begin(
-        self,
-        directory: Path,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        done: Done,
-        others: Mapping[str, Tensor] = NO_OTHERS,
-    ) -> None:
+    def begin(self, directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, done: Done) -> None:
         """Begin to save the state after `step` steps, once the checkpoint before is saved."""
         self.wait()
-        tensors = held_tensors(step, model, optimizer, self._strategy, others)
+        tensors = held_tensors(step, model, optimizer, self._strategy)
 
         def save() -> None:
             started = time.perf_counter()

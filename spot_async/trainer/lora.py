@@ -7,9 +7,8 @@ else. PEFT itself is not needed: its file format is the contract, and its reader
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -30,9 +29,6 @@ from spot_async.models.adapter_files import (
     write_config,
 )
 from spot_async.trainer.parallel import whole
-
-Copies = Mapping[Tensor, Tensor]  # what a teacher has in place of a student's own weights, by the live ones
-NO_COPIES: Copies = MappingProxyType({})
 
 
 class AdaptedLinear(nn.Module):
@@ -89,11 +85,14 @@ def own_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: each for each, name in names.items()}
 
 
-def whole_adapters(model: nn.Module, copies: Copies = NO_COPIES) -> dict[str, Tensor]:
-    """Return the whole adapters, or `copies` of them, by their parameters' names. All ranks must call it."""
+def whole_adapters(model: nn.Module, written: Callable[[Tensor], Tensor] = lambda live: live) -> dict[str, Tensor]:
+    """Return the whole adapters, or what is `written` in place of them, by their parameters' names.
+
+    All ranks must call it.
+    """
     live = model.state_dict(keep_vars=True)
     names = (f"{name}.{part}" for name, _ in adapted_layers(model) for part in (DOWN, UP))
-    return {name: whole(copies.get(live[name], live[name])) for name in names}
+    return {name: whole(written(live[name])) for name in names}
 
 
 def layer_shapes(model: nn.Module) -> Layers:

@@ -16,6 +16,8 @@ from torch.optim.adamw import adamw
 from spot_async.config import TrainingConfig
 from spot_async.trainer.parallel import local
 
+STATE = ("step", "exp_avg", "exp_avg_sq")  # of a parameter in AdamW; copies that teachers have may stand beside
+
 
 def new_optimizer(parameters: Iterable[nn.Parameter], training: TrainingConfig) -> torch.optim.AdamW:
     """Return the optimiser of the parameters that are trained, with the state in which AdamW begins.
@@ -52,7 +54,8 @@ class OffloadedAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                resting = {kind: local(each) for kind, each in state_of(self, parameter).items()}
+                state = state_of(self, parameter)
+                resting = {kind: local(state[kind]) for kind in STATE}
                 # A copy also on a CPU, so that what is tested there is what a GPU does.
                 moved = {kind: each.to(parameter.device, copy=True) for kind, each in resting.items()}
                 adamw(

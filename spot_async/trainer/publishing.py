@@ -36,7 +36,7 @@ from spot_async.models.weight_files import (
     weight_file_marks,
 )
 from spot_async.trainer.loading import has_just
-from spot_async.trainer.lora import NO_COPIES, Copies, layer_shapes, whole_adapters, write_adapter
+from spot_async.trainer.lora import layer_shapes, whole_adapters, write_adapter
 from spot_async.trainer.parallel import idle_group, wait_for_all
 from spot_async.trainer.streaming import WeightStream
 from spot_async.types import WeightFile
@@ -58,7 +58,10 @@ class WeightWriter:
         keep: int,
         lora: LoraConfig | None = None,
         writes: bool,
+        written: Callable[[Tensor], Tensor] = lambda live: live,
     ) -> None:
+        """`written` returns what is written in place of a live tensor: a teacher's copy of it."""
+        self._written = written
         self._directory = directory
         self._student_directory = student_directory
         self._end_token_ids = end_token_ids
@@ -100,29 +103,23 @@ class WeightWriter:
             finally:
                 shutil.rmtree(trial, ignore_errors=True)
 
-    def publish(self, model: PreTrainedModel, step: int, *, is_whole: bool = True, copies: Copies = NO_COPIES) -> None:
-        """Write `model`'s weights of `step`, or its adapter alone, with `copies` in place of what is trained.
+    def publish(self, model: PreTrainedModel, step: int, *, is_whole: bool = True) -> None:
+        """Write `model`'s weights of `step`, or its adapter alone.
 
         All ranks must call it, since sharded weights are gathered for it. Raises `TrainerError` when writing fails
         (full disk, an adapter that is not whole). Older weights are then untouched, and nothing of the new ones is
         left.
         """
-        adapters = whole_adapters(model, copies)
+        adapters = whole_adapters(model, self._written)
         if is_whole:
-            with WeightStream(model, adapters, self._student_directory, self._dtype, copies) as weights:
+            with WeightStream(model, adapters, self._student_directory, self._dtype, self._written) as weights:
                 if self._writes:
                     self._publish(model, adapters, weights, step)
         elif self._writes:
             self._publish(model, adapters, None, step)
 
     def begin(
-        self,
-        model: PreTrainedModel,
-        step: int,
-        *,
-        is_whole: bool,
-        first: Callable[[], object] = lambda: None,
-        done: Published,
+        self, model: PreTrainedModel, step: int, *, is_whole: bool, first: Callable[[], object], done: Published
     ) -> None:
         """Begin to publish in a thread. All ranks must call it, and each holds the whole student.
 

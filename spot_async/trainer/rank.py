@@ -134,7 +134,7 @@ class StudentTrainer:
         )
         self._publisher = writer(settings.weights_directory)
         self._publisher.try_out(self.model)
-        self._teachers = FollowingTeachers(settings, self.model, writer)
+        self._teachers = FollowingTeachers(settings, self.model, self._optimizer, writer)
         self._meters = Meters(self._training, Path(settings.model_directory), device)
         self._saver = CheckpointSaver(strategy, device, is_offloaded=self._training.offload != "none")
         # For which checkpoints, and the writing of weights, held up training since the last report.
@@ -208,7 +208,7 @@ class StudentTrainer:
         started = time.perf_counter()
         if not self._settings.publishes_whole(self.step):
             self._publisher.complete(self.model, self.step)
-        self._saver.begin(directory, self.step, self.model, self._optimizer, done, self._teachers.state)
+        self._saver.begin(directory, self.step, self.model, self._optimizer, done)
         self._checkpoint_s += time.perf_counter() - started
 
     def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
@@ -366,10 +366,10 @@ class StudentTrainer:
 
     def _continue_from(self, directory: Path) -> None:
         """Load a checkpoint of `step`, and publish its weights again if they are gone."""
-        load_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy, self._teachers.state)
+        load_checkpoint(directory, self.step, self.model, self._optimizer, self._strategy)
         if self._is_gone(self._publisher.path(self.step)):
             self._publisher.publish(self.model, self.step)
-        self._teachers.publish_again(self.step, self._is_gone)
+        self._teachers.publish(self.step, lambda directory, step: self._is_gone(directory))
 
     def _is_gone(self, published: Path) -> bool:
         """Return whether a directory is gone. Rank 0 decides, because others may see its new one before they look."""
@@ -384,7 +384,7 @@ class StudentTrainer:
         self._checkpoint_s += self._saver.wait_before_step()
         self._publisher.wait()
         self._teachers.advance(step)
-        publish_teachers = partial(self._teachers.publish, step)
+        publish_teachers = partial(self._teachers.publish, step, lambda directory, had: had == step)
         if self._settings.publishes_beside:
             self._publisher.begin(self.model, step, is_whole=is_whole, first=publish_teachers, done=published)
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from spot_async.models.adapter_files import DOWN, UP
 from spot_async.models.weight_files import INDEX_FILE, Shapes
 from spot_async.trainer.loading import has_just
-from spot_async.trainer.lora import NO_COPIES, Copies, adapted_layers, own_weights
+from spot_async.trainer.lora import adapted_layers, own_weights
 from spot_async.trainer.parallel import whole
 
 MAX_FILE_SIZE = "50GB"  # as transformers' `save_pretrained`
@@ -43,15 +43,15 @@ class WeightStream:
         adapters: dict[str, Tensor],
         base: Path,
         dtype: torch.dtype,
-        copies: Copies = NO_COPIES,
+        written: Callable[[Tensor], Tensor] = lambda live: live,
     ) -> None:
         """`adapters` are whole, and `base` is the directory that the student was read from.
 
-        `copies` are written in place of the student's own weights.
+        `written` returns what is written in place of a live tensor.
         """
         self.model = model
+        self._written = written
         self._adapters = adapters
-        self._copies = copies
         self._dtype = dtype
         shapes = {name: tuple(each.shape) for name, each in own_weights(model).items()}
         # Transformers changes some mixtures' weights when it reads them, and changes them back when it writes.
@@ -79,7 +79,7 @@ class WeightStream:
         """Gather weights. None is held on to while the next one is gathered."""
         live = own_weights(self.model)
         for name in self._names:
-            yield whole(self._copies.get(live[name], live[name]))
+            yield whole(self._written(live[name]))
 
     def _merged(self) -> Iterator[Tensor]:
         """Yield whole weights, each with its adapter, which is added in float32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from crashes.run import crashing_run
 from faults.run import faulty_run
@@ -12,11 +13,11 @@ from spot_async.config import FollowsConfig
 from spot_async.loop.publishing import WeightPublisher
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.opd import OpdPolicy
-from spot_async.running import checkpoints
 from spot_async.stages.stage import UpdatePause
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, token_scores
 from spot_async.testing.simulation import make_policy, simulated_run
 from spot_async.trainer.feed_check import teacher_versions
+from spot_async.types import WeightSnapshot, WeightVersion
 
 WAYS = {"live": FollowsConfig(every=1), "lagged": FollowsConfig(every=2), "averaged": FollowsConfig(decay=0.9)}
 
@@ -26,6 +27,19 @@ class LiveStudent(SimulatedStudent):
 
     async def score(self, request, *, top_k):
         return await SimulatedTeacher(version=self.version).score(request, top_k=top_k)
+
+
+class TeachersTrainer(SimulatedTrainer):
+    """A trainer with a teacher that follows the student."""
+
+    def __init__(self, follows):
+        super().__init__()
+        self.follows = follows
+
+    async def train(self, iteration, batch):
+        report, had = await super().train(iteration, batch), self.follows.step_at(iteration + 1)
+        snapshot = WeightSnapshot(directory=f"weights/teacher/{had}", version=WeightVersion(0, had))
+        return msgspec.structs.replace(report, teachers={"teacher": snapshot} if had else {})
 
 
 def policy():
@@ -39,7 +53,7 @@ def test_each_term_names_what_the_teacher_had_and_lags_no_more_than_it_may(way, 
     run = simulated_run(
         policy(),
         teacher=teacher,
-        trainer=SimulatedTrainer(follows={"teacher": follows}),
+        trainer=TeachersTrainer(follows),
         following=["teacher"],
         teacher_sinks={"teacher": teacher},
         teacher_lag=follows.longest_lag,
@@ -110,10 +124,6 @@ def leave_the_teacher_behind(monkeypatch):
         publisher._waiting[-1] = publisher._waiting[-1]._replace(teachers={})
 
     monkeypatch.setattr(WeightPublisher, "offer", without)
-
-
-def keep_what_an_unborn_teacher_said(monkeypatch):
-    monkeypatch.setattr(checkpoints, "teacher_versions", lambda supervision: set())
 
 
 @pytest.mark.parametrize(

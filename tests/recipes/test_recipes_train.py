@@ -45,9 +45,16 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
     "opsd": [f"policy.top_k={WHOLE}"],
     "pw_opsd": [f"policy.top_k={WHOLE}", "policy.power=0.5"],
     "sdft": [f"policy.top_k={WHOLE}"],
+    "sdpo": [f"policy.top_k={WHOLE}", "policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3"],
     "speculative_kd": [f"policy.top_k={WHOLE}"],
     "reopold": ["policy.mixture=0.3"],
 }
+SELVES = ("sdft_live", "sdft_averaged", "sdpo_live")  # the same recipes with other selves as teachers
+
+
+def plain(name: str) -> str:
+    """The recipe of a configuration."""
+    return name.removesuffix("_live").removesuffix("_averaged")
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Response:
     teacher: Tensor
     informed: Tensor | None  # the frozen student behind problem and solution
     shown: Tensor | None  # the frozen student behind a demonstration
+    behind: Callable[[str], Tensor]  # the frozen student behind another problem
 
     def of(self, rows: Tensor) -> Tensor:
         """The log-probabilities (T,) of the response's own tokens."""
@@ -106,6 +114,8 @@ def assert_telling(name: str, groups: list[Group]) -> None:
         case "reopold":
             clipped = [one.of(one.teacher) - one.old < math.log(0.3 / 0.7) for one in ones]
             assert any(each.any() for each in clipped)
+        case "sdpo":
+            assert {one.reward for one in ones} == {0.0, 1.0}
         case "opsd" | "pw_opsd":
             assert any((forward_kl(one.informed, one.student) > opsd(one, [])).any() for one in ones)
 
@@ -133,6 +143,11 @@ def pw_opsd(one: Response, group: Group) -> Tensor:
 
 def sdft(one: Response, group: Group) -> Tensor:
     return forward_kl(one.student, one.shown)  # of the student from the teacher
+
+
+def sdpo(one: Response, group: Group) -> Tensor:
+    right = [other.sample["response"] for other in group if other is not one and other.reward]
+    return forward_kl(one.student, one.behind(" ".join([one.sample["problem"], *right[:1]])))
 
 
 def kdrl(one: Response, group: Group) -> Tensor:
@@ -229,9 +244,9 @@ def run(
     def directory(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            path = "data.train.path" if name == "sdft" else "data.train"
+            path = "data.train.path" if plain(name) == "sdft" else "data.train"
             groups = ["policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3"]
-            own = groups if name in ("kdrl", "paced", "rlsd") else OWN.get(name, [])
+            own = groups if name in ("kdrl", "paced", "rlsd") else OWN.get(plain(name), [])
             given = [f"run.directory={made[name]}/run", f"{path}={data}", *SMALL, *own]
             spot_async.run(RECIPES / f"{name}.yaml", given)
         return made[name] / "run"
@@ -272,6 +287,7 @@ def rows_of(data: Path, models: dict[str, Any]) -> Callable[[dict[str, Any]], Re
             teacher=rows("teacher", [problem], ids).detach(),
             informed=rows("student", [f"{problem} {solution}"], ids).detach(),
             shown=rows("student", [problem, solution, problem], ids).detach(),
+            behind=lambda text: rows("student", [text], ids).detach(),
         )
 
     return response
@@ -281,7 +297,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *SELVES])
 def test_four_iterations_train_at_staleness_2(run: Callable[[str], Path], name: str) -> None:
     metrics = lines(run(name) / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
@@ -292,7 +308,7 @@ def test_four_iterations_train_at_staleness_2(run: Callable[[str], Path], name: 
     assert lags <= {"lag/0", "lag/1", "lag/2"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *SELVES])
 def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
     run: Callable[[str], Path], models: dict[str, Any], rows_of: Callable[..., Response], name: str
 ) -> None:
@@ -300,7 +316,7 @@ def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
     trained = lines(run(name) / "metrics.jsonl")[0]
     groups = [list(map(rows_of, group)) for _, group in groupby(first, key=lambda sample: sample["problem_id"])]
     assert_telling(name, groups)
-    losses = [globals()[name](one, group).mean() for group in groups for one in group]
+    losses = [globals()[plain(name)](one, group).mean() for group in groups for one in group]
     loss = torch.stack(losses).mean()
     models["student"].zero_grad()
     loss.backward()

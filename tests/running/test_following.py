@@ -67,9 +67,6 @@ def rows(run, name):
          "teacher.backend writes no responses"),
         ({"follows": {"every": 1}, "model": str(SUM / "teacher")}, {},
          "teacher.model=.*teacher: it is to be the student, and so begins with its weights: set it to student.model="),
-        ({"follows": {"every": 2}},
-         {"student": {"model": str(STUDENT), "backend": BY_ADAPTER}, "training": {"lora": LORA}},
-         "teacher.backend.weights.transport: it follows the student, and only one of the two takes adapters"),
         ({"follows": {"every": 2}, "backend": {"kind": "openai", "url": "http://localhost:1"}}, {},
          "teacher.backend.kind=openai: policy opd needs a teacher that can `update_weights`"),
     ],
@@ -87,9 +84,7 @@ def test_a_self_without_a_context_of_its_own_is_warned_of_and_one_with_it_is_not
 
     own = {"prompt": {"instruction": "", "teacher": {"text": "{problem} {answer}", "max_tokens": 96}}}
     (live,) = warnings({"follows": {"every": 1}, "served_by": "student"})
-    assert "its KL to the student is 0 always" in live
-    assert "0 at first, and then it holds the student back" in warnings({"follows": {"decay": 0.9}})[0]
-    assert "0 at first)" in warnings({})[0]
+    assert "its KL to the student is 0" in live
     assert warnings({"follows": {"every": 1}}, **own) == []
 
 

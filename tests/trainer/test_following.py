@@ -42,12 +42,14 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(each.relative_to(directory)): each.read_bytes() for each in directory.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize(
+    "sharding", [{"sharding": "none"}, {"sharding": "fsdp2"}, {"offload": "optimizer"}], ids=lambda given: str(given)
+)
 @pytest.mark.usefixtures("make_trainer")  # ranks in this process
 def test_an_average_of_ten_steps_is_that_of_float64_and_a_copy_lags(
-    student: Path, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path, sharding: str
+    student: Path, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path, sharding: dict[str, str]
 ) -> None:
-    settings = trainer_settings(student, tmp_path, iterations=10, keep_weights=12, sharding=sharding)
+    settings = trainer_settings(student, tmp_path, iterations=10, keep_weights=12, **sharding)
     trainer = make(settings, follows={"teachers.old": LAGGED, "teacher": AVERAGED, "teachers.live": LIVE})
     average = {name: each.double() for name, each in tensors(student).items()}
     for step in range(1, 11):
@@ -119,10 +121,11 @@ def test_a_batch_without_samples_moves_the_average_and_harms_no_checkpoint_under
 ) -> None:
     trainer = make(trainer_settings(student, tmp_path), follows={"teacher": AVERAGED})
     trainer.train(batch(0))
-    before = {name: each.clone() for name, each in trainer._teachers.state.items()}
+    averages = {name: trainer._optimizer.state[each]["teacher"] for name, each in trainer.model.named_parameters()}
+    before = {name: each.clone() for name, each in averages.items()}
     trainer.begin_to_save(tmp_path / "saved", lambda seconds, reason: None)
     trainer.train(Batch(1, ()))
     (file,) = (tmp_path / "saved").iterdir()
     held = load_file(file)
-    assert all(torch.equal(held[name], each) for name, each in before.items())
-    assert any(not torch.equal(each, before[name]) for name, each in trainer._teachers.state.items())
+    assert all(torch.equal(held[f"teacher.{name}"], each) for name, each in before.items())
+    assert any(not torch.equal(each, before[name]) for name, each in averages.items())

@@ -157,6 +157,7 @@ def served_roles(config: Config, needs: PolicyNeeds) -> Mapping[str, int]:
     models = served_models(config, needs)
     if reference_is_base(config, needs):
         models["reference"] = config.student
+    models |= dict.fromkeys(config.served_by_student if needs.teacher else (), config.student)
     if "student" not in writers(needs):
         del models["student"]
     return {role: len(model.backend.servers()) for role, model in models.items()}

@@ -286,14 +286,15 @@ class RatedStudent(RatedServer, SimulatedStudent):
         )
         self.requests = 0
         self._candidates_s = cluster.candidates_s
-        self._as_base = cluster.reference
+        # As whom it also answers: the reference, or else a teacher.
+        self._as_base = cluster.teacher if cluster.reference.tokens_per_s is None else cluster.reference
 
     @property
     def version(self) -> WeightVersion:  # type: ignore[override]
         return self._updates[-1][1]
 
     async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
-        """Score a response for the reference: as fast as the reference's rates say, while no response is written."""
+        """Score a response as another role: as fast as that one's rates say, while no response is written."""
         own, base = self._rates, self._as_base
         assert own.tokens_per_s is not None
         assert base.tokens_per_s is not None

@@ -212,6 +212,8 @@ async def _finished(
     }
     if is_base := reference_is_base(config, policy.needs):
         del servers["reference"]
+    for role in config.served_by_student:
+        servers.pop(role, None)
     async with AsyncExitStack() as stack:
         # A pool stands for its servers in every way, which types cannot say.
         pools: dict[str, Any] = {
@@ -220,7 +222,8 @@ async def _finished(
         run = make_run(
             policy,
             student=pools["student"],
-            teacher=pools.get("teacher"),
+            teacher=pools["student" if config.served_by_student else "teacher"] if policy.needs.teacher else None,
+            teachers_are_base=config.served_by_student,
             reference=pools["student" if is_base else "reference"] if policy.needs.reference else None,
             reference_is_base=is_base,
             verifier=RatedVerifier(rates),
