@@ -96,6 +96,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: dict[str, int]  # responses by verdict, with every verdict; empty where nothing is judged
     avg: Estimate | None = None  # Avg@n; None where nothing is judged
     pass_at: dict[int, Estimate] = {}  # Pass@k by k, unbiased
+    math_verify: Estimate | None = None  # Avg@n by Math-Verify's own verdicts; None where these are the same
     maj: Estimate | None = None  # maj@n: accuracy of the answer that most samples give; None where there are no votes
     lengths: dict[str, list[float]] = {}  # response tokens at LENGTH_QUANTILES: of all, and by verdict
 
@@ -124,6 +125,7 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
     model_fingerprint: str  # equal for equal weights
     settings: dict[str, Any]  # everything else that decides responses and verdicts, by configuration key
     settings_fingerprint: str  # equal for equal settings, and then the figures may be compared
+    versions: dict[str, str] = {}  # of the software that verdicts and responses depend on
     benchmarks: dict[str, BenchmarkFigures]  # by name; the set in `evaluation.problems` is called `problems`
     macro: MacroFigures | None  # None where no benchmark is judged
     tokens: int  # of all benchmarks together, like the next two

@@ -52,6 +52,7 @@ class JudgedResponse(msgspec.Struct, frozen=True, kw_only=True):
     tier: str | None = None
     extracted: str | None = None  # what the last box holds; None without one, and where the verifier reads no box
     seed: int | None = None  # of the request
+    math_verify: Verdict | msgspec.UnsetType = msgspec.UNSET  # Math-Verify's own verdict, where it is another
     template: str | None = None  # in the file's first line: the chat template that rendered the prompts
 
     @property

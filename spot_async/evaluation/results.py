@@ -26,6 +26,7 @@ from spot_async.evaluation.metrics import (
     standard_error,
 )
 from spot_async.evaluation.response_log import JudgedResponse
+from spot_async.run_directory.layout import software_versions
 from spot_async.types import BoolArray, Float64Array, Verdict
 from spot_async.verification.normalization import normalize_answer
 
@@ -80,6 +81,7 @@ class BenchmarkResult:
             common,
             maj=Estimate.over_problems([majority_is_right(row) for row in rows]) if votes else None,
             avg=Estimate.over_problems(avg_at_k_per_problem(correct)),
+            math_verify=avg_by_math_verify(rows),
             pass_at={
                 k: Estimate.over_problems(pass_at_k_per_problem(correct, k))
                 for k in reported(self.pass_k, self.samples)
@@ -181,12 +183,22 @@ class EvaluationResult:
             model_fingerprint=model_fingerprint,
             settings=settings,
             settings_fingerprint=settings_fingerprint,
+            versions=software_versions(),
             benchmarks={benchmark.name: benchmark.benchmark_figures() for benchmark in self.benchmarks},
             macro=self.macro(),
             tokens=self.tokens,
             truncated=truncated_share(self.responses),
             verdicts=verdict_counts(self.responses),
         )
+
+
+def avg_by_math_verify(rows: Sequence[Sequence[JudgedResponse]]) -> Estimate | None:
+    """Return Avg@n of the problems (rows) by Math-Verify's own verdicts; None where none of them is another."""
+    if all(each.math_verify is msgspec.UNSET for row in rows for each in row):
+        return None
+    own = [[each.verdict if each.math_verify is msgspec.UNSET else each.math_verify for each in row] for row in rows]
+    correct = [[verdict is Verdict.CORRECT for verdict in row] for row in own]
+    return Estimate.over_problems(avg_at_k_per_problem(correct))
 
 
 def paired_change(before: EvaluationResult, after: EvaluationResult, row: str) -> tuple[float, float]:

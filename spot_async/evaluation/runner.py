@@ -30,7 +30,7 @@ from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import Problem, SamplingSettings, Verdict
-from spot_async.verification.normalization import extract_boxed
+from spot_async.verification import MathMatch, extract_boxed
 
 S = TypeVar("S")
 Job = tuple[int, int, int]  # benchmark, problem, sample
@@ -112,6 +112,11 @@ class ResponseSampler:
         # One stage per verifier: benchmarks that share a verifier share its concurrency limit too.
         by_verifier = {id(each): self._stage("evaluation verify", each) for each in verifiers.values()}
         self._verification = {name: by_verifier[id(verifier)] for name, verifier in verifiers.items()}
+        self._math_verify: dict[str, Stage[Verifier]] = {
+            name: self._stage("evaluation verify", verifier.plain)
+            for name, verifier in verifiers.items()
+            if isinstance(verifier, MathMatch)
+        }
         self.stages: tuple[Stage[Any], ...] = (self._generation, *by_verifier.values())
 
     def _stage(self, name: str, service: S | ServicePool[S]) -> Stage[S]:
@@ -183,7 +188,12 @@ class ResponseSampler:
                 "and an evaluation counts those that are right: let it give verdicts"
             )
         extracted = extract_boxed(response.response) if benchmark.verifier.READS_BOX else None
-        return msgspec.structs.replace(response, verdict=verdict, extracted=extracted)
+        own: Verdict = verdict
+        if (math_verify := self._math_verify.get(benchmark.name)) is not None:
+            own = (await ask_judgement(math_verify, job, problem, response.response)).verdict
+        return msgspec.structs.replace(
+            response, verdict=verdict, extracted=extracted, math_verify=msgspec.UNSET if own is verdict else own
+        )
 
 
 def collected(

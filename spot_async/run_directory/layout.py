@@ -112,12 +112,21 @@ def evaluation_files(run: Path, when: str) -> list[Path]:
     return sorted(path for path, found in named.items() if found is not None and path.is_file())
 
 
+# What verdicts, weights and prompts depend on.
+_SOFTWARE = ("math-verify", "latex2sympy2_extended", "sympy", "antlr4-python3-runtime", "torch", "transformers")
+
+
+def software_versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _SOFTWARE}
+
+
 class _RunFile(msgspec.Struct):
     """Contents of `run.json`."""
 
     format: int
     spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
     command: Purpose | None = None  # the command that made the directory; None where older programs did not say
+    versions: dict[str, str] = msgspec.field(default_factory=software_versions)  # {} where older programs made it
     cores: int | None = None  # how many the command could use; the report's advice depends on it
 
 

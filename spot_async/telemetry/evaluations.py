@@ -185,6 +185,9 @@ def notes(figures: EvaluationFigures) -> Iterator[str]:
     for name, each in figures.benchmarks.items():
         if each.note is not None:
             yield f"* {name}: {each.note}"
+        if each.math_verify is not None:
+            own, ours = estimate_words(each.math_verify), estimate_words(each.avg)
+            yield f"{name}: {own} by math_verify, which is other people's figure, and {ours} by math"
     macro = figures.macro
     if macro is not None and len(figures.benchmarks) > 1:
         yield f"macro: unweighted mean over {', '.join(macro.benchmarks)}"

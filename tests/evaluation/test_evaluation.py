@@ -32,7 +32,7 @@ from spot_async.telemetry.evaluations import figures_table
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.inspect.held_out import result_table
 from spot_async.types import Generation, Judgement, Problem, Verdict
-from spot_async.verification import BoxedMatch
+from spot_async.verification import BoxedMatch, MathMatch
 
 BOXED = BoxedMatch.Settings()
 
@@ -90,6 +90,43 @@ def test_what_stands_from_a_stop_text_on_is_cut_and_servers_get_the_sampling_key
     (response,) = run_on_virtual_time(evaluate(sampler)).responses
     assert (response.response, response.extracted, response.verdict) == ("\\boxed{7}\n\n", "7", Verdict.CORRECT)
     assert asked == [{"top_k": 20, "min_p": 0.05, "presence_penalty": 1.5}]
+
+
+async def test_math_verifys_own_figure_is_shown_where_its_verdicts_are_others():
+    """Of the same responses: `math` takes a relation for a set, and no value for another base's."""
+    responses = {"(3,4]": r"\boxed{3<x\le4}", "43_5": r"\boxed{43_7}", "7": r"\boxed{7.0}", "8": r"\boxed{9}"}
+    settings = MathMatch.Settings(workers=1, timeout_s=30.0)
+    sources = [
+        PromptSource(problem=Problem(id=str(i), text=text, answer=gold), token_ids=np.array([i], np.int32))
+        for i, (gold, text) in enumerate(responses.items())
+    ]
+
+    class Generator:
+        async def generate(self, prompt_ids, sampling, **rest):
+            none = np.zeros(1, np.float32)
+            return Generation(token_ids=prompt_ids, logprobs=none, finish_reason="stop", version_spans=())
+
+    async with MathMatch(settings) as verifier:
+        sampler = ResponseSampler(
+            [Benchmark("one", sources, samples=1, max_response_tokens=7, verifier=settings)],
+            EvaluationConfig(problems={"path": ""}, samples=1),
+            generator=Generator(),
+            verifiers={"one": verifier},
+            vocabulary=SimpleNamespace(end_token_ids=(1,), decode=lambda ids: list(responses.values())[ids[0]]),
+        )
+        result = await evaluate(sampler)
+    assert [each.verdict is Verdict.CORRECT for each in result.responses] == [True, False, True, False]
+    others = [each.math_verify for each in result.responses]
+    assert others == [Verdict.WRONG, Verdict.CORRECT, msgspec.UNSET, msgspec.UNSET]
+    lines = [msgspec.json.encode(each) for each in result.responses]
+    assert [b'"math_verify"' in line for line in lines] == [True, True, False, False]
+    assert [msgspec.json.decode(line, type=JudgedResponse) for line in lines] == list(result.responses)
+    figures = evaluation_file(result)
+    assert figures.benchmarks["one"].math_verify == figures.benchmarks["one"].avg  # here they happen to be equal
+    assert "one: 50.0" in printed(figures_table(figures))
+    assert "by math_verify, which is other people's figure, and 50.0" in printed(figures_table(figures))
+    assert figures.versions["latex2sympy2_extended"] == "1.11.0"
+    assert benchmark_result([[1, 0]]).figures().math_verify is None
 
 
 def benchmark_result(table, tiers=None, name="problems", **rest):
