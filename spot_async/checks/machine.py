@@ -204,7 +204,8 @@ def check_room(path: Path, config: Config, plan: TrainPlan) -> None:
     Raises DataError if others could change what it publishes.
     """
     training, student = config.training, plan.student.directory
-    if training.checkpoint_every and (words := shortage(path, bytes_of_first(student, training.lora))) is not None:
+    first = bytes_of_first(student, training.lora, config.copies) if training.checkpoint_every else 0
+    if first and (words := shortage(path, first)) is not None:
         raise ConfigError(
             f"run.directory: {words}: make room, give a directory on another disk, or set training.checkpoint_every=0, "
             "without which a run that is killed cannot continue"

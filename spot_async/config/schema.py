@@ -433,6 +433,11 @@ class Config(Section):
         return max((each.longest_lag for each in self.following.values()), default=0)
 
     @property
+    def copies(self) -> int:
+        """How many copies of what is trained the trainer keeps, for teachers that follow the student at a distance."""
+        return sum(not each.is_live for each in self.following.values())
+
+    @property
     def all_take_adapters(self) -> bool:
         """Whether all servers that get new weights take adapters alone."""
         updated = [self.student, *(self.teachers_by_role[role] for role in self.following)]

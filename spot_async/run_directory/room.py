@@ -16,6 +16,7 @@ from spot_async.run_directory.manifest import CheckpointFile
 
 # A parameter and its two moments, in float32.
 BYTES_OF_PARAMETER = 12
+BYTES_OF_COPY = 4
 
 
 class Parameters(msgspec.Struct, frozen=True):
@@ -39,10 +40,13 @@ class Parameters(msgspec.Struct, frozen=True):
         return cls(sum(map(math.prod, shapes.values())), adapter)
 
 
-def bytes_of_first(student: Path, lora: LoraConfig | None) -> int:
-    """Return what the first checkpoint of a student takes; 0 if its weights are in files that are no safetensors."""
+def bytes_of_first(student: Path, lora: LoraConfig | None, copies: int = 0) -> int:
+    """Return what the first checkpoint of a student takes; 0 if its weights are in files that are no safetensors.
+
+    `copies` is how many more of what is trained it has, for teachers that follow the student.
+    """
     found = Parameters.of(student, lora)
-    return 0 if found is None else BYTES_OF_PARAMETER * found.trained
+    return 0 if found is None else (BYTES_OF_PARAMETER + BYTES_OF_COPY * copies) * found.trained
 
 
 def bytes_of(files: tuple[CheckpointFile, ...]) -> int:

@@ -88,7 +88,7 @@ class Part:
             iterations=run.plan.schedule.iterations,
             beginning=self._began,
             ledger=run.ledger,
-            expected_bytes=bytes_of_first(run.plan.student.directory, config.training.lora),
+            expected_bytes=bytes_of_first(run.plan.student.directory, config.training.lora, config.copies),
         )
         records = Records(run.ledger, checkpoints if config.training.checkpoint_every else None, beginning.resumption)
         evaluation = LiveEvaluation(run.evaluations.is_due, self._evaluate_live)

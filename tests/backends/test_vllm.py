@@ -209,6 +209,18 @@ async def test_weights_that_this_run_never_sent_are_noticed(connect: Connect) ->
             await backend.generate(PROMPT, sampling, deadline=soon())
 
 
+async def test_a_score_names_the_weights_that_it_is_of(connect: Connect) -> None:
+    async with connect() as (backend, stand_in):
+        request = ScoreRequest(PROMPT, RESPONSE, 1.0, soon())
+        assert (await backend.score(request, top_k=2)).version == V0
+        snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
+        await backend.update_weights(snapshot, deadline=soon())
+        assert (await backend.score(request, top_k=2)).version == V1
+        stand_in.weights = "default"
+        with pytest.raises(ServerRestartedError, match="'default', which this run never sent"):
+            await backend.score(request, top_k=2)
+
+
 async def test_a_ping_asks_the_engine_which_weights_it_has(connect: Connect) -> None:
     async with connect() as (backend, stand_in):
         await backend.ping(deadline=soon())

@@ -13,6 +13,7 @@ from spot_async.config import FollowsConfig
 from spot_async.loop.publishing import WeightPublisher
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.opd import OpdPolicy
+from spot_async.running import checkpoints
 from spot_async.stages.stage import UpdatePause
 from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, token_scores
 from spot_async.testing.simulation import make_policy, simulated_run
@@ -103,6 +104,29 @@ def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness):
     resumed = [each.witness for each in found if len(each.lives) > 1]
     assert len(resumed) > 6
     assert not all(witness.is_disturbed for witness in resumed)
+
+
+@pytest.mark.parametrize(
+    ("version", "kept"),
+    [
+        (WeightVersion(0, 2), WeightVersion(1, 2)),  # named as the newest lineage's
+        (WeightVersion(0, 1), WeightVersion(1, 1)),
+        (WeightVersion(0, 0), None),  # too old by the time of its batch
+        (WeightVersion(0, 3), None),  # of the part that was cut off
+    ],
+)
+def test_a_resumed_run_uses_samples_again_whose_teacher_still_counts(version, kept):
+    """The run began again at step 2; the sample's batch may be of a student of step 2, and of a teacher one older."""
+    run = simulated_run(policy(), iterations=1, batch_size=2)
+    (first, *_) = run.samples
+    each = msgspec.structs.replace(
+        first.supervision,
+        version=WeightVersion(0, 2),
+        version_spans=(),
+        pulls=tuple(msgspec.structs.replace(pull, version=version) for pull in first.supervision.pulls),
+    )
+    again = checkpoints._renamed(msgspec.structs.replace(first, supervision=each), (0, 2), 2, 1)
+    assert (None if again is None else teacher_versions(again.supervision)) == (None if kept is None else {kept})
 
 
 # Each of these breaks the code on purpose.

@@ -123,12 +123,12 @@ def test_activations_are_what_autograd_keeps(precision, documents):
     assert (kept(3) - kept(1)) / 2 / tokens == pytest.approx(expected, rel=0.02)
 
 
-def rank_of(size, *, longest_tokens=1_000, shards=None, **keys):
+def rank_of(size, *, longest_tokens=1_000, shards=None, copies=0, **keys):
     """Return what a rank keeps whose rows are padded, in bfloat16 unless told otherwise."""
     ranks = {} if shards is None else {"ranks": shards, "sharding": "fsdp2"}
     given = {"dtype": "bfloat16", "packing": False, "micro_batch_tokens": longest_tokens} | ranks | keys
     training = TrainingConfig(iterations=1, batch_size=12, mini_batch_size=12, **given)
-    return trainer_memory(size, training, longest_tokens=longest_tokens)
+    return trainer_memory(size, training, longest_tokens=longest_tokens, copies=copies)
 
 
 def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
@@ -136,6 +136,7 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_and_one_sequence_at_least():
     assert memory.weights == memory.gradients == pytest.approx(596_049_920 * 4 / 2**30)
     assert memory.optimiser == 2 * memory.weights
     assert memory.copies == memory.weights / 2
+    assert rank_of(QWEN3_06B, copies=2).optimiser == 4 * memory.weights  # of two teachers that follow
     assert memory.activations == pytest.approx(35.0)  # 16,384 x 2,293,760 bytes
     alone = rank_of(QWEN3_06B, micro_batch_tokens=1_000, longest_tokens=5_120, dtype="float32")
     assert alone.activations == pytest.approx(5_120 * 3_440_640 / GIB)  # 28 x (24 x 1,024 + 16 x 3,072 + 16 x 3,072)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spot_async.base import wire
-from spot_async.trainer.feed_check import WrongSupervisionError, check_feed
+from spot_async.terms import compared, forward_kl, pull
+from spot_async.testing.services import token_scores
+from spot_async.trainer.feed_check import WrongSupervisionError, check_feed, teacher_versions
 from spot_async.types import Divergence, Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 VOCAB = 20
@@ -316,3 +318,43 @@ def test_supervision_of_the_version_before_is_refused_and_not_read_without_its_t
     old |= dict.fromkeys(("prompt_ids", "response_ids", "behavior_logprobs", "teacher_logprobs"), array)
     with pytest.raises(msgspec.ValidationError, match="unknown field `teacher_logprobs`"):
         wire.decode(msgspec.msgpack.encode(old), Supervision)
+
+
+@pytest.mark.parametrize(
+    ("version", "max_staleness", "lag", "said"),
+    [
+        (None, 0, 0, None),  # of a teacher that does not change
+        (LIVE, 0, 0, None),
+        (WeightVersion(0, 2), 0, 0, "which are too old: 0.3 are live, and it may be 0 steps behind"),
+        (WeightVersion(0, 1), 1, 1, None),
+        (WeightVersion(0, 0), 1, 1, "which are too old: 0.3 are live, and it may be 2 steps behind"),
+        (WeightVersion(0, 4), 2, 2, "which are newer than the live ones"),
+        (WeightVersion(1, 3), 2, 2, "which are of another lineage"),
+    ],
+)
+@pytest.mark.parametrize("term", ["pull", "targets"])
+def test_the_age_of_a_teacher_that_follows_is_bounded(
+    term: str, version: WeightVersion | None, max_staleness: int, lag: int, said: str | None
+) -> None:
+    ids, logprobs = np.array([4, 5], np.int32), np.array([-1.0, -2.0], np.float32)
+    scores = token_scores(logprobs, topk_ids=np.array([[4, 7], [5, 8]]), topk_logprobs=np.log([0.4, 0.3]))
+    scores = msgspec.structs.replace(scores, version=version)
+    terms: dict[str, Any] = {"pulls": (pull(scores),)}
+    if term == "targets":
+        terms = {"soft_targets": (compared(scores, forward_kl()),)}
+    each = Supervision(
+        prompt_ordinal=4,
+        problem_id="p4",
+        prompt_ids=ids,
+        response_ids=ids,
+        behavior_logprobs=logprobs,
+        version=LIVE,
+        **terms,
+    )
+    assert teacher_versions(each) == ({version} - {None})
+    feed: dict[str, Any] = {"live": LIVE, "max_staleness": max_staleness, "teacher_lag": lag}
+    if said is None:
+        check_feed([each], vocab_size=VOCAB, **feed)
+    else:
+        with pytest.raises(WrongSupervisionError, match=f"the teacher that follows the student .*{said}"):
+            check_feed([each], vocab_size=VOCAB, **feed)

@@ -56,9 +56,12 @@ class TrainerMemory:
         return self.resting + self.copies + self.activations + self.logits
 
 
-def trainer_memory(student: ModelSize, training: TrainingConfig, *, longest_tokens: int) -> TrainerMemory:
+def trainer_memory(
+    student: ModelSize, training: TrainingConfig, *, longest_tokens: int, copies: int = 0
+) -> TrainerMemory:
     """Return what one of the trainer's ranks needs. With LoRA activations are counted as without: a little too much.
 
+    `copies` of what is trained lie beside the moments, for teachers that follow the student.
     `longest_tokens` matters since a sequence longer than a micro-batch is one by itself. What `training.offload` moves
     takes nothing of the device: moments that come for the step come one parameter's at a time, when there are no
     activations.
@@ -72,16 +75,17 @@ def trainer_memory(student: ModelSize, training: TrainingConfig, *, longest_toke
     if lora is not None:
         trained_of_layer = student.adapter_parameters(lora.rank, TARGETS[lora.targets])
         trained, frozen = student.layers * trained_of_layer, student.parameters
-    state = {name: size * trained / (shards or 1) / GIB for name, size in STATE_BYTES.items()}
+    sizes = {**STATE_BYTES, "optimiser": STATE_BYTES["optimiser"] + 4 * copies}
+    state = {name: size * trained / (shards or 1) / GIB for name, size in sizes.items()}
     state["weights"] += width * frozen / (shards or 1) / GIB
     trained_outside = 0 if lora is not None else student.outer_parameters
     if shards is not None:
         # Gradients are whole before they are summed over ranks: those of the outer parameters and of a layer, with
         # float32 copies.
         gathered = student.outer_parameters + GATHERED_LAYERS * student.layer_parameters
-        copies = width * gathered + (width + 4) * (trained_outside + trained_of_layer)
+        computed_with = width * gathered + (width + 4) * (trained_outside + trained_of_layer)
     else:
-        copies = width * trained if is_bfloat16 else 0
+        computed_with = width * trained if is_bfloat16 else 0
     precision: Precision = "float32" if not is_bfloat16 else "autocast" if shards is None else "bfloat16"
     per_token = student.activation_bytes_per_token(
         precision, recomputed_layers=training.recomputed_layers(student.layers), is_packed=is_packed
@@ -91,7 +95,7 @@ def trainer_memory(student: ModelSize, training: TrainingConfig, *, longest_toke
     return TrainerMemory(
         **state,
         **dict.fromkeys(moved, 0.0),
-        copies=copies / GIB,
+        copies=computed_with / GIB,
         activations=tokens * per_token / GIB,
         logits=BLOCKS_GIB + (4 * student.vocabulary * student.hidden / GIB if lora is None and shards is None else 0.0),
         on_cpu=on_cpu,
@@ -162,7 +166,7 @@ def machine_memory(config: Config, plan: TrainPlan, *, nodes: int = 1) -> Machin
     training = config.training.model_copy(update={"ranks": config.training.ranks // nodes})
     ranks = 0 if training.device == "cpu" else training.ranks
     longest_tokens = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
-    trainer = trainer_memory(student, training, longest_tokens=longest_tokens)
+    trainer = trainer_memory(student, training, longest_tokens=longest_tokens, copies=config.copies)
     return MachineMemory(
         training=training,
         trainer=trainer,
@@ -178,6 +182,7 @@ def machine_memory(config: Config, plan: TrainPlan, *, nodes: int = 1) -> Machin
                 ranks=ranks,
                 prompt_tokens=config.sampling.max_prompt_tokens,
                 context_tokens=plan.student.max_context_tokens,
+                copies=config.copies,
             )
             for card in sorted({*CARDS_GIB, total_gib})
         },
@@ -192,6 +197,7 @@ def longest_response(
     ranks: int,
     prompt_tokens: int,
     context_tokens: int,
+    copies: int = 0,
 ) -> int:
     """Return the tokens of the longest response that each server's cache holds, and that fits when it is trained on.
 
@@ -202,7 +208,7 @@ def longest_response(
 
     def fits(response: int) -> bool:
         longest = prompt_tokens + response
-        rank = trainer_memory(student, training, longest_tokens=longest)
+        rank = trainer_memory(student, training, longest_tokens=longest, copies=copies)
         return all(each.cache_tokens >= longest for each in servers) and all(
             each.training <= each.usable for each in per_device(servers, rank, ranks, card)
         )

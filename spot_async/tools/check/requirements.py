@@ -22,7 +22,7 @@ from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.loop.sample_bytes import payload_bytes
 from spot_async.models.model_size import ModelSize, read_size
 from spot_async.run_directory.reading import RunFiles
-from spot_async.run_directory.room import BYTES_OF_PARAMETER, Parameters
+from spot_async.run_directory.room import BYTES_OF_COPY, BYTES_OF_PARAMETER, Parameters
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Usage
 from spot_async.spending.run_spending import RunSpending
@@ -234,7 +234,9 @@ def requirements(
         parameters=parameters,
         rank=None
         if size is None
-        else trainer_memory(size, on_one_node, longest_tokens=config.sampling.max_prompt_tokens + longest),
+        else trainer_memory(
+            size, on_one_node, longest_tokens=config.sampling.max_prompt_tokens + longest, copies=config.copies
+        ),
         machine=machine,
         expected=sizes(config, plan, parameters, expected),
         at_most=at_most,
@@ -307,7 +309,7 @@ def sizes(config: Config, plan: TrainPlan, parameters: Parameters | None, respon
         keeps_best = config.evaluation is not None and config.evaluation.eval_every > 0
         is_elsewhere = training.weights_directory is not None
         published_kept = whole * keeps_best + (whole * min(iterations, COPIES) if is_elsewhere else published)
-        checkpoint = BYTES_OF_PARAMETER * parameters.trained
+        checkpoint = (BYTES_OF_PARAMETER + BYTES_OF_COPY * config.copies) * parameters.trained
         checkpoints_kept = checkpoint * _checkpoints(iterations, config)
     samples = round(SAMPLE_BYTES_PER_TOKEN * trained_tokens / every) if every else 0
     return Sizes(
