@@ -149,7 +149,7 @@ class Part:
         run, lineage = self._run, self._began.lineage
         for role, servers in run.services.following(run.config).items():
             follows = run.config.following[role]
-            snapshot = initial_weights(run.config.student, lineage)
+            snapshot = initial_weights(run.config.teachers_by_role[role], lineage)
             if had := follows.step_at(self._began.step):
                 weights = run.directory.weights.after(had, None if follows.is_live else role)
                 snapshot = WeightSnapshot(directory=str(weights), version=WeightVersion(lineage, had))

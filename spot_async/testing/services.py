@@ -151,14 +151,10 @@ class SimulatedStudent:
 
 @dataclass
 class SimulatedTeacher:
-    """A simulated teacher: a scorer with exact entropy, which also writes responses. Others score otherwise.
-
-    One that follows the student takes weights.
-    """
+    """A simulated teacher: a scorer with exact entropy, which also writes responses. Others score otherwise."""
 
     latency: Latency = field(default_factory=Latency)
     name: str = ""
-    version: WeightVersion = INITIAL_VERSION
 
     async def generate(
         self,
@@ -172,9 +168,7 @@ class SimulatedTeacher:
         return await SimulatedStudent(self.latency).generate(prompt_ids, sampling, deadline=deadline)
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
-        version = self.version
-        scores = whole_scores(await self._rows(request), request.response_ids, top_k)
-        return msgspec.structs.replace(scores, version=version)
+        return whole_scores(await self._rows(request), request.response_ids, top_k)
 
     async def candidate_logprobs(
         self,
@@ -189,17 +183,11 @@ class SimulatedTeacher:
 
     async def _rows(self, request: ScoreRequest) -> Float64Array:
         """Return the whole distributions (T, V) of the response's tokens."""
-        changed = [self.version.step] if self.version.step else []
-        read = request.prompt_ids.tobytes() + request.response_ids.tobytes()
-        rng = rng_of(f"teacher{self.name}", read, *changed)
+        rng = rng_of(f"teacher{self.name}", request.prompt_ids.tobytes() + request.response_ids.tobytes())
         await self._work(len(request.response_ids), rng)
         logits = rng.normal(scale=2.0, size=(len(request.response_ids), VOCAB_SIZE))
         rows: Float64Array = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return rows
-
-    async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
-        await asyncio.sleep(self.latency.base_s)
-        self.version = snapshot.version
 
     async def _work(self, tokens: int, rng: np.random.Generator) -> None:
         await asyncio.sleep(self.latency.of(tokens, rng))

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from crashes.run import crashing_run
 from faults.run import faulty_run
+from following_teacher import FollowingTeacher
 
 from spot_async.config import FollowsConfig
 from spot_async.loop.publishing import WeightPublisher
@@ -15,7 +16,7 @@ from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.opd import OpdPolicy
 from spot_async.running import checkpoints
 from spot_async.stages.stage import UpdatePause
-from spot_async.testing.services import SimulatedStudent, SimulatedTeacher, SimulatedTrainer, token_scores
+from spot_async.testing.services import SimulatedStudent, SimulatedTrainer, token_scores
 from spot_async.testing.simulation import make_policy, simulated_run
 from spot_async.trainer.feed_check import teacher_versions
 from spot_async.types import WeightSnapshot, WeightVersion
@@ -27,7 +28,7 @@ class LiveStudent(SimulatedStudent):
     """A student that scores too, as its own teacher."""
 
     async def score(self, request, *, top_k):
-        return await SimulatedTeacher(version=self.version).score(request, top_k=top_k)
+        return await FollowingTeacher(version=self.version).score(request, top_k=top_k)
 
 
 class TeachersTrainer(SimulatedTrainer):
@@ -50,7 +51,7 @@ def policy():
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_term_names_what_the_teacher_had_and_lags_no_more_than_it_may(way, max_staleness):
-    follows, teacher = WAYS[way], SimulatedTeacher()
+    follows, teacher = WAYS[way], FollowingTeacher()
     run = simulated_run(
         policy(),
         teacher=teacher,

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
+from following_teacher import FollowingTeacher
 
 from spot_async.errors import (
     BudgetSpentError,
@@ -35,7 +36,6 @@ from spot_async.testing.services import (
     INITIAL_VERSION,
     VOCAB_SIZE,
     SimulatedStudent,
-    SimulatedTeacher,
     any_lineage,
     capabilities,
     finish_reason,
@@ -373,7 +373,7 @@ class SimulatedReplica(_OnServer, SimulatedStudent):
         )
 
 
-class SimulatedTeacherReplica(_OnServer, SimulatedTeacher):
+class SimulatedTeacherReplica(_OnServer, FollowingTeacher):
     """A teacher's backend object for a simulated server: it scores, and writes responses of its own."""
 
     @property
