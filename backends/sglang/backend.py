@@ -80,7 +80,7 @@ class SglangBackend(StudentBackend):
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         kind = ServerKind(
-            functools.partial(sglang_command, sleeps=settings.sleep_while_training, adapters=settings.adapters(role)),
+            functools.partial(sglang_command, sleeps=settings.sleeps, adapters=settings.adapters(role)),
             ready_path=READY,
         )
         server = RemoteServer(settings, role=role, model=model, run_directory=run_directory, kind=kind)
@@ -100,7 +100,7 @@ class SglangBackend(StudentBackend):
             stack.push_async_callback(self._updater.close)
             if not self._settings.is_attached:
                 check_cache(self._server, info)
-            if self.sleeps_while_training:
+            if self._settings.sleeps:
                 process.check_can_sleep(self._server, info)
             self._capabilities = await self._server.alongside(self._found(info, deadline))
 

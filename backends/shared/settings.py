@@ -215,9 +215,17 @@ class StudentServerSettings(AttachedSettings):
     )
     sleep_while_training: bool = Field(
         False,
-        description="the student's server frees its device memory while the trainer, on the same devices, trains",
+        description="the server frees its device memory while the trainer, on the same devices, trains",
+    )
+    sleep_while_others_answer: bool = Field(
+        False,
+        description="a teacher's server frees its device memory while another's, on the same devices, answers",
     )
     weights: WeightSettings = Field(WeightSettings(), description="how new weights reach a student's server")
+
+    @property
+    def sleeps(self) -> bool:
+        return self.sleep_while_training or self.sleep_while_others_answer
 
     @pydantic.field_validator("launch")
     @classmethod

@@ -68,16 +68,17 @@ class VllmBackend(StudentBackend):
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         is_student = settings.takes_weights(role)
         launch = settings.where if isinstance(settings.where, LaunchSettings) else None
-        if is_student and launch is not None and launch.port is not None and not launch.is_elsewhere:
+        is_exposed = is_student or settings.sleeps
+        if is_exposed and launch is not None and launch.port is not None and not launch.is_elsewhere:
             raise ConfigError(
-                f"{role}.backend.launch.port={launch.port}: vLLM asks for no key before it takes weights, so every "
-                "user of the machine could replace the student there: remove it, for a private socket"
+                f"{role}.backend.launch.port={launch.port}: vLLM asks for no key before it takes weights or sleeps, so "
+                f"every user of the machine could replace the {role} there: remove it, for a private socket"
             )
         uses = Uses(
             # One more than is asked for, because the sampled token may take one of a position's places.
             max_logprobs=max(LAUNCHED_MAX_LOGPROBS, settings.top_k or 0) + 1,
             takes_weights=is_student,
-            sleeps=settings.sleep_while_training,
+            sleeps=settings.sleeps,
             weight_transfer=transfer_config(settings.weights),
             adapters=settings.adapters(role),
         )
@@ -90,12 +91,12 @@ class VllmBackend(StudentBackend):
         self._found: ServerFacts
 
     async def _discover(self, stack: contextlib.AsyncExitStack, deadline: float) -> None:
-        if self._is_student and self._server.is_elsewhere:
+        if (self._is_student or self._settings.sleeps) and self._server.is_elsewhere:
             structlog.get_logger().warning("vLLM asks for no key before it takes weights", server=self._server.url)
         stack.push_async_callback(self._updater.close)
         self._found = await self._server.alongside(discover(self._client, deadline=deadline))
         self._names.start(self._found.weights)
-        if self.sleeps_while_training:
+        if self._settings.sleeps:
             await process.check_can_sleep(self._server, deadline=deadline)
         if self._adapters is not None:
             if self._settings.is_attached:

@@ -89,7 +89,7 @@ def vllm_command(settings: LaunchSettings, model: Path, doorway: Doorway, *, use
     if uses.adapters is not None:
         argv += adapter_arguments(uses.adapters)
     environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": doorway.key}
-    if uses.takes_weights:
+    if uses.takes_weights or uses.sleeps:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     if uses.adapters is not None:
         environment[ALLOW_ADAPTERS] = "True"

@@ -46,6 +46,7 @@ class ServerOnDevice:
     taken_gib: float  # what it takes besides its cache: weights and workspace
     token_bytes: float  # what its cache takes for one token
     sleeps: bool  # whether it sleeps while the trainer trains
+    in_shifts: bool = False  # whether it sleeps while others of its kind answer
 
     @property
     def gib(self) -> float:
@@ -64,6 +65,14 @@ class ServerOnDevice:
     def asleep_gib(self) -> float:
         """What it takes while the trainer trains."""
         return CONTEXT_GIB + GRAPHS_GIB if self.sleeps else self.gib
+
+
+def taken_together_gib(servers: Sequence[ServerOnDevice], *, training: bool = False) -> float:
+    """Return what servers take of their device at once. Of those that answer in shifts one is awake."""
+    taken = [(each.asleep_gib if training else each.gib, each.in_shifts) for each in servers]
+    asleep_gib = CONTEXT_GIB + GRAPHS_GIB
+    awake_gib = max((gib - asleep_gib for gib, in_shifts in taken if in_shifts), default=0.0)
+    return sum(asleep_gib if in_shifts else gib for gib, in_shifts in taken) + awake_gib
 
 
 def device_gib(cluster: ClusterConfig, served: Mapping[str, ModelConfig]) -> float:
@@ -113,7 +122,9 @@ def _check_fractions(served: Mapping[str, ModelConfig]) -> None:
             for device in launch.devices.split(","):
                 sharing.setdefault(device.strip(), []).append((role, name, launch.memory_fraction))
     for device, here in sharing.items():
-        total = sum(1.0 if share is None else share for _, _, share in here)
+        shares = [(1.0 if share is None else share, answers_in_shifts(served[role])) for role, _, share in here]
+        total = sum(share for share, in_shifts in shares if not in_shifts)
+        total += max((share for share, in_shifts in shares if in_shifts), default=0.0)
         if len(here) > 1 and total > 1:
             lacking = next((role for role, _, share in here if share is None), here[-1][0])
             raise ConfigError(
@@ -212,6 +223,7 @@ def servers_on_devices(served: Mapping[str, ModelConfig], total_gib: float) -> l
                     taken,
                     size.cache_bytes_on(launch.tensor_parallel_size),
                     sleeps_while_training(model),
+                    answers_in_shifts(model),
                 )
                 for device in launch.devices.split(",")
             ]
@@ -278,7 +290,7 @@ def check_room(servers: Sequence[ServerOnDevice]) -> None:
     memory = gpu_memory()
     for device in sorted({each.device for each in servers}):
         here = [each for each in servers if each.device == device]
-        needed = sum(each.gib for each in here)
+        needed = taken_together_gib(here)
         if device in memory and needed > memory[device].free_gib:
             raise ConfigError(
                 f"{here[0].role}.backend.launch.memory_fraction: {', '.join(each.name for each in here)} take "
@@ -290,3 +302,13 @@ def check_room(servers: Sequence[ServerOnDevice]) -> None:
 def sleeps_while_training(model: ModelConfig) -> bool:
     """Whether the model's server gives its memory to the trainer while that trains. Only some backends have the key."""
     return bool(getattr(model.backend, "sleep_while_training", False))
+
+
+def shares_with_trainer(config: Config) -> bool:
+    """Whether any server sleeps while the trainer trains."""
+    return any(map(sleeps_while_training, config.models.values()))
+
+
+def answers_in_shifts(model: ModelConfig) -> bool:
+    """Whether the model's server gives its memory to others of its kind while these answer."""
+    return bool(getattr(model.backend, "sleep_while_others_answer", False))

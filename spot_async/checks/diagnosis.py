@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -26,6 +27,7 @@ from spot_async.config import Config, ModelConfig
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.precision import SURE_NATS, logit_errors, noise_nats
 from spot_async.protocols import Backend, Generator, Scorer
+from spot_async.replicas.pool import ReplicaPool
 from spot_async.spending.teacher_cache import ReplayedTeacher
 from spot_async.types import Capabilities, WeightVersion
 
@@ -54,9 +56,11 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     said = dict(zip(every, await gather(capabilities(backend) for backend in every.values()), strict=True))
     first = next(iter(servers["student"]))
     asked = await _asked(config, plan, every[first], said[first])
-    agreements = {role: await agreement(role, each, said, asked) for role, each in servers.items()}
-    for role, found in agreements.items():
-        await _measure_noise(role_model(config, plan, role), role, servers[role], found, asked)
+    agreements = {}
+    for role, own in servers.items():
+        async with _answering(backends[role]):
+            agreements[role] = await agreement(role, own, said, asked)
+            await _measure_noise(role_model(config, plan, role), role, own, agreements[role], asked)
     together = {role: found.together for role, found in agreements.items()}
     together |= of_student(config, together["student"])
     refusals = [line for found in agreements.values() for line in found.refusals]
@@ -71,9 +75,15 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
         for role, each in servers.items()
         for name, backend in each.items()
     ]
-    await gather(each.run() for each in diagnoses)
+
+    async def run(each: ServerDiagnosis) -> None:
+        async with _answering(backends[each.role]):
+            await each.run()
+
+    await gather(map(run, diagnoses))
     for each in diagnoses:  # one after the other, since servers that share processors would slow each other down
-        await each.time()
+        async with _answering(backends[each.role]):
+            await each.time()
         if len(servers[each.role]) > 1:
             each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
     warnings = await in_thread(plan_warnings, config, plan) + [
@@ -85,6 +95,11 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
         refusals=refusals + [line for each in diagnoses for line in each.refusals],
         warnings=warnings + [line for each in diagnoses for line in each.warnings],
     )
+
+
+def _answering(backend: Backend) -> AbstractAsyncContextManager[None]:
+    """Keep a role's servers awake while each is asked itself."""
+    return backend.answering() if isinstance(backend, ReplicaPool) else nullcontext()
 
 
 async def _measure_noise(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from spot_async.base import registry
 from spot_async.base.addresses import is_loopback
-from spot_async.checks.device_shares import sleeps_while_training
+from spot_async.checks.device_shares import answers_in_shifts, sleeps_while_training
 from spot_async.config import Config, ModelConfig, Place
 from spot_async.errors import ConfigError
 from spot_async.models.files import ModelFiles
@@ -184,15 +184,18 @@ def _check_reads_weights(role: str, model: ModelConfig, parent: str | None) -> N
 
 
 def _check_sleep(config: Config) -> None:
-    """Raise ConfigError unless any server that sleeps for the trainer is the student's, in a strict run."""
+    """Raise ConfigError where servers sleep that have to answer, or that others could not take the place of."""
+    in_shifts = [role for role, model in config.models.items() if answers_in_shifts(model)]
     for role, model in config.models.items():
-        if role != "student" and sleeps_while_training(model):
+        if sleeps_while_training(model) and config.max_staleness > 0:
             raise ConfigError(
-                f"{role}.backend.sleep_while_training: only the student's server shares devices with the trainer; "
-                "remove it"
+                f"{role}.backend.sleep_while_training: with max_staleness={config.max_staleness} it is asked while the "
+                "trainer trains; set max_staleness to 0, or give them devices of their own"
             )
-    if sleeps_while_training(config.student) and config.max_staleness > 0:
-        raise ConfigError(
-            f"student.backend.sleep_while_training: with max_staleness={config.max_staleness} the student samples "
-            "while the trainer trains; set max_staleness to 0, or give them devices of their own"
-        )
+        takes_weights = role == "student" or role in config.following
+        starts_all = all(each.runs_here for each in model.backend.servers())
+        if role in in_shifts and (takes_weights or len(in_shifts) < 2 or not starts_all):
+            raise ConfigError(
+                f"{role}.backend.sleep_while_others_answer: is for two or more servers that the run starts (launch), "
+                "and that get no new weights; remove it"
+            )

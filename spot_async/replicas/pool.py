@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Self
 
@@ -28,11 +28,13 @@ from spot_async.replicas.leasing import Errand, Lease
 from spot_async.replicas.life_cycle import ALIVE, IN_ROTATION, State
 from spot_async.replicas.recovery import Recovery
 from spot_async.replicas.replica import B, Replica, ReplicaStatus, Trouble, add_traffic
+from spot_async.replicas.shifts import Shifts
 from spot_async.replicas.weights import Weights, got_no_reply
 from spot_async.spending.rate_limit import RateLimiter
 from spot_async.types import Capabilities, Traffic, WeightSnapshot
 
 ATTACH_INTERVAL_S = 0.5  # between two attempts to reach a server that is not there yet
+FIRST = (0,)  # the priority of what is asked before the first prompt
 LAST_SLEEP_TIMEOUT_S = 30.0  # for a server in trouble, which may not answer any more
 
 
@@ -61,6 +63,7 @@ class ReplicaPool(Generic[B]):
         rate_limit: RateLimiter | None = None,
         people: PeopleListener | None = None,
         turns: Turns | None = None,
+        shifts: Shifts | None = None,
     ) -> None:
         """Make a pool that is not entered yet.
 
@@ -68,6 +71,7 @@ class ReplicaPool(Generic[B]):
           attaches to it.
         * `are_ours`: entering starts servers, so that entering again counts as a restart.
         * `turns` of replicas that share devices with others, by their names; they start in these, and start again.
+        * `shifts`: in which the pool answers, and which enters it then.
         """
         self.role = role
         self._serving = serving or ServingConfig()
@@ -75,7 +79,10 @@ class ReplicaPool(Generic[B]):
         self._made = {name: (make, make()) for name, make in factories.items()}
         self._replicas: list[Replica[B]] = []
         self._people = people or PeopleListener()
+        self._shifts = shifts
         self._dispatcher = Dispatcher(self._replicas, rate_limit, self._people.warn)
+        if shifts is not None:
+            shifts.pools[role] = self
         self._moved = asyncio.Event()  # set when a replica changes its state
         self._weights = Weights(self._replicas, self._dispatcher, self._moved)
         self._awake = asyncio.Event()
@@ -157,7 +164,28 @@ class ReplicaPool(Generic[B]):
         return total
 
     async def lease(self, errand: Errand) -> Lease[B]:
-        return await self._dispatcher.lease(errand)
+        if self._shifts is None:
+            return await self._dispatcher.lease(errand)
+        await self._shifts.enter(self.role, errand.priority)
+        try:
+            lease = await self._dispatcher.lease(errand)
+        except BaseException:
+            self._shifts.leave()
+            raise
+        lease.ended = self._shifts.leave
+        return lease
+
+    @contextlib.asynccontextmanager
+    async def answering(self) -> AsyncIterator[None]:
+        """Keep all servers awake inside, for whoever asks each of them itself."""
+        if self._shifts is None:
+            yield
+            return
+        await self._shifts.enter(self.role, FIRST)
+        try:
+            yield
+        finally:
+            self._shifts.leave()
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """Return what all servers offer."""

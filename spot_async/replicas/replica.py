@@ -310,6 +310,7 @@ class HeldLease(Generic[B]):
         "_replica",
         "_timeout",
         "_was_leased",
+        "ended",
         "errand",
         "grant",
         "granted_s",
@@ -339,6 +340,7 @@ class HeldLease(Generic[B]):
         self.sent = replica.occupancy.at(errand.kind, now_s)
         self.is_request = is_request
         self.grant = grant
+        self.ended: Callable[[], None] = lambda: None  # called once when it ends
         self._replica = replica
         self._released = released
         self._reason: str | None = None
@@ -403,6 +405,7 @@ class HeldLease(Generic[B]):
     def _end(self, error: BaseException | None) -> None:
         self._replica.released(self)
         self._released(self, error)
+        self.ended()
 
 
 def add_traffic(total: Traffic, more: Traffic) -> None:

@@ -20,7 +20,7 @@ from spot_async.config import Config, PluginSettings, teacher_name
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveEvaluation, LiveStudent
 from spot_async.loop.resuming import Records
-from spot_async.protocols import Sleeper, Trainer, Verifier
+from spot_async.protocols import Trainer, Verifier
 from spot_async.replicas.leasing import Errand, Lease, pool_of
 from spot_async.running.services import OpenServices
 from spot_async.spending.run_spending import RunSpending
@@ -132,8 +132,6 @@ def make_orchestrator(
     evaluation: LiveEvaluation,
     records: Records,
 ) -> Orchestrator:
-    student = services.student
-    sleepers = [student] if isinstance(student, Sleeper) and student.sleeps_while_training else []
     return Orchestrator(
         OrchestratorSettings(
             iterations=plan.schedule.iterations,
@@ -151,7 +149,7 @@ def make_orchestrator(
         policy=plan.policy,
         stages=stages,
         trainer=trainer,
-        student=LiveStudent([student], sleepers, evaluation, services.following(config)),
+        student=LiveStudent([services.student], services.sleepers, evaluation, services.following(config)),
         records=records,
     )
 

@@ -13,7 +13,7 @@ from typing import Self
 from spot_async.base.tasks import leaves
 from spot_async.base.text import counted
 from spot_async.base.waiting_room import InTurn, Turns
-from spot_async.checks.device_shares import TRAINER, sleeps_while_training
+from spot_async.checks.device_shares import TRAINER, shares_with_trainer
 from spot_async.checks.machine import gpu_need
 from spot_async.checks.plan import TrainPlan, merged_every
 from spot_async.config import Config
@@ -125,6 +125,6 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory, b
         # A strict run has no next step before the weights are served. Parts of weights are gathered by all ranks, whose
         # collectives must not mix with those of a step.
         publishes_beside=config.max_staleness > 0 and training.sharding == "none",
-        shares_devices=sleeps_while_training(config.student),
+        shares_devices=shares_with_trainer(config),
         needs_gpu=gpu_need(training, plan.served),
     )

@@ -19,13 +19,21 @@ from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import Loop, alongside, running, watched
 from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.capabilities import of_student
-from spot_async.checks.device_shares import check_room, device_gib, servers_on_devices, starting_order
+from spot_async.checks.device_shares import (
+    answers_in_shifts,
+    check_room,
+    device_gib,
+    servers_on_devices,
+    starting_order,
+)
 from spot_async.checks.diagnosis import Diagnosis, capabilities, compare_students, diagnose
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfig
+from spot_async.errors import ConfigError
 from spot_async.models.hub import local_path
-from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, WeightSink
+from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, Sleeper, WeightSink
 from spot_async.replicas.pool import PeopleListener, ReplicaPool
+from spot_async.replicas.shifts import Shifts
 from spot_async.running.ray_places import placed
 from spot_async.spending.account import Account
 from spot_async.spending.run_spending import RunSpending
@@ -50,6 +58,7 @@ class OpenServices:
     spending: RunSpending  # what is asked of them is charged to its accounts
     kept_scores: Mapping[str, KeptScores]  # where teachers' answers are kept
     diagnosis: Diagnosis | None  # None where they were not checked for a run
+    shifts: Shifts  # of those that are not awake together
 
     @property
     def student(self) -> StudentBackend | ReplicaPool[StudentBackend]:
@@ -64,6 +73,12 @@ class OpenServices:
     def reference(self) -> ReferenceBackend | ReplicaPool[ReferenceBackend] | None:
         """The student's own servers where none was started for it: see `TrainPlan.reference_is_base`."""
         return self.backends.get("reference")
+
+    @property
+    def sleepers(self) -> list[Sleeper]:
+        """What sleeps while the trainer trains."""
+        alone = [each for role, each in self.backends.items() if role not in self.shifts.pools]
+        return [each for each in (*alone, self.shifts) if isinstance(each, Sleeper) and each.sleeps_while_training]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +130,21 @@ async def open_services(
         cluster = ClusterConfig() if run is None else run[0].cluster
     async with placed(served, cluster, directory) as there:
         turns = Turns(starting_order(there.served)) if beside.turns is None else beside.turns
+        shifts = Shifts()
         models = {role: _of_run(role, model, run) for role, model in there.served.items()}
         servers: list[AbstractAsyncContextManager[Any]] = []
         if directly:
+            if any(map(answers_in_shifts, models.values())):
+                raise ConfigError("sleep_while_others_answer: servers are to be asked together here: set it to false")
             first = {role: _first_server(role, model, directory, spending, cores) for role, model in models.items()}
             backends: dict[str, Any] = {role: backend for role, (_, backend) in first.items()}
             servers = [InTurn(turns, name, backend) for name, backend in first.values()]
         else:
             backends = {
-                role: _pool(role, model, directory, spending, cores, listener, turns) for role, model in models.items()
+                role: _pool(role, model, directory, spending, cores, listener, turns, shifts)
+                for role, model in models.items()
             }
-            servers = [*backends.values()]
+            servers = [*(pool for role, pool in backends.items() if role not in shifts.pools), shifts]
         replayed = spending.replayed_teachers
         backends |= replayed
         servers += replayed.values()
@@ -137,7 +156,7 @@ async def open_services(
             check_room(servers_on_devices(there.served, device_gib(cluster, there.served)))
             async with (
                 running(*entered),
-                alongside(*(each.watch for each in backends.values()), *beside.watches, there.watch),
+                alongside(*(each.watch for each in backends.values()), shifts.watch, *beside.watches, there.watch),
             ):
                 found, diagnosis = await _ask(run, backends, listener)
                 kept_scores: Mapping[str, KeptScores] = {}
@@ -145,7 +164,7 @@ async def open_services(
                     _accept(diagnosis, listener)
                     kept_scores = await spending.kept_scores(found)
                     found = await _give_first_weights(run, there.served, backends, found, listener)
-                yield OpenServices(backends, found, spending, kept_scores, diagnosis)
+                yield OpenServices(backends, found, spending, kept_scores, diagnosis, shifts)
 
 
 def _of_run(role: str, model: ModelConfig, run: tuple[Config, TrainPlan] | None) -> ModelConfig:
@@ -165,6 +184,7 @@ def _pool(
     cores: CoreShares,
     listener: StartListener,
     turns: Turns,
+    shifts: Shifts,
 ) -> Any:
     """Make a pool of all servers of a role. Nothing is started."""
     account = spending.accounts.get(role)
@@ -177,6 +197,7 @@ def _pool(
         rate_limit=account.rate_limit if account is not None and account.is_limited else None,
         people=listener,
         turns=turns,
+        shifts=shifts if answers_in_shifts(model) else None,
     )
 
 

@@ -178,10 +178,10 @@ def silence_limits(config: Config, needs: PolicyNeeds) -> SilenceLimits | None:
     evaluation_s = (1 + VERIFY_ATTEMPTS) * config.evaluation.timeout_s if config.evaluation is not None else 0.0
     training_s = config.training.step_timeout_s
     start_s = max(start_timeouts(config.model_dump()), default=0.0)
-    sleeps = getattr(config.student.backend, "sleep_while_training", False)
+    sleeps = any(getattr(each.backend, "sleep_while_training", False) for each in config.models.values())
     return SilenceLimits(
         supervision_s=supervision_s,
-        # Student servers that share devices with the trainer sleep before it trains, and wake in two steps around the
+        # Servers that share devices with the trainer sleep before it trains, and wake in two steps around the
         # weight update. Each may take as long as that.
         training_s=at_least(training_s + WEIGHT_UPDATE_TIMEOUT_S),
         weight_update_s=at_least((3 if sleeps else 1) * WEIGHT_UPDATE_TIMEOUT_S + recovery_s),

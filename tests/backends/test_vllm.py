@@ -342,6 +342,9 @@ def test_the_command_is_one_that_the_installed_version_knows(
     scores = vllm_process.Uses(max_logprobs=65, takes_weights=False)
     teacher = vllm_process.vllm_command(settings, Path("/models/teacher"), doorway, uses=scores)
     assert "VLLM_SERVER_DEV_MODE" not in teacher.environment
+    asleep = vllm_process.Uses(max_logprobs=65, takes_weights=False, sleeps=True)
+    sleeping = vllm_process.vllm_command(settings, Path("/models/teacher"), doorway, uses=asleep)
+    assert ("--enable-sleep-mode" in sleeping.argv, sleeping.environment["VLLM_SERVER_DEV_MODE"]) == (True, "1")
     assert "--host 127.0.0.1 --port 8123" in " ".join(teacher.argv)
     assert teacher.uds is None
     for each in (command, teacher):
@@ -357,3 +360,5 @@ def test_a_student_of_ours_listens_at_no_port_where_every_user_could_replace_it(
     with pytest.raises(ConfigError, match=r"student\.backend\.launch\.port=8123: vLLM asks for no key before it"):
         VllmBackend(settings, role="student", **given)
     VllmBackend(settings, role="teacher", **given)  # which takes none
+    with pytest.raises(ConfigError, match=r"^teacher\.backend\.launch\.port=8123: .* weights or sleeps"):
+        VllmBackend(settings.model_copy(update={"sleep_while_others_answer": True}), role="teacher", **given)

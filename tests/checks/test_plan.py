@@ -284,15 +284,33 @@ def test_a_gpu_is_not_promised_to_a_torch_that_was_built_without(monkeypatch, tm
         config.student.backend.check_machine("student.backend")
 
 
-def test_only_a_strict_runs_student_sleeps_while_the_trainer_trains():
-    sleeps = "{kind: vllm, url: 'http://h:1', sleep_while_training: true}"
-    config = quickstart([f"teacher.backend={sleeps}"])
-    with pytest.raises(ConfigError, match=r"teacher\.backend\.sleep_while_training: only the student's server"):
-        plan_training(config)
-    config = quickstart([f"student.backend={sleeps}"])
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_servers_sleep_while_the_trainer_trains_in_a_strict_run_only(role):
+    config = quickstart([f"{role}.backend={{kind: vllm, url: 'http://h:1', sleep_while_training: true}}"])
     plan_training(config)
-    with pytest.raises(ConfigError, match=r"sleep_while_training: with max_staleness=1 the student samples while"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{role}\.backend\.sleep_while_training: with max_staleness=1 it is asked while the trainer",
+    ):
         plan_training(config.model_copy(update={"max_staleness": 1}))
+
+
+def test_what_sleeps_while_others_answer_has_others_and_is_started_by_the_run():
+    model = "examples/running_sum/teacher"
+
+    def teachers(*launches):
+        backend = "{{kind: vllm, sleep_while_others_answer: true, {}}}"
+        own = [f"t{i}: {{model: {model}, backend: {backend.format(each)}}}" for i, each in enumerate(launches)]
+        return quickstart(["teacher=null", f"teachers={{{', '.join(own)}}}", "policy=opd"])
+
+    launch = "launch: {{python: {}, devices: '1', memory_fraction: {}}}".format
+    of_card = launch(sys.executable, 0.8)
+    check_places(teachers(of_card, of_card), NEEDS)
+    for launches in ([of_card], [of_card, "url: 'http://h:1'"]):
+        with pytest.raises(
+            ConfigError, match=r"^teachers\.t\d\.backend\.sleep_while_others_answer: is for two or more servers"
+        ):
+            check_places(teachers(*launches), NEEDS)
 
 
 @pytest.mark.parametrize(

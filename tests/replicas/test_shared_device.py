@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from replica_incidents import ask
 from shared_device import GIB, Device, Sglang, Trainer, Vllm
 
 from spot_async.backends.sglang import SglangBackend
@@ -22,11 +23,14 @@ from spot_async.base.waiting_room import InTurn, Turns
 from spot_async.checks.device_shares import TRAINER, servers_on_devices, shared_out, starting_order
 from spot_async.config import ClusterConfig, ModelConfig, ServingConfig, TrainingConfig
 from spot_async.errors import ProcessDiedError, SpotError
+from spot_async.loop.publishing import SleepingServers
 from spot_async.models.model_size import read_size
+from spot_async.replicas.leasing import Errand
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.replicas.shifts import Shifts
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.check.memory import trainer_memory
+from spot_async.tools.check.memory import per_device, trainer_memory
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -156,6 +160,81 @@ def test_a_server_that_is_started_again_has_the_same_cache(kind, moment, victims
             gpu.check()
 
     run_on_virtual_time(scenario())
+
+
+class TwoTeachersOnOneGpu:
+    """Two teachers of 8B that answer in shifts, and sleep while the trainer of 1.7B trains on the same card."""
+
+    def __init__(self, kind: str, models: dict[str, Path], rng: random.Random) -> None:
+        self.device = Device(CARD_GIB)
+        backend, make_command, stand_in = KINDS[kind]
+        settings = backend.Settings(
+            kind=kind,
+            launch=LaunchSettings(python="python", devices="0", memory_fraction=0.55),
+            sleep_while_training=True,
+            sleep_while_others_answer=True,
+        )
+        teacher = ModelConfig(model=str(models["teacher"]), backend=settings)
+        served = shared_out({f"teachers.{name}": teacher for name in ("math", "code")}, ClusterConfig(device_gib=79.2))
+        self.servers = servers_on_devices(served, CARD_GIB)
+        turns, self.shifts = Turns(starting_order(served, 1)), Shifts()
+        self.made: dict[str, list] = {role: [] for role in served}
+        size = read_size(models["teacher"])
+
+        def factory(role):
+            command = make_command(served[role].backend.launch, models["teacher"], Doorway(8000, Path("/none"), "key"))
+            weights_gib = 2 * size.parameters / GIB
+            server = stand_in(self.device, command.argv, weights_gib, size.cache_bytes_per_token, rng)
+            self.made[role].append(server)
+            return server
+
+        self.pools = {
+            role: ReplicaPool(role, {role: partial(factory, role)}, ServingConfig(), turns=turns, shifts=self.shifts)
+            for role in served
+        }
+        training = TrainingConfig(iterations=1, batch_size=32, dtype="bfloat16", micro_batch_tokens=5_120)
+        self.rank = trainer_memory(read_size(models["student"]), training, longest_tokens=5_120)
+        self.trainer = Trainer(self.device, self.rank.resting, self.rank.training, rng)
+        self.entered = [self.shifts, InTurn(turns, TRAINER, self.trainer)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_teachers_take_turns_around_one_trainer_and_one_is_killed_asleep(kind, seed, models):
+    async def scenario():
+        rng = random.Random(seed)
+        gpu = TwoTeachersOnOneGpu(kind, models, rng)
+        sleeping = SleepingServers([gpu.shifts], timeout_s=600.0)
+
+        async def answer(role, server):
+            assert server is gpu.made[role][-1]
+            held = [gpu.device.held[each] > 10.0 for servers in gpu.made.values() for each in servers]
+            assert held.count(True) == 1  # whoever answers is awake alone
+            await asyncio.sleep(rng.uniform(0.1, 5.0))
+            return role
+
+        async def prompt(ordinal):
+            await asyncio.sleep(rng.uniform(0.0, 120.0))
+            role = rng.choice([*gpu.pools])
+            assert await ask(gpu.pools[role], partial(answer, role), errand=Errand("score", (ordinal,))) == role
+
+        watches = [gpu.shifts.watch, *(pool.watch for pool in gpu.pools.values())]
+        async with running(*gpu.entered), alongside(*watches):
+            for iteration in range(20):
+                async with asyncio.TaskGroup() as batch:
+                    for ordinal in range(32):
+                        batch.create_task(prompt(32 * iteration + ordinal))
+                await sleeping.sleep()
+                if iteration == 7:
+                    gpu.made["teachers.math"][-1].kill()
+                await gpu.trainer.train()
+                async with sleeping.updated():
+                    pass
+        assert [len(made) for made in gpu.made.values()] == [2, 1]
+        assert gpu.device.most_gib <= CARD_GIB < 2 * gpu.servers[0].gib + gpu.rank.resting  # together they do not fit
+        assert all(each.fits for each in per_device(gpu.servers, gpu.rank, 1, CARD_GIB))
+
+    run_on_virtual_time(scenario(), ready_order=seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sleepy_local import SleepyLocal
 
 import spot_async
 from spot_async.checks.plan import plan_training
@@ -50,6 +51,38 @@ def test_each_has_its_servers_its_stage_and_its_cache(tmp_path, servers_on_threa
     replayed = spot_async.run(keeping | {"run": {"directory": str(tmp_path / "replayed")}})
     weights = [(each.student / "model.safetensors").read_bytes() for each in (outcome, again, replayed)]
     assert weights[0] == weights[1] == weights[2]
+
+
+def in_shifts(folder, name, max_staleness, **keys):
+    """Run with two teachers whose backends have these keys; return the run's directory."""
+    given = tree(folder, run={"directory": str(folder / name)}, max_staleness=max_staleness)
+    for teacher in given["teachers"].values():
+        teacher["backend"] = keys
+    return spot_async.run(given).directory
+
+
+def test_two_that_answer_in_shifts_beside_the_trainer_change_nothing_but_time(
+    tmp_path, servers_on_threads, trainer_on_thread
+):
+    SleepyLocal.woken.clear()
+    sleeps = {"sleep_while_others_answer": True, "sleep_while_training": True}
+    runs = [
+        in_shifts(tmp_path, "alone", 0, kind="local"),
+        in_shifts(tmp_path, "in shifts", 0, kind="sleepy_local:SleepyLocal", **sleeps),
+    ]
+    # For the checks of the start, and for each batch.
+    assert SleepyLocal.woken[-4:].count("teachers.math") == SleepyLocal.woken[-4:].count("teachers.code") == 2
+    assert len({(run / "student" / "model.safetensors").read_bytes() for run in runs}) == 1
+
+
+def test_two_answer_in_shifts_while_the_trainer_trains_on_devices_of_its_own(
+    tmp_path, servers_on_threads, trainer_on_thread
+):
+    SleepyLocal.woken.clear()
+    run = in_shifts(tmp_path, "run", 1, kind="sleepy_local:SleepyLocal", sleep_while_others_answer=True)
+    assert {*SleepyLocal.woken} == {"teachers.math", "teachers.code"}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [sum(row[f"stage/score.{name}/requests"] for row in rows) for name in ("math", "code")] == [16, 16]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Device:
     def __init__(self, total_gib: float) -> None:
         self.total_gib = total_gib
         self.held: Counter[object] = Counter()
+        self.most_gib = 0.0  # that was taken at once
 
     @property
     def free_gib(self) -> float:
@@ -38,6 +39,7 @@ class Device:
         if gib > self.free_gib:
             raise ProcessDiedError(f"CUDA out of memory: {gib:.1f} GiB asked, {self.free_gib:.1f} free")
         self.held[who] += gib
+        self.most_gib = max(self.most_gib, self.total_gib - self.free_gib)
 
 
 class _OnDevice(Server):

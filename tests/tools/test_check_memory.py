@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from spot_async.base.processes.gpus import GPUS, gpu_named
-from spot_async.checks.device_shares import GIB, WORKSPACE_GIB, ServerOnDevice
+from spot_async.checks.device_shares import CONTEXT_GIB, GIB, GRAPHS_GIB, WORKSPACE_GIB, ServerOnDevice
 from spot_async.config import LoraConfig, TrainingConfig
 from spot_async.config.training import ClusterConfig
 from spot_async.models.model_size import size_of, training_operations
@@ -288,3 +288,16 @@ def test_every_kind_of_gpu_that_a_run_can_name_has_its_data_sheet():
 def test_a_devices_rate_is_known_by_its_whole_name_or_not_at_all(name, operations_per_s):
     sheet = gpu_named(name)
     assert (sheet and sheet.operations_per_s) == operations_per_s
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_of_servers_that_answer_in_shifts_one_is_awake(sleeps):
+    asleep = CONTEXT_GIB + GRAPHS_GIB
+    shares = {"math": 0.6, "code": 0.5}
+    servers = [ServerOnDevice(name, name, 0, 80.0, share, 10.0, 1.0, sleeps, True) for name, share in shares.items()]
+    servers.append(ServerOnDevice("student", "student", 0, 80.0, 0.2, 10.0, 1.0, False))
+    trainer = trainer_memory(QWEN3_06B, TrainingConfig(iterations=1, batch_size=32), longest_tokens=1_000)
+    (device,) = per_device(servers, trainer, 1, 80.0)
+    assert device.sampling == pytest.approx(0.6 * 80 + asleep + 0.2 * 80 + trainer.resting)
+    training = 2 * asleep if sleeps else 0.6 * 80 + asleep
+    assert device.training == pytest.approx(training + 0.2 * 80 + trainer.training)

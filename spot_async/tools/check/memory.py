@@ -18,6 +18,7 @@ from spot_async.checks.device_shares import (
     named,
     servers_on_devices,
     starting_order,
+    taken_together_gib,
     taking_turns,
 )
 from spot_async.checks.plan import TrainPlan
@@ -131,8 +132,8 @@ def per_device(
         found.append(
             DeviceMemory(
                 device,
-                sampling=sum(each.gib for each in here) + has_rank * trainer.resting,
-                training=sum(each.asleep_gib for each in here) + has_rank * trainer.training,
+                sampling=taken_together_gib(here) + has_rank * trainer.resting,
+                training=taken_together_gib(here, training=True) + has_rank * trainer.training,
                 size=device_gib,
             )
         )

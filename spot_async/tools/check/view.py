@@ -58,7 +58,8 @@ def show_memory(screen: Console, memory: MachineMemory | None) -> None:
     screen.print(table)
     alike: dict[tuple[str, float, float, bool], list[int]] = {}
     for server in memory.servers:
-        alike.setdefault((server.role, server.gib, server.cache_gib, server.sleeps), []).append(server.device)
+        sleeps = server.sleeps or server.in_shifts
+        alike.setdefault((server.role, server.gib, server.cache_gib, sleeps), []).append(server.device)
     for (role, gib, cache_gib, sleeps), devices in alike.items():
         asleep = f"; asleep {CONTEXT_GIB + GRAPHS_GIB:.1f} (CUDA context and graphs)" if sleeps else ""
         screen.print(

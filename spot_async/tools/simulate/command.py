@@ -74,7 +74,7 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
     except ExceptionGroup as failures:
         raise SpotError(f"the simulated run ended early: {root_cause(failures)}") from failures
     if len(outcomes) <= options.max_staleness:
-        told.append("with student.backend.sleep_while_training only max_staleness=0 can be run: no other is simulated")
+        told.append("with sleep_while_training only max_staleness=0 can be run: no other is simulated")
     lines = [
         *([staleness_words(outcomes)] if len(outcomes) > 1 else []),
         *binding(sufficient(outcomes)),

@@ -19,7 +19,7 @@ import msgspec
 from spot_async.base import registry
 from spot_async.base.events import Event
 from spot_async.base.tasks import watched
-from spot_async.checks.device_shares import sleeps_while_training
+from spot_async.checks.device_shares import shares_with_trainer
 from spot_async.config import ROLES, Config
 from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.events import IterationFinished
@@ -157,10 +157,10 @@ def simulate(
 ) -> list[Outcome]:
     """Return what each `max_staleness` from 0 to `most_staleness` comes to. `iterations` of each count.
 
-    A student whose servers sleep while the trainer works can only be trained strictly.
+    A run whose servers sleep while the trainer works can only be strict.
     """
     outcomes: list[Outcome] = []
-    for staleness in range(1 if sleeps_while_training(config.student) else most_staleness + 1):
+    for staleness in range(1 if shares_with_trainer(config) else most_staleness + 1):
         strict_s = outcomes[0].iteration_s if outcomes else None
         outcomes.append(simulate_one(config, rates, workload, staleness, iterations, strict_s))
     return outcomes
