@@ -68,9 +68,11 @@ LATER: tuple[tuple[str, Any], ...] = (
     ("training.normalize_advantages", False),
     ("prompt.teacher", None),
     ("teachers", {}),
+    ("teacher.weight", 1.0),
     ("teacher.follows", None),
     ("teacher.served_by", "teacher"),
     ("policy.skip_answer", False),
+    ("policy.route", None),
     *((f"data.train.{key}", None) for key in ("share", "category", "verifier", "instruction")),
 )
 _OF_SET = re.compile(r"^data\.train\.(?:\d+\.)?(?=verifier\.)")
