@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-peers test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
+.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-peers test-lm-eval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
 
 install: $(VENV)/installed
 
@@ -75,6 +75,17 @@ test-peers: install $(if $(SPOT_PEERS_PYTHON),,.venv-peers/installed)
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch numpy
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0 verl==0.9.1 ms-swift==4.6.0
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python $(PRIME_RL)
+	touch $@
+
+# lm-eval on `spot-async serve` beside `spot-async eval`.
+SPOT_LM_EVAL_PYTHON ?=
+test-lm-eval: install $(if $(SPOT_LM_EVAL_PYTHON),,.venv-lm-eval/installed)
+	SPOT_LM_EVAL_PYTHON=$(or $(SPOT_LM_EVAL_PYTHON),$(CURDIR)/.venv-lm-eval/bin/python) \
+	$(BIN)/python -m pytest -m nightly tests/serving/test_lm_eval.py
+
+.venv-lm-eval/installed:
+	$(PYTHON) -m venv --clear .venv-lm-eval
+	.venv-lm-eval/bin/pip install --quiet --disable-pip-version-check 'lm-eval[api]==0.4.13' 'transformers>=5'
 	touch $@
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models. `make test-servers SERVERS=nightly`: those that take minutes.
@@ -162,4 +173,4 @@ gpu-proof-kit:
 	$(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-lm-eval .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

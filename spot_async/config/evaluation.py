@@ -23,7 +23,17 @@ from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
 
 # Keys that `evaluation.preset: paper` keeps at their defaults, which are the paper's (appendix B).
 FURTHER = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-PAPER_EVALUATION = ("thinking", "samples", "temperature", "top_p", *FURTHER, "stop", "max_response_tokens", "seed")
+PAPER_EVALUATION = (
+    "system",
+    "stop",
+    "thinking",
+    "samples",
+    "temperature",
+    "top_p",
+    *FURTHER,
+    "max_response_tokens",
+    "seed",
+)
 PAPER_PROMPT = ("instruction", "separator")
 # Llama's templates print today's date. Fixing that date is no departure from the paper's protocol.
 DATE_ARGUMENT = "date_string"
@@ -91,9 +101,8 @@ class EvaluationConfig(Section):
         {}, description="several sets of held-out problems by name, reported one by one and as their mean"
     )
     thinking: Thinking = False
-    limit: PositiveInt | None = Field(
-        None, description="only so many problems of each set, its first ones: to try something out"
-    )
+    system: str | None = Field(None, description="a system message in front of each problem; null: none")
+    limit: PositiveInt | None = Field(None, description="only so many problems of each set, its first ones; null: all")
     samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
     pass_k: list[PositiveInt] = Field(
         [], description="further k, up to a benchmark's `samples`, for which an unbiased Pass@k is reported"
@@ -107,14 +116,10 @@ class EvaluationConfig(Section):
     temperature: NonNegativeFloat = Field(1.0, description="divides the logits; 0 takes the likeliest token")
     top_p: Probability = Field(0.8, description="share of probability that is sampled from; 1 is all of it")
     top_k: PositiveInt | None = Field(None, description="how many of the likeliest tokens are sampled from; null: all")
-    min_p: Probability | None = Field(
-        None, description="least share of the likeliest token's probability that a token is sampled with"
-    )
-    presence_penalty: float | None = Field(None, description="as vLLM and SGLang have it; the local engine has none")
-    frequency_penalty: float | None = Field(None, description="as vLLM and SGLang have it; the local engine has none")
-    repetition_penalty: PositiveFloat | None = Field(
-        None, description="as vLLM and SGLang have it; the local engine has none"
-    )
+    min_p: Probability | None = Field(None, description="least share of the likeliest token's probability; null: 0")
+    presence_penalty: float | None = Field(None, description="as in vLLM and SGLang, like the next two; null: none")
+    frequency_penalty: float | None = Field(None, description="likewise, for each time that a token came; null: none")
+    repetition_penalty: PositiveFloat | None = Field(None, description="a factor, of the prompt's tokens too; null: 1")
     stop: list[str] = Field([], description="texts that end an answer: what stands from the first of them on is cut")
     max_response_tokens: PositiveInt = Field(8192, description="longest response")
     seed: int = Field(42, ge=0, description="the seed of each sample of each problem derives from it")

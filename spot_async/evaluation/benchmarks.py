@@ -29,7 +29,7 @@ from spot_async.data.golds import gold_doubts
 from spot_async.data.prompts import PromptRenderer, PromptSource, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
-from spot_async.types import Problem
+from spot_async.types import ChatTurn, Problem
 
 QUESTIONS = "The following are multiple choice questions about {category}, with their answers."
 # The usual end and start of worked solutions in published sets. They are cut off, since the box says the same.
@@ -206,6 +206,9 @@ def _plan(
     prompt = config.prompt.model_copy(update=native)
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems[: evaluation.limit], settings, evaluation.seed, key)
+    if evaluation.system is not None:
+        first = ChatTurn(role="system", content=evaluation.system)
+        problems = [msgspec.structs.replace(each, history=(first, *each.history)) for each in problems]
     if not student.vocabulary.tokenizer.chat_template:
         raise DataError(
             f"evaluation: {student.directory}: the tokenizer has no chat template, and an evaluation is rendered with "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
+from huggingface_hub.repocard_data import model_index_to_eval_results
 from typer.testing import CliRunner
 
 from spot_async.checks.plan import plan_evaluation
@@ -126,6 +129,19 @@ def test_responses_of_before_they_named_their_problems_are_refused(command, eval
     assert "their problems, as older versions wrote it" in command("--judge", evaluated).stderr
 
 
+def test_other_tools_files_have_the_same_figures(evaluated, tmp_path):
+    example = runpy.run_path(str(ROOT / "examples" / "results_for_others.py"))
+    example["main"]([str(evaluated), "-o", str(tmp_path)])
+    figures = json.loads((evaluated / "evaluation.json").read_text())["benchmarks"]["sums"]
+    task = json.loads((tmp_path / "results_lm_eval.json").read_text())["results"]["sums"]
+    assert [task["avg@2,none"], task["avg@2_stderr,none"]] == [*figures["avg"].values()]
+    row = json.loads((tmp_path / "results_lighteval.json").read_text())["results"]["sums|0"]
+    assert row["pass@k:k=2&n=2_stderr"] == figures["pass_at"]["2"]["standard_error"]
+    index = yaml.safe_load((tmp_path / "model_index.yaml").read_text())["model-index"]
+    _, found = model_index_to_eval_results(index)
+    assert {each.metric_name: each.metric_value for each in found} == {"avg@2": 50.0, "pass@2": 100.0, "maj@2": 75.0}
+
+
 def test_a_model_and_a_benchmark_are_enough(command, tmp_path):
     problems = "examples/running_sum/data/heldout.jsonl"
     words = ["--model", STUDENT, "--benchmark", f"sums={problems}", "--benchmark", problems]
@@ -141,6 +157,10 @@ def test_a_model_and_a_benchmark_are_enough(command, tmp_path):
     assert "heldout: 3 problems x 8 responses" in few.output
     same = "with evaluation.temperature=0 all 8 responses to a problem are the same: set samples to 1"
     assert f"evaluation.benchmarks.sums: {same}" in few.output
+    told = command(
+        *words, "--dry-run", "evaluation.max_response_tokens=9", "evaluation.system=3+4", "prompt.instruction="
+    )
+    assert "3+4<|user|>" in told.output
     config = tmp_path / "alone.yaml"
     config.write_text(f"student: {{model: {STUDENT}}}\nevaluation: {{problems: {problems}, max_response_tokens: 9}}\n")
     assert command(config, "--dry-run", "--brief").exit_code == 0

@@ -46,13 +46,13 @@ class Recorder:
     found: dict[bytes, IntArray] = field(default_factory=dict)  # token ids by prompt
 
     async def generate(self, prompt_ids: IntArray, sampling: SamplingSettings, **rest: Any) -> Generation:
-        assert sampling.temperature == 0
+        assert sampling.temperature == 0 or sampling.further["top_k"] == 1
         generation: Generation = await self.generator.generate(prompt_ids, sampling, **rest)
         self.found[prompt_ids.astype(np.int32).tobytes()] = generation.token_ids
         return generation
 
 
-def greedy_config(folder: Path, backend: Any, model: Path) -> Config:
+def greedy_config(folder: Path, backend: Any, model: Path, keys: Sequence[str]) -> Config:
     folder.mkdir()
     rows = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
     (folder / "few.jsonl").write_text("\n".join(rows[:: len(rows) // PROBLEMS][:PROBLEMS]) + "\n")
@@ -62,12 +62,15 @@ def greedy_config(folder: Path, backend: Any, model: Path) -> Config:
             f"student={json.dumps({'model': str(model), 'backend': backend})}",
             f"evaluation.problems={folder / 'few.jsonl'}",
             *("evaluation.temperature=0", "evaluation.samples=1", "evaluation.concurrency=16"),
+            *keys,
         ],
     )
 
 
-async def evaluated(folder: Path, backend: Any, model: Path = EXAMPLE / "student") -> tuple[EvaluationResult, Recorder]:
-    config = greedy_config(folder, backend, model)
+async def evaluated(
+    folder: Path, backend: Any, model: Path = EXAMPLE / "student", *keys: str
+) -> tuple[EvaluationResult, Recorder]:
+    config = greedy_config(folder, backend, model, keys)
     student = read_model("student", config.student.model)
     directory = RunDirectory.create(folder / "run", config)
     assert config.evaluation is not None
@@ -112,6 +115,9 @@ async def test_a_greedy_evaluation_gives_the_verdicts_of_our_own_engine(
     model = with_wider_heads(EXAMPLE / "student", tmp_path / "model") if kind == "vllm" else EXAMPLE / "student"
     with start(model, longest, "512") as server:
         theirs, others = await evaluated(tmp_path / kind, {"kind": kind, "url": server.url}, model)
+        one_of_one = ["evaluation.temperature=1", "evaluation.top_k=1", "evaluation.presence_penalty=0.0"]
+        _, sampled = await evaluated(tmp_path / "top-1", {"kind": kind, "url": server.url}, model, *one_of_one)
+    near_ties(others, sampled, dense_logprobs)
     assert len(recorded.found) == PROBLEMS
     assert 0 < ours.count(Verdict.CORRECT) < PROBLEMS
     listed = near_ties(recorded, others, dense_logprobs)
@@ -123,6 +129,7 @@ async def test_a_greedy_evaluation_gives_the_verdicts_of_our_own_engine(
 
 def eval_command(run: Path, problems: Path, *options: str) -> list[str]:
     overrides = ["evaluation.samples=4", "evaluation.concurrency=2", f"evaluation.problems={problems}"]
+    overrides += ["evaluation.limit=20", "evaluation.stop=[' so ', two]", "evaluation.pass_k=[2]"]
     command = [sys.executable, "-m", "spot_async", "eval", str(QUICKSTART), *overrides]
     return [*command, *(options or (f"run.directory={run}",))]
 

@@ -1,0 +1,150 @@
+"""Writes an evaluation's figures as lm-eval's and lighteval's result files, and as a model card's `model-index`.
+
+    python examples/results_for_others.py RUN [-o DIRECTORY]
+
+RUN is a directory of `spot-async eval` or `train`, or one `evaluation*.json`. Three files are written, into RUN's own
+directory unless `-o` names another: `results_lm_eval.json`, `results_lighteval.json` and `model_index.yaml`. In
+lighteval's file metrics have its names, `avg@n` and `pass@k`. lm-eval has neither, so in its file they have ours.
+Times are those of the files: an evaluation that was stopped and continued seems to have taken longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub.repocard_data import EvalResult, eval_results_to_model_index
+
+from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures
+from spot_async.tools.compare.reading import read_evaluated
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIRECTORY")
+    given = parser.parse_args(arguments)
+    found = read_evaluated(given.run)
+    directory = given.output or found.path.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    begun_s, ended_s = _times(found.path)
+    texts = {
+        "results_lm_eval.json": json.dumps(lm_eval_results(found.figures, begun_s, ended_s), indent=2),
+        "results_lighteval.json": json.dumps(lighteval_results(found.figures, begun_s, ended_s), indent=2),
+        "model_index.yaml": yaml.safe_dump({"model-index": model_index(found.figures)}, sort_keys=False),
+    }
+    for name, text in texts.items():
+        (directory / name).write_text(text + "\n", encoding="utf-8")
+        print(directory / name)
+
+
+def lm_eval_results(figures: EvaluationFigures, begun_s: float, ended_s: float) -> dict[str, Any]:
+    """Return what lm-eval's `results_<time>.json` has: a task for each benchmark, and the group `macro` of them."""
+    judged = _judged(figures)
+    results = {
+        name: {"alias": name} | _with_errors(_metrics(each), "{},none", "{}_stderr,none")
+        for name, each in judged.items()
+    }
+    return {
+        "results": results,
+        "group_subtasks": {"macro": figures.macro.benchmarks} if figures.macro is not None else {},
+        "configs": {name: _task(figures, name, each) for name, each in judged.items()},
+        "versions": dict.fromkeys(judged, figures.settings_fingerprint),
+        "n-shot": dict.fromkeys(judged, 0),
+        "higher_is_better": {name: dict.fromkeys(_metrics(each), True) for name, each in judged.items()},
+        "n-samples": {name: {"original": each.problems, "effective": each.problems} for name, each in judged.items()},
+        "config": {"model": "spot-async", "model_args": figures.model, "limit": None, **figures.settings},
+        "date": ended_s,
+        "model_name": figures.model,
+        "model_sha": figures.model_fingerprint,
+        "total_evaluation_time_seconds": str(ended_s - begun_s),
+    }
+
+
+def lighteval_results(figures: EvaluationFigures, begun_s: float, ended_s: float) -> dict[str, Any]:
+    """Return what lighteval's `results_<time>.json` has: a task `name|0` for each benchmark, and `all`."""
+    judged = _judged(figures)
+    results = {}
+    for name, each in judged.items():
+        named = {f"avg@n:n={each.samples}": each.avg}
+        named |= {f"pass@k:k={k}&n={each.samples}": value for k, value in each.pass_at.items()}
+        results[f"{name}|0"] = _with_errors(named, "{}", "{}_stderr")
+    if figures.macro is not None:
+        results["all"] = _with_errors({"avg@n": figures.macro.avg}, "{}", "{}_stderr")
+    return {
+        "config_general": {
+            "model_config": {"model_name": figures.model, "model_sha": figures.model_fingerprint},
+            "start_time": begun_s,
+            "end_time": ended_s,
+            "total_evaluation_time_secondes": str(ended_s - begun_s),  # as lighteval spells it
+        },
+        "results": results,
+        "versions": dict.fromkeys(results, figures.settings_fingerprint),
+        "config_tasks": {f"{name}|0": _task(figures, name, each) for name, each in judged.items()},
+    }
+
+
+def model_index(figures: EvaluationFigures) -> list[dict[str, Any]]:
+    """Return the `model-index` of a model card: an entry for each benchmark and metric, in percent."""
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=benchmark,
+            dataset_name=benchmark,
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=round(100 * estimate.value, 2),
+            metric_args={"samples": each.samples, "problems": each.problems},
+        )
+        for benchmark, each in _judged(figures).items()
+        for metric, estimate in _metrics(each).items()
+    ]
+    index: list[dict[str, Any]] = eval_results_to_model_index(Path(figures.model).name, results)
+    return index
+
+
+def _judged(figures: EvaluationFigures) -> Mapping[str, BenchmarkFigures]:
+    return {name: each for name, each in figures.benchmarks.items() if each.avg is not None}
+
+
+def _metrics(figures: BenchmarkFigures) -> dict[str, Estimate]:
+    assert figures.avg is not None
+    voted = {} if figures.maj is None else {f"maj@{figures.samples}": figures.maj}
+    return {
+        f"avg@{figures.samples}": figures.avg,
+        **{f"pass@{k}": each for k, each in figures.pass_at.items()},
+        **voted,
+    }
+
+
+def _with_errors(metrics: Mapping[str, Estimate | None], value: str, error: str) -> dict[str, float | None]:
+    """Return a value and a standard error under the names that these patterns make of each metric's."""
+    found: dict[str, float | None] = {}
+    for name, each in metrics.items():
+        if each is not None:
+            found |= {value.format(name): each.value, error.format(name): each.standard_error}
+    return found
+
+
+def _task(figures: EvaluationFigures, name: str, of: BenchmarkFigures) -> dict[str, Any]:
+    """Return a task's configuration: what settings say of the benchmark."""
+    keys = (f"evaluation.benchmarks.{name}.", "evaluation.")
+    said = {key.removeprefix(keys[0]).removeprefix(keys[1]): value for key, value in figures.settings.items()
+            if key.startswith(keys[0]) or not key.startswith("evaluation.benchmarks.")}  # fmt: skip
+    return {"task": name, "repeats": of.samples, "metadata": {"note": of.note}, "settings": said}
+
+
+def _times(figures: Path) -> tuple[float, float]:
+    """Return when the evaluation began and ended, in seconds since 1970."""
+    begun = figures.parent / "run.json"
+    ended_s = figures.stat().st_mtime if figures.exists() else time.time()
+    return (begun.stat().st_mtime if begun.exists() else ended_s), ended_s
+
+
+if __name__ == "__main__":
+    main()
