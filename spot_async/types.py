@@ -144,6 +144,10 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     domain: str | None = None  # the value by which `policy.route` chooses its teacher
     teacher: str = ""  # the one of several that its prompts ask; empty: all that there are
 
+    def asks(self, teacher: str) -> bool:
+        """Return whether prompts of the problem ask the teacher of this name. The only one has none."""
+        return not teacher or self.teacher in ("", teacher)
+
     @property
     def shown(self) -> str:
         """Return the whole question as people read it."""
@@ -157,11 +161,16 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     token_ids: IntArray  # (P,) the rendered chat prompt
     teacher_ids: IntArray | None = None  # (R,) the same problem as the teacher reads it; None: as the student does
+    own_ids: dict[str, IntArray] = {}  # likewise, of those among several teachers that read another, by name
 
     @property
     def read_by_teacher(self) -> IntArray:
         """Return the ids that the teacher reads, unless a policy gives it others."""
         return self.token_ids if self.teacher_ids is None else self.teacher_ids
+
+    def read_by(self, teacher: str) -> IntArray:
+        """Return the ids that the teacher of this name reads, as `read_by_teacher`."""
+        return self.own_ids.get(teacher, self.read_by_teacher)
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,7 +123,6 @@ def _at_another_temperature(
     config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]
 ) -> list[tuple[bool, str]]:
     """Return the complaints about log-probabilities at temperature 1 beside rollouts at another, likewise."""
-    temperature = config.sampling.temperature
     given = [("student", found["student"].generation_temperature, "sampled tokens")]
     if needs.teacher_scores:
         given += [
@@ -135,7 +134,8 @@ def _at_another_temperature(
         role = "reference" if "reference" in found else "student"  # whose base it is then
         given.append((role, found[role].score_temperature, "given tokens"))
     return [
-        (convention == "one" and temperature != 1.0, f"sampling.temperature={temperature:g}: {role}.backend "
+        (convention == "one" and config.temperature(role) != 1.0,
+         f"sampling.temperature={config.temperature(role):g}: {role}.backend "
          f"({found[role].server}) gives log-probabilities of {what} at temperature 1 only: set it to 1")
         for role, convention, what in given
     ]  # fmt: skip
@@ -169,8 +169,9 @@ def longest_prompt(config: Config, needs: PolicyNeeds, role: str) -> tuple[int, 
     given = {"sampling.max_prompt_tokens": config.sampling.max_prompt_tokens}
     if teacher_name(role) is not None:
         given["PolicyNeeds.teacher_prompt_tokens"] = needs.teacher_prompt_tokens
-        if config.prompt.teacher is not None:
-            given["prompt.teacher.max_tokens"] = config.prompt.teacher.max_tokens
+        if (own := config.teacher_prompt(role)) is not None:
+            key = "prompt.teacher" if own is config.prompt.teacher else f"{role}.prompt"
+            given[f"{key}.max_tokens"] = own.max_tokens
     key = max(given, key=lambda each: given[each])
     return given[key], f"{key}={given[key]}"
 

@@ -23,7 +23,7 @@ from spot_async.checks.capabilities import check_capabilities, of_student, sums_
 from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import TrainPlan, plan_warnings
 from spot_async.checks.server_diagnosis import RESPONSE_TOKENS, Fact, ServerDiagnosis, role_model
-from spot_async.config import Config, ModelConfig
+from spot_async.config import Config, ModelConfig, teacher_name
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.precision import SURE_NATS, logit_errors, noise_nats
 from spot_async.protocols import Backend, Generator, Scorer
@@ -71,7 +71,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     except ConfigError as error:
         refusals += str(error).splitlines()
     diagnoses = [
-        ServerDiagnosis(role, name, backend, said[name], config, plan, asked)
+        ServerDiagnosis(role, name, backend, said[name], config, plan, _of_role(asked, plan, role))
         for role, each in servers.items()
         for name, backend in each.items()
     ]
@@ -163,13 +163,20 @@ async def capabilities(backend: Backend) -> Capabilities:
     return await backend.capabilities(deadline=deadline)
 
 
+def _of_role(asked: Asked, plan: TrainPlan, role: str) -> Asked:
+    """Return what is asked of this role's servers: of a teacher's behind its own prompts too."""
+    if plan.teacher_renderers.get(role, plan.renderer) is plan.renderer:
+        return asked
+    name = teacher_name(role) or ""
+    return replace(asked, teacher_prompts=[prompt.read_by(name) for prompt in islice(plan.schedule, PROMPTS)])
+
+
 async def _asked(config: Config | None, plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
     """Return prompts of the run, each with a response of the student."""
     first = list(islice(plan.schedule, PROMPTS))
     prompts = [prompt.token_ids for prompt in first]
     responses = [prompt[-RESPONSE_TOKENS:] for prompt in prompts]
-    own = [prompt.teacher_ids for prompt in first if prompt.teacher_ids is not None]
-    asked = Asked(prompts, responses, plan.stop_token_ids, plan.common.limit, own)
+    asked = Asked(prompts, responses, plan.stop_token_ids, plan.common.limit)
     if config is not None:
         limits = {stage: getattr(config.stages, stage).attempt_timeout_s for stage in ("rollout", "score")}
         limited = {stage: timeout_s for stage, timeout_s in limits.items() if timeout_s is not None}

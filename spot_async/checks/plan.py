@@ -19,8 +19,16 @@ from spot_async.base import registry
 from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
-from spot_async.checks.served import check_places, check_recovery, check_roles, check_selves, offers, served_models
-from spot_async.config import Config, ModelConfig, PromptConfig, TemplateConfig, teacher_name
+from spot_async.checks.served import (
+    answering,
+    check_places,
+    check_recovery,
+    check_roles,
+    check_selves,
+    offers,
+    served_models,
+)
+from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
 from spot_async.data.golds import gold_doubts
 from spot_async.data.problem_set import ProblemSet, count_identical, load_training_sets
 from spot_async.data.prompts import (
@@ -55,9 +63,10 @@ class TrainPlan:
 
     student: ModelFiles
     teachers: Mapping[str, ModelFiles]  # by role; served only when the policy needs them
-    served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teacher, reference
+    served: Mapping[str, ModelConfig]  # the models to serve, by role: student, teachers, reference
+    answering: Mapping[str, str]  # the role whose servers answer for each teacher
     renderer: PromptRenderer
-    teacher_renderer: PromptRenderer  # of what the teacher reads: `prompt.teacher`, or the student's prompt
+    teacher_renderers: Mapping[str, PromptRenderer]  # of what teachers read, by role: the student's for most
     schedule: PromptSchedule
     sets: Mapping[str, ProblemSet]  # those of data.train by key, with what became of their rows
     doubts: Sequence[str]  # a line for each kind of answer in data.train that no response can meet
@@ -103,7 +112,7 @@ class TrainPlan:
     def reads_clock(self) -> bool:
         """Whether prompts of training or evaluation contain today's date."""
         problem = next(iter(self.schedule)).problem
-        in_training = any(each.reads_clock(problem) for each in {self.renderer, self.teacher_renderer})
+        in_training = any(each.reads_clock(problem) for each in {self.renderer, *self.teacher_renderers.values()})
         return in_training or any(benchmark.reads_clock for benchmark in self.evaluation)
 
 
@@ -144,12 +153,12 @@ def plan_training(config: Config) -> TrainPlan:
     renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teachers).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
     _check_prompt_tokens(common, sources)
-    teacher_renderer = _teacher_renderer(config.prompt, student, teachers)
-    if teacher_renderer is not None:
-        sources = teacher_renderer.beside(sources)
+    teacher_renderers = _teacher_renderers(config, student, teachers)
+    for own in dict.fromkeys(teacher_renderers.values()):
+        sources = own.beside(sources)
     for key, found in sets.items():
         if not any(source.problem.set_key == key for source in sources):
-            also = "" if teacher_renderer is None else ", or the teacher's are than prompt.teacher.max_tokens"
+            also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
             raise ConfigError(
                 f"sampling.max_prompt_tokens={config.sampling.max_prompt_tokens}: all {len(found.problems)} prompts of "
                 f"{key} are longer, the instruction included{also}; raise it"
@@ -179,8 +188,9 @@ def plan_training(config: Config) -> TrainPlan:
         student=student,
         teachers=teachers,
         served=served,
+        answering=answering(config),
         renderer=renderer,
-        teacher_renderer=teacher_renderer or renderer,
+        teacher_renderers=dict.fromkeys(teachers, renderer) | teacher_renderers,
         schedule=schedule,
         sets=sets,
         doubts=[
@@ -283,16 +293,25 @@ def _template_owner(
     return first
 
 
-def _teacher_renderer(
-    config: PromptConfig, student: ModelFiles, teachers: Mapping[str, ModelFiles]
-) -> TeacherPromptRenderer | None:
-    """Return what renders the teacher's own prompts; None where it reads the student's."""
-    if config.teacher is None:
-        return None
-    if not teachers:
+def _teacher_renderers(
+    config: Config, student: ModelFiles, teachers: Mapping[str, ModelFiles]
+) -> dict[str, TeacherPromptRenderer]:
+    """Return what renders teachers' own prompts, by role; those that read the student's prompt are left out."""
+    shared = config.prompt.teacher
+    if shared is not None and not teachers:
         raise ConfigError("prompt.teacher: the run has no teacher section: give one, or remove prompt.teacher")
-    owner = _template_owner(config.teacher, "prompt.teacher", student, teachers)
-    return TeacherPromptRenderer(owner.vocabulary, config)
+    found = {}
+    if shared is not None:
+        owner = _template_owner(shared, "prompt.teacher", student, teachers)
+        found = dict.fromkeys(teachers, TeacherPromptRenderer(owner.vocabulary, config.prompt))
+    for name, teacher in config.teachers.items():
+        if (own := teacher.prompt) is not None:
+            role = teacher_role(name)
+            itself = {**teachers, "teacher": teachers[role]}
+            owner = _template_owner(own, f"{role}.prompt", student, itself)
+            prompt = config.prompt.model_copy(update={"teacher": own})
+            found[role] = TeacherPromptRenderer(owner.vocabulary, prompt, name)
+    return found
 
 
 def chat_template(files: ModelFiles) -> object:
@@ -363,7 +382,8 @@ def _check_schedule(config: Config, iterations: int) -> None:
 
 def _check_queue_bytes(config: Config, needs: PolicyNeeds) -> None:
     sampling, batch = config.sampling, config.training.batch_size
-    own = 0 if config.prompt.teacher is None else config.prompt.teacher.max_tokens
+    prompts = filter(None, map(config.teacher_prompt, config.teachers_by_role))
+    own = max((prompt.max_tokens for prompt in prompts), default=0)
     each = worst_case_bytes(sampling.max_prompt_tokens, sampling.max_response_tokens, needs, teacher_prompt_tokens=own)
     if config.queue.capacity_bytes < batch * each:
         raise ConfigError(
@@ -396,13 +416,12 @@ def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:
     own = [role for role, each in plan.teachers.items() if same_weights(plan.student.directory, each.directory)]
     if not own or not needs.teacher_scores:
         return []
-    first = next(iter(plan.schedule))
-    if not needs.teacher_prompt_tokens and np.array_equal(first.read_by_teacher, first.token_ids):
-        warnings += [
-            f"{role}.model: it has the student's own weights and reads the same prompt, so it teaches nothing (its KL "
-            "to the student is 0): give it a context of its own in prompt.teacher.text, or another model"
-            for role in own
-        ]
+    warnings += [
+        f"{role}.model: it has the student's own weights and reads the same prompt, so it teaches nothing (its KL "
+        "to the student is 0): give it a context of its own in prompt.teacher.text, or another model"
+        for role in own
+        if not needs.teacher_prompt_tokens and _reads_as_student(plan, teacher_name(role) or "")
+    ]
     skips = getattr(config.policy, "skip_answer", True)
     if needs.candidates_key is not None and getattr(config.policy, needs.candidates_key) == "score" and not skips:
         warnings.append(
@@ -413,17 +432,24 @@ def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:
     return warnings
 
 
+def _reads_as_student(plan: TrainPlan, teacher: str) -> bool:
+    prompts = islice(plan.schedule, plan.schedule.per_epoch)
+    first = next((prompt for prompt in prompts if prompt.problem.asks(teacher)), None)
+    return first is not None and np.array_equal(first.read_by(teacher), first.token_ids)
+
+
 def _generation_prompts(plan: TrainPlan) -> list[str]:
-    """Return a line if teacher and student are led into a response by different words."""
+    """Return a line for each teacher that is led into a response by other words than the student."""
     problem = next(iter(plan.schedule)).problem
-    teachers, students = (each.generation_prompt(problem) for each in (plan.teacher_renderer, plan.renderer))
-    if teachers == students:
-        return []
-    return [
-        f"prompt.teacher: behind the user's message the teacher reads {teachers!r}, and the student {students!r}, so "
-        "they expect different first tokens: unless that is meant, set template, thinking and template_arguments as "
-        "they are in prompt"
-    ]
+    students, lines = plan.renderer.generation_prompt(problem), {}
+    for each in plan.teacher_renderers.values():
+        if (teachers := each.generation_prompt(problem)) != students:
+            lines[each.key] = (
+                f"{each.key}: behind the user's message the teacher reads {teachers!r}, and the student {students!r}, "
+                "so they expect different first tokens: unless that is meant, set template, thinking and "
+                "template_arguments as they are in prompt"
+            )
+    return list(lines.values())
 
 
 def evaluation_warnings(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:

@@ -71,6 +71,8 @@ LATER: tuple[tuple[str, Any], ...] = (
     ("teacher.weight", 1.0),
     ("teacher.follows", None),
     ("teacher.served_by", "teacher"),
+    ("teacher.prompt", None),
+    ("teacher.temperature", None),
     ("policy.skip_answer", False),
     ("policy.route", None),
     *((f"data.train.{key}", None) for key in ("share", "category", "verifier", "instruction")),
@@ -96,6 +98,7 @@ def digest_of_prompts(plan: TrainPlan) -> str:
 
 def _parts(prompt: Prompt | PromptSource) -> list[Any]:
     problem, own = prompt.problem, [] if prompt.teacher_ids is None else [prompt.teacher_ids.tolist()]
+    own += [{name: ids.tolist() for name, ids in prompt.own_ids.items()}] if prompt.own_ids else []
     written = [] if problem.response is None else [problem.response]
     return [problem.id, problem.answer, prompt.token_ids.tolist(), *own, *written]
 

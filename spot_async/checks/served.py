@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from spot_async.base import registry
 from spot_async.base.addresses import is_loopback
 from spot_async.checks.device_shares import answers_in_shifts, sleeps_while_training
-from spot_async.config import Config, ModelConfig, Place
+from spot_async.config import Config, ModelConfig, Place, TeacherConfig
 from spot_async.errors import ConfigError
 from spot_async.models.files import ModelFiles
 from spot_async.models.weight_files import same_weights
 from spot_async.protocols import BaseScorer, CandidateScorer, Generator, Scorer, WeightSink
 from spot_async.types import PolicyNeeds
 from spot_async.watchdog.silence import start_timeouts
+
+# Settings of a backend whose requests cost money or are counted.
+PAID_KEYS = ("prices", "budget", "token_budget", "requests_per_minute", "tokens_per_minute")
 
 
 def check_roles(config: Config, needs: PolicyNeeds) -> None:
@@ -123,10 +126,40 @@ def check_places(config: Config, needs: PolicyNeeds) -> None:
     _check_sleep(config)
 
 
+def answering(config: Config) -> dict[str, str]:
+    """Return the role whose servers answer for each teacher: the first one with the same model, backend and serving.
+
+    The student's answer for one that is `served_by` them. One that follows the student has servers of its own.
+    Raises ConfigError where these differ in a price or a limit alone, such as a budget for one of the two.
+    """
+    found: dict[str, str] = {}
+    for role, teacher in config.teachers_by_role.items():
+        if teacher.served_by == "student":
+            found[role] = "student"
+            continue
+        served = {other: config.teachers_by_role[other] for other, first in found.items() if other == first}
+        alike = [] if teacher.replay else [other for other, each in served.items() if _same_servers(teacher, each)]
+        first = found[role] = alike[0] if alike else role
+        for key in PAID_KEYS:
+            own, others = (getattr(config.teachers_by_role[each].backend, key, None) for each in (role, first))
+            if own != others:
+                raise ConfigError(
+                    f"{role}.backend.{key}={own}: the servers of {first} answer for both, and there it is {others}: "
+                    "give both the same, which counts for them together, or servers of their own"
+                )
+    return found
+
+
+def _same_servers(one: TeacherConfig, other: TeacherConfig) -> bool:
+    first, second = (each.model_dump(exclude={"backend": {*PAID_KEYS}}) for each in (one, other))
+    same = all(first[key] == second[key] for key in ("model", "backend", "serving"))
+    return same and not other.replay and one.follows is None and other.follows is None
+
+
 def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
     """Return the models to serve, by role.
 
-    A replayed teacher is not served, nor one for which the student's servers answer. The reference is the initial
+    A replayed teacher is not served, nor is one for which another's servers answer. The reference is the initial
     student unless the configuration names another. Where the student's servers take adapters it is there already, as
     their base.
     """
@@ -135,7 +168,7 @@ def served_models(config: Config, needs: PolicyNeeds) -> dict[str, ModelConfig]:
     reference = (config.reference or initial) if needs.reference else None
     return {
         "student": config.student,
-        **{role: each for role, each in teachers.items() if not each.replay and each.served_by == "teacher"},
+        **{role: each for role, each in teachers.items() if not each.replay and answering(config)[role] == role},
         **({} if reference is None else {"reference": reference}),
     }
 

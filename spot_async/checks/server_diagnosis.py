@@ -339,7 +339,7 @@ class ServerDiagnosis:
 
     def _judge_temperatures(self) -> None:
         """Compare what servers say of temperatures with what was seen. It is unsafe only if the run's is not 1."""
-        temperature = self.config.sampling.temperature
+        temperature = self.config.temperature(self.role)
         for name in ("score_temperature", "generation_temperature"):
             said, seen = self.facts[name], self.facts.get(f"{name}_probed")
             if said is None or seen is None or said == seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -112,6 +112,11 @@ def _check_file(
         raise typer.Exit(1)
 
 
+OneTeacher: TypeAlias = Annotated[
+    str | None, typer.Option("--teacher", metavar="NAME", help="of several `teachers`, the one that this is about")
+]
+
+
 def serve(context: typer.Context) -> None:
     """Serve a model directory: generation, scoring, weight updates. See serve --help."""
     from spot_async.serving.__main__ import main as serve_model
@@ -122,6 +127,7 @@ def serve(context: typer.Context) -> None:
 def tune(
     config: ConfigPath,
     overrides: Overrides = None,
+    teacher: OneTeacher = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.tuned.yaml beside CONFIG")
     ] = None,
@@ -148,7 +154,7 @@ def tune(
 
     output = output or config.with_name(f"{config.stem}.tuned.yaml")
     options = TuneOptions(config, overrides or (), output, seconds, limit_requests, paid, run)
-    settings = load_config(config, overrides or ())
+    settings = load_config(config, overrides or ()).with_teacher(teacher, "tune")
     check_output(config, output)
     check_options(settings, options)
     if run is not None:
@@ -165,6 +171,7 @@ def tune(
 def forecast(
     config: ConfigPath,
     overrides: Overrides = None,
+    teacher: OneTeacher = None,
     prompts: Annotated[int, typer.Option(min=2, help="problems to measure")] = 50,
     rollouts: Annotated[int, typer.Option(min=1, help="responses of the student to each problem")] = 8,
     probes: Annotated[int, typer.Option(min=2, help="continuations of each candidate, more than policy.probes")] = 16,
@@ -202,7 +209,7 @@ def forecast(
 
     output = output or config.with_name(f"{config.stem}.forecast.json")
     options = ForecastOptions(prompts, rollouts, probes, limit_tokens, worth, config.stem, overrides or (), output)
-    given = load_config(config, overrides or ())
+    given = load_config(config, overrides or ()).with_teacher(teacher, "a forecast")
     settings = forecast_config(given)
     command.check_output(output)
     if earlier is not None:

@@ -42,6 +42,7 @@ from spot_async.config.schema import StagesConfig as StagesConfig
 from spot_async.config.schema import TeacherConfig as TeacherConfig
 from spot_async.config.schema import TelemetryConfig as TelemetryConfig
 from spot_async.config.schema import WandbConfig as WandbConfig
+from spot_async.config.schema import model_sections as model_sections
 from spot_async.config.schema import resources_of as resources_of
 from spot_async.config.schema import teacher_area as teacher_area
 from spot_async.config.schema import teacher_name as teacher_name

@@ -25,8 +25,9 @@ from spot_async.config.base import (
 )
 from spot_async.config.evaluation import EvaluationConfig, check_paper
 from spot_async.config.plugins import BackendSection, PluginSettings, PolicySettings, RouteConfig, TrainingVerifier
-from spot_async.config.problems import DataConfig, PromptConfig
+from spot_async.config.problems import DataConfig, PromptConfig, TeacherPromptConfig
 from spot_async.config.training import ClusterConfig, TrainingConfig
+from spot_async.errors import ConfigError
 
 CONFIG_VERSION = 1  # raised when a file of the version before can no longer be read as it is
 ROLES = ("student", "teacher", "reference")
@@ -41,6 +42,13 @@ def teacher_name(role: str) -> str | None:
     """Return the name of the teacher that has this role, empty for the only one; None for another's role."""
     kind, _, name = role.partition(".")
     return name if kind in ("teacher", "teachers") else None
+
+
+def model_sections(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of models in a configuration's plain values, by role."""
+    several = {teacher_role(name): section for name, section in (tree.get("teachers") or {}).items()}
+    given = {role: tree.get(role) for role in ROLES[:2]} | several | {"reference": tree.get("reference")}
+    return {role: section for role, section in given.items() if section}
 
 
 TeacherName: TypeAlias = Annotated[
@@ -181,6 +189,13 @@ class TeacherConfig(ModelConfig):
         "teacher",
         description="whose servers answer: its own, or the `student`'s, as the live student or, beside LoRA adapters, "
         "as the frozen one",
+    )
+    prompt: TeacherPromptConfig | None = Field(
+        None,
+        description="what this one of several reads in place of the student's prompt; null: as in `prompt`",
+    )
+    temperature: PositiveFloat | None = Field(
+        None, description="divides its logits, in scores and responses; null: `sampling.temperature`"
     )
 
     @pydantic.model_validator(mode="after")
@@ -363,6 +378,8 @@ class Config(Section):
                 "to weigh it against"
             )
         self._check_resources()
+        if self.teacher is not None and self.teacher.prompt is not None:
+            raise ValueError("teacher.prompt: is for one of several teachers: move it to prompt.teacher")
         if self.teacher is not None and self.teachers:
             raise ValueError(
                 f"teachers: teacher is given too: name that one as the others are, in teachers.NAME, or remove "
@@ -411,6 +428,27 @@ class Config(Section):
         if self.teacher is not None:
             return {"teacher": self.teacher}
         return {teacher_role(name): teacher for name, teacher in self.teachers.items()}
+
+    def with_teacher(self, name: str | None, what: str) -> Config:
+        """Return the configuration with this one of several teachers as its only one, for a command that is about one.
+
+        `what` names the command's work. Raises ConfigError if the name is missing or is nobody's.
+        """
+        if name is None and not self.teachers:
+            return self
+        if name not in self.teachers:
+            known = " or ".join(f"--teacher {each}" for each in self.teachers) or "leave out --teacher"
+            raise ConfigError(f"teachers: {what} is about one teacher: give {known}")
+        policy = self.policy.model_copy(update={"route": None} if hasattr(self.policy, "route") else {})
+        return self.model_copy(update={"teacher": self.teachers[name], "teachers": {}, "policy": policy})
+
+    def teacher_prompt(self, role: str) -> TeacherPromptConfig | None:
+        """Return what a teacher reads in place of the student's prompt; None where it reads that."""
+        return getattr(self.models.get(role), "prompt", None) or self.prompt.teacher
+
+    def temperature(self, role: str) -> float:
+        """Return the temperature of a role's log-probabilities and responses."""
+        return getattr(self.models.get(role), "temperature", None) or self.sampling.temperature
 
     @property
     def verifiers(self) -> dict[str, PluginSettings]:

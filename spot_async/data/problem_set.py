@@ -109,10 +109,10 @@ def load_training_sets(config: Config, needs: PolicyNeeds) -> dict[str, ProblemS
 
     Raises as `load_problem_set`, and for problems that lack what their verifier or the policy needs.
     """
-    own_prompt, sets = config.prompt.teacher, {}
+    own_prompts, sets = [*filter(None, map(config.teacher_prompt, config.teachers_by_role))], {}
     for number, (key, settings) in enumerate(config.data.sets.items(), start=1):
         needs_answers = needs.outcomes and config.verifiers[key].JUDGES_ANSWERS
-        keeps_solutions = own_prompt is not None and own_prompt.names_solution
+        keeps_solutions = any(prompt.names_solution for prompt in own_prompts)
         if config.route is not None and config.route.by not in ("category", "tier"):
             settings = settings.model_copy(update={"fields": {**settings.fields, "domain": config.route.by}})
         found = load_problem_set(settings, key, needs_answers=needs_answers, keeps_solutions=keeps_solutions)

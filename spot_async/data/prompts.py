@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import msgspec
@@ -25,7 +25,7 @@ import numpy as np
 from spot_async.base.files import refuse_pointer
 from spot_async.base.seeds import derive_seed
 from spot_async.base.text import first_line
-from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig
+from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig, teacher_role
 from spot_async.data.template_trial import overdoes
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
@@ -48,7 +48,7 @@ class PromptRenderer:
     The template is the tokenizer's own, or the Jinja file that `config.template` names.
     """
 
-    key: ClassVar[str] = "prompt"  # the section that says how, for messages
+    key: str = "prompt"  # the section that says how, for messages
 
     def __init__(self, vocabulary: Vocabulary, config: PromptConfig) -> None:
         self._tokenizer = vocabulary.tokenizer
@@ -165,9 +165,15 @@ class PromptRenderer:
 
 
 class TeacherPromptRenderer(PromptRenderer):
-    """Renders what the teacher reads in place of the student's prompt: the text of `prompt.teacher`, filled in."""
+    """Renders what a teacher reads in place of the student's prompt: the text of `prompt.teacher`, filled in.
 
-    key: ClassVar[str] = "prompt.teacher"
+    `name` is that of one of several, whose section is its own (`teachers.<name>.prompt`).
+    """
+
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, name: str = "") -> None:
+        self.key = f"{teacher_role(name)}.prompt" if name else "prompt.teacher"
+        self._teacher = name
+        super().__init__(vocabulary, config)
 
     @property
     def _template_config(self) -> TeacherPromptConfig:
@@ -175,29 +181,37 @@ class TeacherPromptRenderer(PromptRenderer):
         return self._config.teacher
 
     def beside(self, sources: Sequence[PromptSource]) -> list[PromptSource]:
-        """Return the sources with the teacher's prompts, without those whose are longer than `prompt.teacher` allows.
+        """Return the sources with the teacher's prompts, without those whose are longer than the section allows.
 
         Raises ConfigError if a problem lacks a part that the text names, if all are too long, or if the teacher would
         read the same of two problems that the student can tell apart.
         """
-        rendered = [msgspec.structs.replace(each, teacher_ids=self.token_ids(each.problem)) for each in sources]
+        name = self._teacher
+        rendered = [(each, self.token_ids(each.problem) if each.problem.asks(name) else None) for each in sources]
         first_with: dict[bytes, PromptSource] = {}
-        for each in rendered:
-            assert each.teacher_ids is not None
-            first = first_with.setdefault(each.teacher_ids.tobytes(), each)
+        for each, own_ids in rendered:
+            if own_ids is None:
+                continue
+            first = first_with.setdefault(own_ids.tobytes(), each)
             if not np.array_equal(first.token_ids, each.token_ids):
                 raise ConfigError(
-                    f"prompt.teacher.text: the teacher would read the same prompt of problems {first.problem.id!r} and "
+                    f"{self.key}.text: the teacher would read the same prompt of problems {first.problem.id!r} and "
                     f"{each.problem.id!r}, which differ: name {{problem}} in it"
                 )
         most = self._template_config.max_tokens
-        short = [each for each in rendered if each.teacher_ids is not None and len(each.teacher_ids) <= most]
+        short = [self._with(each, own_ids) for each, own_ids in rendered if own_ids is None or len(own_ids) <= most]
         if rendered and not short:
             raise ConfigError(
-                f"prompt.teacher.max_tokens={most}: all {len(rendered)} prompts of the teacher are longer: raise it, "
-                "or make prompt.teacher.text shorter"
+                f"{self.key}.max_tokens={most}: all {len(rendered)} prompts of the teacher are longer: raise it, "
+                f"or make {self.key}.text shorter"
             )
         return short
+
+    def _with(self, source: PromptSource, ids: IntArray | None) -> PromptSource:
+        if ids is None:
+            return source
+        own = {"own_ids": {**source.own_ids, self._teacher: ids}} if self._teacher else {"teacher_ids": ids}
+        return msgspec.structs.replace(source, **own)
 
     def _content(self, problem: Problem) -> str:
         def part(name: str) -> str:
@@ -206,7 +220,7 @@ class TeacherPromptRenderer(PromptRenderer):
             value: str | None = getattr(problem, _FIELDS[name])
             if not (value or "").strip():
                 raise ConfigError(
-                    f"prompt.teacher.text names {{{name}}}: problem {problem.id!r} has none; give "
+                    f"{self.key}.text names {{{name}}}: problem {problem.id!r} has none; give "
                     f"data.train.fields.{name}, or leave it out"
                 )
             return (value or "").strip()
@@ -253,6 +267,7 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     token_ids: IntArray
     teacher_ids: IntArray | None = None
+    own_ids: dict[str, IntArray] = {}
 
 
 class PromptSchedule:
@@ -289,7 +304,11 @@ class PromptSchedule:
         """Yield all prompts of the run, and after its last batch more, to replace prompts that are given up."""
         for ordinal, source in enumerate(self._by_share() if self.shares else self._epochs(self.sources, "epoch")):
             yield Prompt(
-                ordinal=ordinal, problem=source.problem, token_ids=source.token_ids, teacher_ids=source.teacher_ids
+                ordinal=ordinal,
+                problem=source.problem,
+                token_ids=source.token_ids,
+                teacher_ids=source.teacher_ids,
+                own_ids=source.own_ids,
             )
 
     def _by_share(self) -> Iterator[PromptSource]:

@@ -369,7 +369,7 @@ class Orchestrator:
         await self._sleepers.sleep()
 
     def _worst_case_bytes(self, prompt: Prompt) -> int:
-        own = 0 if prompt.teacher_ids is None else len(prompt.teacher_ids)
+        own = max((len(ids) for ids in (prompt.teacher_ids, *prompt.own_ids.values()) if ids is not None), default=0)
         return worst_case_bytes(
             len(prompt.token_ids), self._settings.max_response_tokens, self._policy.needs, teacher_prompt_tokens=own
         )

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 # Of what is held as a whole: metrics, spending and dead letters. 10,000 iterations have about 1.5 million values.
 MAX_BYTES_OF_ROWS, MAX_VALUES_OF_ROWS = 128 << 20, 2_000_000
-SECTIONS = {*ROLES, "data", "evaluation", "policy", "prompt", "run", "sampling", "stages", "training"}
+SECTIONS = {*ROLES, "teachers", "data", "evaluation", "policy", "prompt", "run", "sampling", "stages", "training"}
 MAX_FAILED = 100_000  # lines of the log about attempts that failed
 
 EVALUATION = "evaluation/"  # what the names of held-out figures in metrics.jsonl begin with
@@ -159,10 +159,12 @@ class RunFiles:
             return {}
         stages = loaded.get("stages")
         inner = {f"stages.{name}": each for name, each in stages.items()} if isinstance(stages, dict) else {}
-        for role in ROLES:
-            if isinstance(section := loaded.get(role), dict):
+        teachers = loaded.get("teachers")
+        several = {f"teachers.{name}": each for name, each in teachers.items()} if isinstance(teachers, dict) else {}
+        for role, section in ({role: loaded.get(role) for role in ROLES} | several).items():
+            if isinstance(section, dict):
                 inner[f"{role}.backend"] = section.get("backend")
-        for key, value in ({**loaded, **inner}).items():
+        for key, value in ({**loaded, **several, **inner}).items():
             if key.partition(".")[0] in SECTIONS and not isinstance(value, dict | None):
                 raise DataError(f"{self.path / 'config.yaml'}: {key} is no section")
         return {key: value for key, value in loaded.items() if value is not None}

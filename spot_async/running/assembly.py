@@ -90,10 +90,11 @@ def make_stages(
     reference: Any = services.student if plan.reference_is_base else services.reference
     teachers = {
         role: TeacherService(
-            server=services.backends.get("student" if role in config.served_by_student else role),
+            server=services.backends.get(plan.answering[role]),
             vocabulary=files.vocabulary,
             kept_scores=services.kept_scores.get(role),
-            render_turns=plan.teacher_renderer.turn_ids,
+            temperature=config.temperature(role),
+            render_turns=plan.teacher_renderers[role].turn_ids,
             weight=config.teachers_by_role[role].weight,
         )
         for role, files in plan.teachers.items()
@@ -109,7 +110,6 @@ def make_stages(
         following=[*config.following],
         common=plan.common,
         capabilities=services.capabilities,
-        render_turns=plan.teacher_renderer.turn_ids,
     )
     settings = StagesSettings(
         limits=config.stages,

@@ -159,6 +159,9 @@ async def open_services(
                 alongside(*(each.watch for each in backends.values()), shifts.watch, *beside.watches, there.watch),
             ):
                 found, diagnosis = await _ask(run, backends, listener)
+                if run is not None:
+                    shared = run[1].answering.items()
+                    found = {**found, **{role: found[by] for role, by in shared if by in found and role not in found}}
                 kept_scores: Mapping[str, KeptScores] = {}
                 if is_used:
                     _accept(diagnosis, listener)

@@ -30,12 +30,19 @@ class PromptRequests:
     """Makes and sends the requests of one prompt."""
 
     def __init__(
-        self, prompt: Prompt, settings: StagesSettings, stop_token_ids: tuple[int, ...], vocab_limit: int | None
+        self,
+        prompt: Prompt,
+        settings: StagesSettings,
+        stop_token_ids: tuple[int, ...],
+        vocab_limit: int | None,
+        temperature: float | None = None,
     ) -> None:
+        """`temperature` is that of a model with one of its own; None: that of the settings."""
         self._prompt = prompt
         self._settings = settings
         self._stop_token_ids = stop_token_ids
         self._vocab_limit = vocab_limit
+        self.temperature = temperature or settings.sampling.temperature
         # All requests of a prompt begin with its tokens. Those of probes and candidates continue with its response's.
         self._session = f"prompt-{prompt.ordinal}"
 
@@ -43,7 +50,7 @@ class PromptRequests:
         """Return how a request samples. What identifies it within the prompt decides its seed."""
         sampling = self._settings.sampling
         return SamplingSettings(
-            temperature=sampling.temperature,
+            temperature=self.temperature,
             top_p=sampling.top_p,
             max_tokens=max_tokens,
             stop_token_ids=self._stop_token_ids,
@@ -105,10 +112,9 @@ class PromptRequests:
         kind: str = "",
     ) -> Coroutine[Any, Any, T]:
         """Ask about a response behind what is read before it, so many `times` as a server counts its tokens."""
-        temperature = self._settings.sampling.temperature
         return stage.ask(
             (self._prompt.ordinal,),
-            lambda server, deadline: score(server, ScoreRequest(read_ids, response_ids, temperature, deadline)),
+            lambda server, deadline: score(server, ScoreRequest(read_ids, response_ids, self.temperature, deadline)),
             session=self._session,
             tokens=times * (len(read_ids) + len(response_ids)),
             kind=kind,

@@ -30,14 +30,15 @@ STAGE_SERVERS = {
 }
 
 
-def stage_server(stage: str) -> str | None:
-    """Return the role whose servers answer a stage's requests; None for what is no stage.
+def stage_kind(stage: str) -> str:
+    """Return what the configuration calls a stage: `score.math` is the `score` of a teacher among several."""
+    return stage.partition(".")[0]
 
-    `score.math` is the stage of a teacher among several, whose role is `teachers.math`.
-    """
-    kind, _, name = stage.partition(".")
-    server = STAGE_SERVERS.get(kind)
-    return teacher_role(name) if server == "teacher" else server
+
+def stage_server(stage: str) -> str | None:
+    """Return the role whose servers answer a stage's requests, such as `teachers.math`; None for what is no stage."""
+    server = STAGE_SERVERS.get(stage_kind(stage))
+    return teacher_role(stage.partition(".")[2]) if server == "teacher" else server
 
 
 # The field of `PolicyNeeds` that allows a stage more requests.
@@ -79,6 +80,7 @@ class TeacherService:
     server: Scorer | ServicePool[Any] | None
     vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
     kept_scores: KeptScores | None = None  # answers again what it was asked before
+    temperature: float | None = None  # of its scores and responses; None: that of the rollouts
     render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for it of a chat
     weight: float = 1.0  # beside those of others that a prompt asks
 

@@ -107,7 +107,6 @@ class Stages:
                 follows=role in services.following,
                 is_base=role in services.teachers_are_base,
                 needs=needs,
-                settings=settings,
                 common=services.common,
                 capabilities=services.capabilities.get(role),
                 ends=EndTokens(services.vocabulary.end_token_ids, ends, limits.score.end_token),
@@ -172,7 +171,7 @@ class BoundStages:
     def __init__(self, stages: Stages, prompt: Prompt) -> None:
         self._stages = stages
         self._prompt = prompt
-        self._requests = PromptRequests(prompt, stages.settings, stages.stop_token_ids, stages.services.common.limit)
+        self._requests = self._requests_at(None)
         # What a teacher read before each response, where that was not the student's prompt, by the response's ids.
         self._read_before: dict[bytes, list[IntArray]] = {}
 
@@ -240,8 +239,13 @@ class BoundStages:
         return await self._teacher(teacher).candidates(response_ids, positions, candidate_ids, **asked)
 
     def _teacher(self, name: str) -> BoundTeacher:
-        return BoundTeacher(
-            self._stages.teacher(name or self._prompt.problem.teacher), self._prompt, self._requests, self._note_read
+        teacher = self._stages.teacher(name or self._prompt.problem.teacher)
+        return BoundTeacher(teacher, self._prompt, self._requests_at(teacher.service.temperature), self._note_read)
+
+    def _requests_at(self, temperature: float | None) -> PromptRequests:
+        stages = self._stages
+        return PromptRequests(
+            self._prompt, stages.settings, stages.stop_token_ids, stages.services.common.limit, temperature
         )
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:

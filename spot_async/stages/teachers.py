@@ -18,7 +18,7 @@ from spot_async.models.common_vocabulary import CommonVocabulary, EndTokens, kno
 from spot_async.models.responses import foreign
 from spot_async.protocols import CandidateScorer, PositionScorer, Scorer
 from spot_async.stages.requests import PromptRequests, given, identity
-from spot_async.stages.services import StagesSettings, TeacherService
+from spot_async.stages.services import TeacherService
 from spot_async.stages.stage import Stage
 from spot_async.types import (
     Capabilities,
@@ -54,7 +54,6 @@ class TeacherStages:
     follows: bool  # the student, so that its answers name their version
     is_base: bool  # of the student's servers, which are asked for it (`BaseScorer`)
     needs: PolicyNeeds
-    settings: StagesSettings
     common: CommonVocabulary
     capabilities: Capabilities | None  # None: it offers everything
     ends: EndTokens
@@ -218,16 +217,15 @@ class BoundTeacher:
         kept, prompt = self._teacher.service.kept_scores, self._prompt
         if kept is None:
             return await ask()
-        key = (*asked, self._teacher.settings.sampling.temperature)
+        key = (*asked, self._requests.temperature)
         return await kept.fetch(kind, key, ask, what=f"prompt {prompt.ordinal} (problem {prompt.problem.id!r})")
 
     def _read(self, prompt_ids: IntArray | None = None) -> IntArray:
         """Return what the teacher reads before a response: the ids that a policy gives, or the prompt's."""
-        prompt = self._prompt
+        own_ids, stated = self._prompt.read_by(self._teacher.name), self._teacher.needs.teacher_prompt_tokens
         if prompt_ids is None:
-            return prompt.read_by_teacher
-        stated = self._teacher.needs.teacher_prompt_tokens
-        if len(prompt_ids) > max(stated, len(prompt.token_ids), len(prompt.read_by_teacher)):
+            return own_ids
+        if len(prompt_ids) > max(stated, len(self._prompt.token_ids), len(own_ids)):
             raise (PermanentError if stated else ContractError)(
                 f"a teacher's prompt has {len(prompt_ids)} tokens, and PolicyNeeds.teacher_prompt_tokens states "
                 f"{stated}: write it shorter, or state more"

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from spot_async.base.text import rough_time
+from spot_async.config import teacher_name
 from spot_async.errors import DeadlineExceededError
 from spot_async.loop.events import Phase
-from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.services import stage_kind, stage_server
 
 TRAINER_BOUND = 0.5  # training is the bottleneck from this share of the time on
 UPDATE_BOUND = 0.25
@@ -196,12 +197,13 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
             ("prompts wait for something that is no request: the policy's own code, or a limit of admission (queue)",),
             f"policy bound: no stage has anything to do, trainer idle {percent(share)}; look at the policy's own code",
         )
-    known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in STAGE_SERVERS and seconds > 0}
+    of = {stage: server for stage in times.waited_for_s if (server := stage_server(stage)) is not None}
+    known = {stage: seconds for stage, seconds in times.waited_for_s.items() if stage in of and seconds > 0}
     if not known:
         return Bottleneck(f"The trainer waited {percent(share)} of the time. What it waited for was not recorded.")
     by_server: dict[str, float] = {}
     for stage, seconds in known.items():
-        by_server[STAGE_SERVERS[stage]] = by_server.get(STAGE_SERVERS[stage], 0.0) + seconds / waited_s
+        by_server[of[stage]] = by_server.get(of[stage], 0.0) + seconds / waited_s
     servers = sorted(by_server, key=lambda server: -by_server[server])
     failing = {
         stage: known[stage] * times.stages[stage].failed_share
@@ -211,20 +213,18 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
     if failing:
         return _judge_failures(max(failing, key=lambda stage: failing[stage]), times, share)
     bound = servers[:1] if by_server[servers[0]] >= CLEAR_SHARE else servers[:2]
-    stages = sorted((s for s in known if STAGE_SERVERS[s] in bound), key=lambda stage: -known[stage])
+    stages = sorted((s for s in known if of[s] in bound), key=lambda stage: -known[stage])
     named = [f"{stage} ({percent(known[stage] / waited_s)})" for stage in stages if known[stage] / waited_s >= 0.05]
     sentence = (
         f"{' and '.join(bound).capitalize()} bound: the trainer waited {percent(share)} of the time, "
         f"mostly for {' and '.join(named[:2])}."
     )
-    writes = known.get("teacher_response", 0.0) > known.get("score", 0.0)
-    of_servers = SERVER_ADVICE | ({"teacher": TEACHER_WRITES_ADVICE} if writes else {})
-    general = [of_servers[server] for server in bound]
+    general = [_server_advice(server, known) for server in bound]
     if "student" in bound:
         most_generated = max(GENERATION_ADVICE, key=lambda stage: known.get(stage, 0.0))
         general.append(GENERATION_ADVICE[most_generated])
     # The first stage's server, which need not be the one that all stages together waited for most.
-    of_first = of_servers[STAGE_SERVERS[stages[0]]]
+    of_first = _server_advice(of[stages[0]], known)
     trouble, finding = _trouble(stages[0], times), _finding(stages[0], times, of_first)
     advice = dict.fromkeys([*trouble, *_harmless_failures(stages[0], times), *finding.lines, *general])
     return Bottleneck(
@@ -237,10 +237,10 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
 
 def _judge_failures(stage: str, times: RunTimes, share: float) -> Bottleneck:
     """Return what an attempt that fails costs a stage that has many of them: nothing else is worth changing before."""
-    use, server = times.stages[stage], STAGE_SERVERS[stage]
+    use, server = times.stages[stage], stage_server(stage)
     words = use.failed_words.replace("of the attempts", f"of the {stage} attempts")
     mend = f"see why in the report's Failures and logs/run.jsonl, and mend the {server}'s server or what is before it"
-    lost = f"stages.{stage}.attempt_timeout_s: how soon a reply that does not come is asked for again"
+    lost = f"stages.{stage_kind(stage)}.attempt_timeout_s: how soon a reply that does not come is asked for again"
     return Bottleneck(
         f"{words}: retries hold the run up. The trainer waited {percent(share)} of the time.",
         (*_trouble(stage, times), mend, *([lost] if DeadlineExceededError.in_short in use.failures else [])),
@@ -251,7 +251,7 @@ def _judge_failures(stage: str, times: RunTimes, share: float) -> Bottleneck:
 
 def _trouble(stage: str, times: RunTimes) -> tuple[str, ...]:
     """Return what no limit of ours would help against: servers that are down or asked for a pause, and refusals."""
-    server = STAGE_SERVERS[stage]
+    server = stage_server(stage) or ""
     servers, use = times.servers.get(server), times.stages.get(stage)
     found = []
     if servers is not None and servers.down:
@@ -305,7 +305,7 @@ def _brief(stage: str, times: RunTimes, share: float, trouble: tuple[str, ...], 
 
 def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
     """Return what a stage's use says. `of_server` is the advice that makes its server faster."""
-    use, server = times.stages.get(stage), STAGE_SERVERS[stage]
+    use, server = times.stages.get(stage), stage_server(stage)
     if use is None:
         return _Finding()
     faster: tuple[str, ...] = (of_server,)
@@ -334,7 +334,7 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
         return _Finding(
             f"the limit of {use.limit} requests was {full}",
             "its limit is full",
-            (f"raise stages.{stage}.concurrency as far as spot-async tune says", *faster),
+            (f"raise stages.{stage_kind(stage)}.concurrency as far as spot-async tune says", *faster),
         )
     if use.has_stragglers(times.batch_size):
         return _Finding(
@@ -353,6 +353,17 @@ def _finding(stage: str, times: RunTimes, of_server: str) -> _Finding:
 
 def _fullness(in_flight: float, limit: int) -> str:
     return "full" if round(in_flight) >= limit else "mostly in use"
+
+
+def _server_advice(server: str, waited_s: Mapping[str, float]) -> str:
+    """Return what makes a server faster, by what of it was waited for."""
+    name = teacher_name(server)
+    if name is None:
+        return SERVER_ADVICE[server]
+    of_it = f".{name}" if name else ""
+    writes = waited_s.get(f"teacher_response{of_it}", 0.0) > waited_s.get(f"score{of_it}", 0.0)
+    advice = TEACHER_WRITES_ADVICE if writes else SERVER_ADVICE["teacher"]
+    return advice.replace("teacher.backend", f"{server}.backend")
 
 
 SERVER_ADVICE = {

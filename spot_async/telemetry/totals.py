@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from spot_async.config import model_sections
 from spot_async.run_directory.reading import SampleSummary
-from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.services import STAGE_SERVERS, stage_kind, stage_server
 from spot_async.telemetry.bottleneck import PUBLISHES, RunTimes, ServerUse, StageUse
 
 RELATIVE_BINS = 20
@@ -63,18 +64,16 @@ def run_times(
     `cores` is how many the run could use, if that is known. `failures` says by stage what failed attempts met.
     `servers` are those of each role as they are now, where the run still has them.
     """
-    waited_for = {
-        stage: seconds for stage in (*STAGE_SERVERS, "nothing") if (seconds := total(rows, f"wait/{stage}_s"))
-    }
+    waited_for = {stage: seconds for stage in _waits(rows) if (seconds := total(rows, f"wait/{stage}_s"))}
     return RunTimes(
         wait_s=total(rows, "time/wait_for_batch_s"),
         train_s=total(rows, "time/train_s"),
         update_s=total(rows, "time/update_weights_s"),
         waited_for_s=waited_for,
         stages={
-            stage: _stage_use(rows, config, stage, failures.get(stage, ""), servers.get(STAGE_SERVERS[stage]))
+            stage: _stage_use(rows, config, stage, failures.get(stage, ""), servers.get(server))
             for stage in waited_for
-            if stage in STAGE_SERVERS
+            if (server := stage_server(stage)) is not None
         },
         batch_size=int(config.get("training", {}).get("batch_size", 1)),
         servers=servers,
@@ -85,6 +84,12 @@ def run_times(
         iterations=sum("iteration" in row for row in rows),
         may_be_asynchronous=may_be_asynchronous(config, cores),
     )
+
+
+def _waits(rows: Rows) -> list[str]:
+    """Return what was waited for, stages or `nothing`, in the order of a prompt's stages."""
+    names = dict.fromkeys(name[len("wait/") : -len("_s")] for row in rows for name in row if name.startswith("wait/"))
+    return [name for kind in (*STAGE_SERVERS, "nothing") for name in names if stage_kind(name) == kind]
 
 
 def _stage_use(rows: Rows, config: Mapping[str, Any], stage: str, failures: str, servers: ServerUse | None) -> StageUse:
@@ -160,9 +165,9 @@ def stage_slots(config: Mapping[str, Any], stage: str, down: int = 0) -> int | N
     None for a stage that does not generate, and where the configuration does not say: servers at a `url` were started
     with a number of slots that it does not know.
     """
-    if stage not in GENERATING:
+    if stage_kind(stage) not in GENERATING:
         return None
-    backend = (config.get(STAGE_SERVERS[stage]) or {}).get("backend") or {}
+    backend = _backends(config).get(stage_server(stage) or "", {})
     slots: int | None = backend.get("slots")
     if slots is None or backend.get("url"):
         return None
@@ -190,7 +195,7 @@ def limit_use(row: Mapping[str, float], config: Mapping[str, Any], stage: str) -
 
 def servers_let_in(rows: Rows, stage: str) -> float | None:
     """Return the most requests that the stage's servers let in at a time, all together, as a mean over iterations."""
-    name = re.compile(rf"replica/{STAGE_SERVERS[stage]}(-\d+)?/limit")
+    name = re.compile(rf"replica/{re.escape(stage_server(stage) or '')}(-\d+)?/limit")
     limits = [sum(found) for row in rows if (found := [row[key] for key in row if name.fullmatch(key)])]
     return sum(limits) / len(limits) if limits else None
 
@@ -220,11 +225,11 @@ def threads_on_cpu(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _backends(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {role: (config.get(role) or {}).get("backend") or {} for role in ("student", "teacher", "reference")}
+    return {role: section.get("backend") or {} for role, section in model_sections(config).items()}
 
 
 def stage_limit(config: Mapping[str, Any], stage: str) -> int:
-    return int(config.get("stages", {}).get(stage, {}).get("concurrency", 1))
+    return int(config.get("stages", {}).get(stage_kind(stage), {}).get("concurrency", 1))
 
 
 def of_each(rows: Rows, area: str, figure: str) -> dict[str, str]:

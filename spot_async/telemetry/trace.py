@@ -36,7 +36,7 @@ from spot_async.loop.events import PhaseEnded, PromptEnded, WeightsServed
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.run_directory.layout import append_whole
 from spot_async.stages.events import RequestAsked, RequestEnded
-from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.services import stage_server
 from spot_async.stages.stages import Stages
 
 Trace: TypeAlias = Callable[[Orchestrator], None]  # makes it follow an orchestrator
@@ -299,7 +299,8 @@ class TraceRecorder:
         process_id = self._process_ids[stage]
         if stage not in self._used:
             self._used.add(stage)
-            self._name_process(process_id, f"{STAGE_SERVERS[stage]}: {stage}" if stage in STAGE_SERVERS else stage)
+            server = stage_server(stage)
+            self._name_process(process_id, stage if server is None else f"{server}: {stage}")
         return process_id
 
     def _name_process(self, process_id: int, name: str) -> None:

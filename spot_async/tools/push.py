@@ -19,7 +19,7 @@ from rich.text import Text
 
 from spot_async.base.text import first_line, visible, with_error
 from spot_async.base.writers import refuse_foreign_writers
-from spot_async.config import as_list
+from spot_async.config import as_list, model_sections
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import NAME, HubName, access_token, hub_api, refused_token, the_hub
 from spot_async.models.small_files import is_small
@@ -47,7 +47,7 @@ def model_card(files: RunFiles, name: str, version: str, *, is_best: bool) -> st
     config, summary = files.config(), files.summary() or {}
     last = figures_of(files, "after") or figures_of(files, "before")
     kind = str((config.get("policy") or {}).get("kind", "")).rpartition(":")[2]
-    student, teacher = _model(config, "student"), _model(config, "teacher")
+    student, *teachers = (_model(config, role) for role in model_sections(config) if role != "reference")
     data = list(_data(config))
     front = {
         "library_name": "transformers",
@@ -56,7 +56,7 @@ def model_card(files: RunFiles, name: str, version: str, *, is_best: bool) -> st
         **({"base_model": of_hub.model} if (of_hub := on_hub(config, "student")) else {}),
         **({"datasets": found} if (found := [each for each, is_hubs in data if is_hubs]) else {}),
     }
-    taught = "" if teacher is None else f" with the teacher {teacher}"
+    taught = f" with the teacher{'s' if len(teachers) > 1 else ''} {' and '.join(teachers)}" if teachers else ""
     lines = [
         "---",
         yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(),
@@ -89,18 +89,15 @@ def model_card(files: RunFiles, name: str, version: str, *, is_best: bool) -> st
 
 def on_hub(config: Mapping[str, Any], role: str) -> HubName | None:
     """Return a role's model of the hub; None for a directory. A run records those of the hub with their commit."""
-    found = NAME.fullmatch(str((config.get(role) or {}).get("model") or ""))
+    found = NAME.fullmatch(str(model_sections(config)[role].get("model") or ""))
     name = None if found is None else HubName(found["model"], found["revision"])
     return name if name is not None and name.is_pinned else None
 
 
-def _model(config: Mapping[str, Any], role: str) -> str | None:
-    model = (config.get(role) or {}).get("model")
-    if model is None:
-        return None
+def _model(config: Mapping[str, Any], role: str) -> str:
     if (found := on_hub(config, role)) is not None:
         return f"[{found.model}](https://huggingface.co/{found.model}/tree/{found.revision})"
-    return f"`{Path(str(model)).name}`"
+    return f"`{Path(str(model_sections(config)[role].get('model'))).name}`"
 
 
 def _data(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:

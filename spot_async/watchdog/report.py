@@ -31,7 +31,7 @@ from spot_async.base.processes.child import STATES, log_lines, processes_below
 from spot_async.base.text import rough_time
 from spot_async.errors import LONG_PAUSE_S
 from spot_async.loop.events import WAITS_FOR, Phase, Pump
-from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.services import stage_server
 from spot_async.stages.stage import OpenRequest, Stage
 from spot_async.watchdog.silence import Commit, LastCommit, PumpLook
 
@@ -119,7 +119,7 @@ def busy_threads() -> list[str]:
     ]
 
 
-SERVERS = STAGE_SERVERS | {"evaluation": "student", "evaluation verify": "verifier"}
+OF_EVALUATION = {"evaluation": "student", "evaluation verify": "verifier"}
 OF_TRAINER: dict[Phase | None, str] = {
     "train": "the trainer has not answered",
     "write weights": "the trainer has not written the weights",
@@ -178,14 +178,14 @@ def name_culprit(look: RunLook) -> str:
 def _culprit_of_pump(look: RunLook) -> str:
     """Return whom the most overdue of two pumps waits for. Only requests that can hold it up count."""
     pump = look.pumps[0]
-    of_training = {stage: requests for stage, requests in look.open.items() if stage in STAGE_SERVERS}
+    of_training = {stage: requests for stage, requests in look.open.items() if stage_server(stage) is not None}
     match pump.phase:
         case "train" | "write weights" | "update weights" as phase:
             weights = f" of iteration {pump.iteration}" if phase != "train" else ""
             return f"{OF_TRAINER[phase]}{weights} for {pump.silence_s:,.0f} s"
         case "drain":
             waits = f"the weights of iteration {pump.iteration} wait for requests under way at the student"
-            sent = [each for each in look.oldest(sent=True) if STAGE_SERVERS.get(each[0]) == "student"]
+            sent = [each for each in look.oldest(sent=True) if stage_server(each[0]) == "student"]
             return f"{waits}: {describe_request(look, *sent[0])}" if sent else waits
         case "evaluate" if pump.pump == "publish":
             of_evaluation = {stage: requests for stage, requests in look.open.items() if stage not in of_training}
@@ -228,8 +228,9 @@ def _culprit(look: RunLook) -> str:
 
 def describe_request(look: RunLook, stage: str, request: OpenRequest) -> str:
     """Return an open request in words: where, for whom, for how long, how often it was sent."""
-    server = SERVERS.get(stage, "server")
-    whose = _prompt(look, request.priority[0]) if stage in STAGE_SERVERS else f"problem {request.priority[0]}"
+    of_training = stage_server(stage)
+    server = of_training or OF_EVALUATION.get(stage, "server")
+    whose = _prompt(look, request.priority[0]) if of_training else f"problem {request.priority[0]}"
     since = f"for {look.age_s(request):,.0f} s"
     if request.started_s is None:
         return f"stage {stage} of the {server} has given {whose} no turn {since} ({_in_flight(look, stage)})"

@@ -53,7 +53,7 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "student.backend: deterministic: true needs device: cpu and threads: 1, not device: cpu and threads: 2: ",
         ),
         ("learning_rate=1", "learning_rate: unknown key; did you mean `training.learning_rate`?"),
-        ("temperature=1", "unknown key; did you mean `sampling.temperature` or `evaluation.temperature`?"),
+        ("temperature=1", "unknown key; did you mean `teacher.temperature` or `sampling.temperature`"),
         ("training.beta=1", "training.beta: unknown key; here it is `training.reference_kl`"),
         ("policy.num_generations=8", "unknown key; here it is `policy.samples` (of kind grpo)"),
         ("sampling.max_completion_length=8", "unknown key; here it is `sampling.max_response_tokens`"),

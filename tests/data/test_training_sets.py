@@ -132,7 +132,9 @@ def test_problems_have_the_category_and_the_instruction_of_their_set(files):
 def test_the_teachers_text_has_the_instruction_of_the_set(files):
     own = '{template: student, text: "{instruction} {problem}", max_tokens: 128}'
     plan = planned(by_domain(files, instruction="Write code."), f"prompt.teacher={own}")
-    shown = {each.problem.set_key: plan.teacher_renderer.text(each.problem) for each in prompts(plan, BATCH)}
+    shown = {
+        each.problem.set_key: plan.teacher_renderers["teacher"].text(each.problem) for each in prompts(plan, BATCH)
+    }
     assert "Write code." in shown["data.train.1"]
     assert "Write code." not in shown["data.train.0"]
     with pytest.raises(ConfigError, match=r"all 5 prompts of data\.train\.1 are longer, .*prompt\.teacher\.max_tokens"):

@@ -91,7 +91,6 @@ def test_two_answer_in_shifts_while_the_trainer_trains_on_devices_of_its_own(
         ({"teacher": {"model": str(SUM / "teacher")}}, "teachers: teacher is given too"),
         ({"policy": {"kind": "several_teachers:AsksAll", "names": ["math", "physics"]}},
          "asks for physics, and given is only math and code: name a model in teachers.physics.model"),
-        ({"policy": "kd"}, "teachers: policy kd asks one teacher, and given are math and code"),
         ({"teachers": {"Math": {"model": str(SUM / "teacher")}}}, "give a name of small letters"),
         ({"prompt": {"template": "teachers.physics"}}, "prompt.template=teachers.physics: the run has teachers.math"),
     ],
@@ -100,3 +99,57 @@ def test_bad_input_is_one_line(tmp_path, changes, line):
     with pytest.raises(ConfigError, match=line) as refused:
         plan_training(config_from(tree(tmp_path, **changes)))
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_equal_models_and_backends_share_their_servers(tmp_path, servers_on_threads, trainer_on_thread):
+    model = {"model": str(SUM / "teacher")}
+    teachers = {"math": model, "code": model | {"temperature": 0.5}, "other": {"model": str(SUM / "student")}}
+    plan = plan_training(config_from(tree(tmp_path, teachers=teachers)))
+    assert [*plan.served] == ["student", "teachers.math", "teachers.other"]
+    outcome = spot_async.run(tree(tmp_path, teachers=teachers))
+    row = json.loads((outcome.directory / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["stage/score.math/requests"] == row["stage/score.code/requests"] == 8
+    assert {key.split("/")[1] for key in row if key.startswith("replica/")} == {*plan.served}
+
+
+def test_each_reads_its_own_prompt_at_its_own_temperature(tmp_path):
+    teachers = {
+        "math": {
+            "model": str(SUM / "teacher"),
+            "prompt": {"text": "{problem} {answer}", "max_tokens": 256},
+            "temperature": 0.5,
+        },
+        "code": {"model": str(SUM / "teacher")},
+    }
+    config = config_from(tree(tmp_path, teachers=teachers))
+    plan = plan_training(config)
+    prompt = next(iter(plan.schedule))
+    assert len(prompt.read_by("math")) > len(prompt.token_ids)
+    assert prompt.read_by("code") is prompt.token_ids
+    assert (config.temperature("teachers.math"), config.temperature("teachers.code")) == (0.5, 1.0)
+    with pytest.raises(ConfigError, match=r"teachers\.math\.prompt\.text names \{category\}"):
+        plan_training(config.model_copy(update={"teachers": categorised(config)}))
+
+
+def categorised(config):
+    own = config.teachers["math"]
+    text = own.prompt.model_copy(update={"text": "{problem} {category}"})
+    return {**config.teachers, "math": own.model_copy(update={"prompt": text})}
+
+
+def test_teachers_on_one_server_have_one_budget(tmp_path):
+    backend = {"kind": "vllm", "url": "http://127.0.0.1:9", "prices": {"prompt": 1.0, "completion": 1.0}}
+    teachers = {
+        "math": {"model": str(SUM / "teacher"), "backend": backend},
+        "code": {"model": str(SUM / "teacher"), "backend": backend | {"budget": 5.0}},
+    }
+    with pytest.raises(ConfigError, match=r"teachers\.code\.backend\.budget=5\.0: the servers of teachers\.math"):
+        plan_training(config_from(tree(tmp_path, teachers=teachers)))
+    for teacher in teachers.values():
+        teacher["backend"] = backend | {"budget": 5.0}
+    plan = plan_training(config_from(tree(tmp_path, teachers=teachers)))
+    assert plan.answering == {"teachers.math": "teachers.math", "teachers.code": "teachers.math"}
+    for number, teacher in enumerate(teachers.values()):
+        teacher["backend"] = backend | {"budget": 5.0 + number, "url": f"http://127.0.0.1:{9 + number}"}
+    plan = plan_training(config_from(tree(tmp_path, teachers=teachers)))
+    assert plan.answering["teachers.code"] == "teachers.code"

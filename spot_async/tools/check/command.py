@@ -91,9 +91,11 @@ def show_run(
     first = next(iter(plan.schedule))
     screen.rule(f"first prompt ({len(first.token_ids)} tokens)", align="left")
     screen.print(Text(plan.renderer.text(first.problem)))
-    if first.teacher_ids is not None:
-        screen.rule(f"what the teacher reads in its place ({len(first.teacher_ids)} tokens)", align="left")
-        screen.print(Text(plan.teacher_renderer.text(first.problem)))
+    for renderer in dict.fromkeys(plan.teacher_renderers.values()):
+        if renderer is not plan.renderer:
+            tokens_read = len(renderer.token_ids(first.problem))
+            screen.rule(f"what the teacher reads in its place by {renderer.key} ({tokens_read} tokens)", align="left")
+            screen.print(Text(renderer.text(first.problem)))
     screen.rule("would start", align="left")
     show_warnings(screen, plan_warnings(config, plan))
     screen.print(Text("\n".join(_run_lines(config, plan, path))))

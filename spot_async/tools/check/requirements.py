@@ -16,7 +16,7 @@ from typing import Any
 
 from spot_async.checks.machine import ADAPTER_BYTES, published_bytes, student_bytes
 from spot_async.checks.plan import TrainPlan, merged_every
-from spot_async.config import Config
+from spot_async.config import Config, teacher_name
 from spot_async.config.training import TARGETS
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.loop.sample_bytes import payload_bytes
@@ -56,7 +56,8 @@ def estimate_endpoints(config: Config, plan: TrainPlan, expected_tokens: float) 
     needs, longest = plan.policy.needs, config.sampling.max_response_tokens
     prompts = list(islice(plan.schedule, plan.schedule.iterations * config.training.batch_size))
     estimates = []
-    for role, asked in (("teacher", needs.teacher), ("reference", needs.reference), ("verifier", True)):
+    teachers = [(role, needs.teacher) for role in plan.teachers]
+    for role, asked in (*teachers, ("reference", needs.reference), ("verifier", True)):
         account = accounts.get(role)
         if account is not None and asked and (account.is_metered or account.is_limited):
             expected, at_most = (
@@ -69,7 +70,8 @@ def estimate_endpoints(config: Config, plan: TrainPlan, expected_tokens: float) 
 def _estimate(
     role: str, needs: PolicyNeeds, prompts: Sequence[Prompt], response_tokens: float, account: Account
 ) -> Estimate:
-    is_teacher = role == "teacher"
+    is_teacher = (name := teacher_name(role)) is not None
+    prompts = [each for each in prompts if name is None or each.problem.asks(name)]
     if role != "reference":
         prompts = _taught(needs, prompts)
     if role == "verifier":  # whose tokens nobody counts
@@ -77,7 +79,7 @@ def _estimate(
         questions = len(prompts) * needs.rounds * responses
         money = None if account.prices is None else questions * account.prices.request
         return Estimate(questions, NO_TOKENS, money, _minutes(questions, NO_TOKENS, account))
-    prompt_tokens = sum(_read_by_teacher(needs, each) if is_teacher else len(each.token_ids) for each in prompts)
+    prompt_tokens = sum(_read_by_teacher(needs, each, role) if is_teacher else len(each.token_ids) for each in prompts)
     requests = prompt_total = completion_total = 0.0
     if scores := _scores(needs) if is_teacher else needs.samples_per_prompt:
         scored = len(prompts) * scores
@@ -109,9 +111,9 @@ def _taught(needs: PolicyNeeds, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts
 
 
-def _read_by_teacher(needs: PolicyNeeds, prompt: Prompt) -> int:
-    """Return the tokens that the teacher reads before a response; contexts of a policy's making at their longest."""
-    return max(len(prompt.read_by_teacher), needs.teacher_prompt_tokens)
+def _read_by_teacher(needs: PolicyNeeds, prompt: Prompt, role: str) -> int:
+    """Return the tokens that a teacher reads before a response; contexts of a policy's making at their longest."""
+    return max(len(prompt.read_by(teacher_name(role) or "")), needs.teacher_prompt_tokens)
 
 
 def _minutes(requests: float, used: Usage, account: Account) -> float | None:
@@ -267,15 +269,17 @@ def tokens(config: Config, plan: TrainPlan, response_tokens: float, evaluation_s
     responses = len(prompts) * needs.samples_per_prompt
     sequences = needs.samples_per_prompt * prompt_tokens + responses * response_tokens
     taught = len(_taught(needs, prompts))
-    mean_read = sum(_read_by_teacher(needs, prompt) for prompt in prompts) / max(1, len(prompts))
+    asking = [(each, role) for each in prompts for role in plan.teachers if each.problem.asks(teacher_name(role) or "")]
+    read = sum(_read_by_teacher(needs, *each) for each in asking) / max(1, len(prompts))
+    teachers = len(asking) / max(1, len(prompts))  # that a prompt asks
     evaluations = 0
     if evaluation is not None:
         evaluations = 2 + (iterations // evaluation.eval_every if evaluation.eval_every else 0)
     return Tokens(
         rollouts=len(prompts) * requests_per_prompt(needs)["rollout"] * response_tokens,
         probes=responses * needs.probes_per_prompt * response_tokens / 2,
-        teacher_written=taught * needs.teacher_responses * response_tokens,
-        scored=taught * _scores(needs) * (mean_read + response_tokens) + needs.reference * sequences,
+        teacher_written=teachers * taught * needs.teacher_responses * response_tokens,
+        scored=taught * _scores(needs) * (read + teachers * response_tokens) + needs.reference * sequences,
         trained=sequences,
         evaluations=evaluations
         * evaluation_share

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_async.run_directory.reading import RunFiles
-from spot_async.stages.services import STAGE_SERVERS
+from spot_async.stages.services import stage_kind, stage_server
 from spot_async.telemetry.totals import Rows, of_each, stage_names, total, training_s
 
 METRICS_FILE = "metrics.jsonl"
@@ -73,7 +73,7 @@ def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
     """Return the sums over lines of metrics.jsonl, with the money that was paid by then."""
     request_s: dict[str, float] = {}
     for stage in stage_names(rows):
-        role = STAGE_SERVERS.get(stage)
+        role = stage_server(stage)
         if role is not None:
             busy = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows)
             request_s[role] = request_s.get(role, 0.0) + busy
@@ -81,7 +81,12 @@ def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
         iterations=len(rows),
         generated_tokens=sum(row.get("throughput/generated_tokens_per_s", 0.0) * training_s(row) for row in rows),
         probe_tokens=sum(row.get("probe/tokens", 0.0) * row.get("train/trajectories", 0.0) for row in rows),
-        scored_tokens=sum(row.get("stage/score/requests", 0.0) * _response_tokens(row) for row in rows),
+        scored_tokens=sum(
+            row.get(f"stage/{stage}/requests", 0.0) * _response_tokens(row)
+            for row in rows
+            for stage in stage_names(rows)
+            if stage_kind(stage) == "score"
+        ),
         trained_tokens=total(rows, "train/tokens"),
         hours=sum(map(training_s, rows)) / 3600,
         trainer_s=total(rows, "time/train_s"),

@@ -14,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from spot_async.base.text import visible
+from spot_async.config import model_sections
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.layout import name_of_run
 from spot_async.run_directory.reading import RunFiles
@@ -349,8 +350,7 @@ def facts(
     found = {
         "policy": config.get("policy", {}).get("kind"),
         "selection": config.get("policy", {}).get("selection"),
-        "student": config.get("student", {}).get("model"),
-        "teacher": (config.get("teacher") or {}).get("model"),
+        **{role: section.get("model") for role, section in model_sections(config).items() if role != "reference"},
         "iterations": f"{len(rows)} of {training['iterations']}" if training.get("iterations") else str(len(rows)),
         "outcome slope": outcome_words(rows) or None,
         "best": evaluated and evaluated.best_words,

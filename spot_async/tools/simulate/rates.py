@@ -25,7 +25,7 @@ from spot_async.base.processes.gpus import GPUS
 from spot_async.checks.capabilities import longest_prompt
 from spot_async.checks.device_shares import ServerOnDevice, servers_on_devices
 from spot_async.checks.served import served_models
-from spot_async.config import ROLES, Config
+from spot_async.config import ROLES, Config, teacher_name, teacher_role
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from spot_async.config.loading import laid_over, validate_as
 from spot_async.errors import ConfigError, DataError
@@ -98,6 +98,7 @@ class ClusterRates(Section):
 
     student: ServerRates = ServerRates()
     teacher: ServerRates = ServerRates()
+    teachers: dict[str, ServerRates] = Field({}, description="of several by name; one left out is as `teacher`")
     reference: ServerRates = ServerRates()
     trainer: TrainerRates = TrainerRates()
     update_s: NonNegativeFloat = Field(0.0, description="seconds of sending new weights to all student servers")
@@ -112,8 +113,15 @@ class ClusterRates(Section):
     lengths: LogNormal = LogNormal()
 
     def of(self, role: str) -> ServerRates:
-        rates: ServerRates = getattr(self, role)
+        name = teacher_name(role)
+        rates: ServerRates = self.teachers.get(name, self.teacher) if name else getattr(self, role)
         return rates
+
+    def with_servers(self, servers: Mapping[str, ServerRates]) -> ClusterRates:
+        """Return these rates with those of servers in their place, by role."""
+        named = {name: own for role, own in servers.items() if (name := teacher_name(role))}
+        others = {role: own for role, own in servers.items() if not teacher_name(role)}
+        return self.model_copy(update={**others, "teachers": {**self.teachers, **named}})
 
 
 def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, knows_lengths: bool) -> ClusterRates:
@@ -126,7 +134,8 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
     for source in sources:
         tree = laid_over(source, laid_over(_no_levels(source), tree))
     rates = validate_as(ClusterRates, tree)
-    rates = rates.model_copy(update={role: rates.of(role).of_levels() for role in ROLES})
+    every = (*ROLES, *map(teacher_role, rates.teachers))
+    rates = rates.with_servers({role: rates.of(role).of_levels() for role in every})
     roles = served_roles(config, needs)
     lacking = [f"{role}.tokens_per_s" for role in roles if rates.of(role).tokens_per_s is None]
     if "student" in roles and rates.student.tokens_per_s_each is None:
@@ -139,7 +148,7 @@ def cluster_rates(sources: list[Tree], config: Config, needs: PolicyNeeds, *, kn
             f"state it, for example --rate {lacking[0]}=1000{_tuned(lacking)}"
         )
     servers = {role: _whole(rates.of(role), number) for role, number in roles.items()}
-    return rates.model_copy(update=servers)
+    return rates.with_servers(servers)
 
 
 def _no_levels(source: Tree) -> Tree:
@@ -171,13 +180,23 @@ def reference_is_base(config: Config, needs: PolicyNeeds) -> bool:
 def writers(needs: PolicyNeeds) -> list[str]:
     """Return the roles whose servers generate."""
     asked = requests_per_prompt(needs)
-    return [role for role, stage in (("student", "rollout"), ("teacher", "teacher_response")) if asked[stage]]
+    teachers = map(teacher_role, needs.teachers or ("",))
+    return [*(["student"] if asked["rollout"] else []), *(teachers if asked["teacher_response"] else [])]
 
 
 def configured_slots(config: Config, needs: PolicyNeeds) -> Tree:
     """Return the slots of servers that generate, where the configuration names them. Scores need none."""
-    slots = {role: getattr(getattr(config, role).backend, "slots", None) for role in writers(needs)}
-    return {role: {"slots": number} for role, number in slots.items() if number}
+    slots = {role: getattr(config.models[role].backend, "slots", None) for role in writers(needs)}
+    return by_section({role: {"slots": number} for role, number in slots.items() if number})
+
+
+def by_section(of_roles: Mapping[str, Any]) -> Tree:
+    """Return the sections of `ClusterRates` from what is known of each role: `teachers.math` stands in `teachers`."""
+    tree: Tree = {}
+    for role, own in of_roles.items():
+        name = teacher_name(role)
+        tree = laid_over({"teachers": {name: own}} if name else {role: own}, tree)
+    return tree
 
 
 def _whole(rates: ServerRates, configured: int) -> ServerRates:
@@ -191,7 +210,7 @@ def _whole(rates: ServerRates, configured: int) -> ServerRates:
 
 
 def _tuned(lacking: list[str]) -> str:
-    servers = [key for key in lacking if key.split(".")[0] in ROLES]
+    servers = [key for key in lacking if key.split(".")[0] in (*ROLES, "teachers")]
     return "; spot-async tune measures servers" if servers else ""
 
 
@@ -231,7 +250,7 @@ def data_sheet_rates(config: Config, needs: PolicyNeeds, known: Collection[str])
     student = sizes["student"]
     if config.training.device != "cpu" and student is not None:
         rates["trainer"] = {"tokens_per_s": _training_tokens_per_s(config, student)}
-    return {name: own for name, own in rates.items() if name not in known}
+    return by_section({name: own for name, own in rates.items() if name not in known})
 
 
 def data_sheet_words(config: Config, names: Collection[str]) -> str:

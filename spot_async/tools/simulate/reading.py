@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 
 from spot_async.base.files import lines_of, reading
-from spot_async.config import Config
+from spot_async.config import Config, model_sections
 from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model
 from spot_async.run_directory.reading import RunFiles, SampleRecord
-from spot_async.stages.services import STAGE_SERVERS
-from spot_async.telemetry.totals import Rows, total, training_s
+from spot_async.stages.services import stage_kind, stage_server
+from spot_async.telemetry.totals import Rows, stage_names, total, training_s
 from spot_async.tools.simulate.fit import Speed, Timed, speed
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt
 from spot_async.tools.simulate.measured import rates_of_ramps, read_tuning
-from spot_async.tools.simulate.rates import Tree
+from spot_async.tools.simulate.rates import Tree, by_section
 
 RESPONSES = ("rollout", "teacher_response")  # stages whose answers are the responses of samples
 SCORES = ("score", "reference")  # stages whose requests have a response's tokens and those of its prompt
@@ -70,14 +70,15 @@ def read_run(path: Path, config: Config) -> Recorded:
     prompts = _traced_prompts(slices) or _sampled_prompts(list(files.samples_as(SampleRecord)), rows)
     requests = _requests(slices)
     rates = _trainer(rows) | _stage_seconds(requests)
-    for role in ("student", "teacher", "reference"):
+    servers: Tree = {}
+    for role in ("student", *config.teachers_by_role, "reference"):
         if role != "student" and not _same_role(trained, config, role):
             continue
-        backend = (trained.get(role) or {}).get("backend") or {}
+        backend = model_sections(trained).get(role, {}).get("backend") or {}
         found = _of_requests(requests, role, backend.get("slots")) or _of_means(rows, role, _replicas(backend))
         if found is not None:
-            rates[role] = {key: value for key, value in found._asdict().items() if value is not None}
-    return Recorded(rates, RecordedLengths(prompts) if prompts else None)
+            servers[role] = {key: value for key, value in found._asdict().items() if value is not None}
+    return Recorded(rates | by_section(servers), RecordedLengths(prompts) if prompts else None)
 
 
 def read_tune(path: Path) -> Tree:
@@ -144,7 +145,7 @@ def _requests(slices: Iterable[Slice]) -> dict[str, list[Timed]]:
     Where a trace does not name their tokens, they have none.
     """
     requests: dict[str, list[Timed]] = defaultdict(list)
-    done = [each for each in slices if each.name in STAGE_SERVERS and "outcome" not in each.args]
+    done = [each for each in slices if stage_server(each.name) is not None and "outcome" not in each.args]
     for each in sorted(done, key=lambda each: (each.ts, each.args["prompt"], each.args.get("part", []))):
         start_s, tokens = each.ts / 1e6, float(each.args.get("tokens", 0))
         timed = Timed(str(each.args.get("server", "")), start_s, start_s + each.dur / 1e6, tokens)
@@ -168,10 +169,12 @@ def _traced_prompts(slices: Iterable[Slice]) -> list[RecordedPrompt]:
     def in_order(prompt: int, *stages: str) -> list[int]:
         return [count for stage in stages for _, count in sorted(tokens[prompt, stage])]
 
+    names = {stage for _, stage in tokens}
+    written, scores = (sorted(name for name in names if stage_kind(name) in kinds) for kinds in (RESPONSES, SCORES))
     prompts = []
     for prompt in finished:
-        responses = in_order(prompt, *RESPONSES)
-        scored = next((own for stage in SCORES if len(own := in_order(prompt, stage)) == len(responses)), responses)
+        responses = in_order(prompt, *written)
+        scored = next((own for stage in scores if len(own := in_order(prompt, stage)) == len(responses)), responses)
         if responses:
             own_tokens = (sum(scored) - sum(responses)) / len(responses)
             prompts.append(RecordedPrompt(responses, in_order(prompt, "probe"), own_tokens))
@@ -207,10 +210,16 @@ def _stage_seconds(requests: Mapping[str, Sequence[Timed]]) -> Tree:
     }
 
 
+def _loading(role: str, stages: Iterable[str]) -> list[str]:
+    """Return those of the stages whose requests load the role's servers."""
+    own = [stage for stage in stages if stage_server(stage) == role]
+    return [stage for kind in LOADING for stage in own if stage_kind(stage) == kind]
+
+
 def _of_requests(requests: Mapping[str, Sequence[Timed]], role: str, slots: int | None) -> Speed | None:
     """Return the speed that a role's requests show. Only those that generate need one of the configured `slots`."""
-    stages = [stage for stage in LOADING if STAGE_SERVERS[stage] == role and requests.get(stage)]
-    generates = not set(stages) <= set(SCORES)
+    stages = _loading(role, requests)
+    generates = not {stage_kind(stage) for stage in stages} <= set(SCORES)
     return speed([each for stage in stages for each in requests[stage]], slots if generates else None)
 
 
@@ -218,7 +227,7 @@ def _of_means(rows: Rows, role: str, replicas: int) -> Speed | None:
     """Return a speed from means over iterations: what a request had, and what all had together while they were waited
     for.
     """
-    stages = [stage for stage in LOADING if STAGE_SERVERS[stage] == role]
+    stages = _loading(role, stage_names(rows))
     busy_s = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows for stage in stages)
     wait_s = total(rows, "time/wait_for_batch_s")
     if role == "student":
@@ -239,7 +248,7 @@ def _replicas(backend: Mapping[str, Any]) -> int:
 
 def _same_role(trained: Mapping[str, Any], config: Config, role: str) -> bool:
     """Whether a role has the same model in both. A reference without a section is the student."""
-    ours, theirs = getattr(config, role), trained.get(role)
+    ours, theirs = config.models.get(role), model_sections(trained).get(role)
     if ours is None or theirs is None:
         return ours is None and theirs is None and role == "reference"
     return is_same_model(str(theirs.get("model", "")), ours.model)

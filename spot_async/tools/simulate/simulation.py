@@ -20,11 +20,13 @@ from spot_async.base import registry
 from spot_async.base.events import Event
 from spot_async.base.tasks import watched
 from spot_async.checks.device_shares import shares_with_trainer
-from spot_async.config import ROLES, Config
+from spot_async.checks.served import answering
+from spot_async.config import Config, model_sections, teacher_role
 from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.events import IterationFinished
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.stages.services import TeacherService
 from spot_async.telemetry.bottleneck import Bottleneck
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.run_log import tokens_by_lag
@@ -147,7 +149,9 @@ def make_policy(config: Config) -> Policy:
         if name.endswith("top_k") and isinstance(value, int)
     }
     settings = config.policy.model_copy(update=narrow)
-    context = policy_context(run_seed=config.run.seed, reference_kl=config.training.reference_kl > 0)
+    context = policy_context(
+        run_seed=config.run.seed, reference_kl=config.training.reference_kl > 0, teachers=tuple(config.teachers)
+    )
     policy: Policy = registry.load("policies", config.policy.kind)(settings, context)
     return policy
 
@@ -222,8 +226,12 @@ async def _finished(
         run = make_run(
             policy,
             student=pools["student"],
-            teacher=pools["student" if config.served_by_student else "teacher"] if policy.needs.teacher else None,
+            teacher=pools[answering(config)["teacher"]] if config.teacher and policy.needs.teacher else None,
             teachers_are_base=config.served_by_student,
+            teachers={
+                name: TeacherService(server=pools[answering(config)[teacher_role(name)]])
+                for name in policy.needs.teachers
+            },
             reference=pools["student" if is_base else "reference"] if policy.needs.reference else None,
             reference_is_base=is_base,
             verifier=RatedVerifier(rates),
@@ -271,11 +279,9 @@ def _same(server: RatedServer) -> RatedServer:
 def _tree(config: Config, rates: ClusterRates, staleness: int) -> dict[str, Any]:
     """Return the configuration that is simulated, with as many servers and slots as the rates say."""
     tree = {**config.model_dump(), "max_staleness": staleness}
-    for role in ROLES:
-        if tree[role] is not None:
-            own = rates.of(role)
-            here = {"slots": own.slots, "replicas": own.replicas, "url": None}
-            tree[role] = {**tree[role], "backend": {**tree[role]["backend"], **here}}
+    for role, section in model_sections(tree).items():
+        own = rates.of(role)
+        section["backend"] |= {"slots": own.slots, "replicas": own.replicas, "url": None}
     return tree
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from spot_async.config import Config
+from spot_async.config import Config, teacher_role
 from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.screen import number_table
@@ -85,7 +85,7 @@ def binding(outcome: Outcome) -> list[str]:
 def rate_lines(rates: ClusterRates, mean_tokens: float) -> list[str]:
     """Return the rates that were simulated, in words."""
     lines = []
-    for role in ("student", "teacher", "reference"):
+    for role in ("student", *(map(teacher_role, rates.teachers) if rates.teachers else ["teacher"]), "reference"):
         own = rates.of(role)
         if own.tokens_per_s is None or own.tokens_per_s_each is None:
             continue

@@ -23,6 +23,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import root_cause
 from spot_async.base.text import first_line
 from spot_async.checks.plan import TrainPlan
+from spot_async.checks.served import PAID_KEYS
 from spot_async.config import Config
 from spot_async.errors import ConfigError, SpotError
 from spot_async.running.assembly import make_stages, make_verifier
@@ -39,13 +40,6 @@ from spot_async.tools.tune.results import terminal_tables, tuning_page, write
 from spot_async.types import PolicyNeeds
 
 PROMPTS = 16  # for so many prompts requests are noted: enough for responses of many lengths
-PAID_KEYS = (
-    "prices",
-    "budget",
-    "token_budget",
-    "requests_per_minute",
-    "tokens_per_minute",
-)  # settings of a backend whose requests cost money or are counted
 
 
 @dataclass(frozen=True)
