@@ -38,12 +38,13 @@ from spot_async.base.events import Listener
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import gather, leaves, root_cause, watched
-from spot_async.config import FollowsConfig, ServingConfig
+from spot_async.config import FollowsConfig, ServingConfig, teacher_role
 from spot_async.errors import RequestError, SpotError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.stages.services import TeacherService
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run, simulated_prompts
@@ -158,9 +159,12 @@ class Drill:
             update: Update = self._update if role == "student" else "drain"
             return [SimulatedServer(name, rates, update=update, read=read_weights) for name in names]
 
+        students = servers("student", rng.randint(1, 3))
+        names = policy.needs.teachers or [""] if policy.needs.teacher else []
+        self._teachers = {teacher_role(name): servers(teacher_role(name), rng.randint(1, 2)) for name in names}
         self.scene = Scene(
-            students=servers("student", rng.randint(1, 3)),
-            teachers=servers("teacher", rng.randint(1, 2)) if policy.needs.teacher else [],
+            students=students,
+            teachers=[server for own in self._teachers.values() for server in own],
             trainer=self.trainer,
             verifier=FaultyVerifier(),
             teachers_follow=follows is not None,
@@ -171,9 +175,9 @@ class Drill:
     async def run(self, listeners: Sequence[Listener], logs: Sequence[Mapping[str, Any]]) -> FaultyRun:
         loop = asyncio.get_running_loop()
         student = self._pool("student", self.scene.students)
-        teacher = self._pool("teacher", self.scene.teachers) if self.scene.teachers else None
-        pools = {"student": student} | ({} if teacher is None else {"teacher": teacher})
-        run = self._made(student, teacher)
+        teachers = {role: self._pool(role, own) for role, own in self._teachers.items()}
+        pools = {"student": student} | teachers
+        run = self._made(student, teachers)
         self.invariants.watch(run.orchestrator, self.trainer)
         self.made(run)
         run.stages.events.subscribe(*listeners)
@@ -276,13 +280,15 @@ class Drill:
         """Return what the run keeps, and where it continues: arguments of an orchestrator."""
         return {}
 
-    def _made(self, student: ReplicaPool[Any], teacher: Any) -> SimulatedRun:
+    def _made(self, student: ReplicaPool[Any], teachers: Mapping[str, Any]) -> SimulatedRun:
+        teacher = teachers.get("teacher")
         offers = capabilities(VOCAB_SIZE, in_flight_updates=self._update != "drain")
         places = (self.max_staleness + 1) * self.batch_size + self._extra_places
         return make_run(
             self.policy,
             student=student,
             teacher=teacher,
+            teachers={name: TeacherService(server=teachers[teacher_role(name)]) for name in self.policy.needs.teachers},
             verifier=self.scene.verifier,
             trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
@@ -292,7 +298,7 @@ class Drill:
             following=[] if self.follows is None else ["teacher"],
             teacher_sinks={} if self.follows is None else {"teacher": OneUpdateAtATime(teacher)},
             teacher_lag=0 if self.follows is None else self.follows.longest_lag,
-            capabilities={"student": offers, "teacher": capabilities(VOCAB_SIZE)},
+            capabilities={"student": offers} | dict.fromkeys(teachers, capabilities(VOCAB_SIZE)),
             limits=same_limits(timeout_s=REQUEST_TIMEOUT_S, concurrency=self._concurrency),
             seed=self.seed,
             iterations=self.iterations,
