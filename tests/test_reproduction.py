@@ -35,6 +35,13 @@ def test_every_row_is_a_configuration_that_train_takes(plan, setting):
         assert config.training.batch_size == row.prompts
 
 
+@pytest.mark.parametrize("row", ["one", "routed", "average"])
+def test_every_row_of_the_teachers_is_a_configuration_that_train_takes(row):
+    config = load_config(ROOT / "experiments" / "teachers" / f"{row}.yaml")
+    assert (config.route is not None) == (row == "routed")
+    assert sorted(config.teachers) == ([] if row == "one" else ["long", "short"])
+
+
 def test_every_hypothesis_names_rows_that_have_all_seeds(plan):
     rows = importlib.import_module("rows")
     seeds = {(setting.name, row.name): row.seeds for setting in rows.SETTINGS.values() for row in setting.rows}

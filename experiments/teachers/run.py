@@ -1,0 +1,71 @@
+"""Runs every row of this experiment with five seeds, one after the other, and writes a table of the held-out tiers.
+
+    python experiments/teachers/run.py runs/teachers [--seeds 5] [section.key=value ...]
+
+Started again, it continues where it was stopped: a run whose figures are there is not made again. Keys go to all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import spot_async
+from spot_async.evaluation.metrics import EvaluationFigures, read_figures
+
+HERE = Path(__file__).parent
+ROWS = {"one for all": "one", "routed by tier": "routed", "average of both": "average"}
+TIERS = ("easy", "medium", "hard")
+FIRST_SEED = 200
+
+
+def measured(row: str, seed: int, directory: Path, keys: list[str]) -> tuple[EvaluationFigures, EvaluationFigures]:
+    """Return the figures before and after a run, which is made unless it is there."""
+    run = directory / f"{row}-{seed}"
+    after = run / "evaluation-after.json"
+    if not after.exists():
+        if (run / "checkpoints").exists():
+            spot_async.resume(run)
+        else:
+            spot_async.run(HERE / f"{row}.yaml", [f"run.directory={run}", f"run.seed={seed}", *keys])
+    return read_figures(run / "evaluation-before.json"), read_figures(after)
+
+
+def shares(figures: EvaluationFigures) -> list[float]:
+    """Return Avg@k in percent of each tier, and of all problems."""
+    (benchmark,) = figures.benchmarks.values()
+    parts = [*(benchmark.tiers[tier] for tier in TIERS), benchmark]
+    return [100 * each.avg.value for each in parts if each.avg is not None]
+
+
+def cells(runs: list[list[float]]) -> list[str]:
+    """Return each column's mean over seeds, with its standard error where there are several."""
+    found = []
+    for values in zip(*runs, strict=True):
+        error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}" if len(values) > 1 else ""
+        found.append(f"{statistics.mean(values):.1f}{error}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare one teacher for all with two that are routed by tier.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("keys", nargs="*", help="section.key=value, of all runs")
+    arguments = parser.parse_intermixed_args()
+    lines = ["| | " + " | ".join((*TIERS, "all")) + " |", "|---|" + "---:|" * (len(TIERS) + 1)]
+    for name, row in ROWS.items():
+        seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
+        found = [measured(row, seed, arguments.directory, arguments.keys) for seed in seeds]
+        if len(lines) == 2:
+            lines.append("| before | " + " | ".join(cells([shares(before) for before, _ in found[:1]])) + " |")
+        lines.append(f"| {name} | " + " | ".join(cells([shares(after) for _, after in found])) + " |")
+        (arguments.directory / "table.md").write_text("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
