@@ -1,7 +1,4 @@
-"""Which of several teachers each problem's prompts ask: `policy.route`. Pure.
-
-Without a route, and with a single teacher, a problem names none: its prompts ask all that there are.
-"""
+"""Which of several teachers each problem's prompts ask: `policy.route`. Pure."""
 
 from __future__ import annotations
 

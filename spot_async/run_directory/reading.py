@@ -76,6 +76,7 @@ class SampleRecord(msgspec.Struct, kw_only=True):
     problem: str = ""
     answer: str = ""
     tier: str | None = None
+    teacher: str = ""  # the name of the one of several that its prompt asked
     teacher_prompt: str = ""  # what the teacher read; empty where it read the student's prompt
     response: str = ""
     verdict: str = ""

@@ -19,13 +19,12 @@ from spot_async.base.text import with_error
 from spot_async.config import teacher_area
 from spot_async.loop.events import IterationFinished
 from spot_async.run_directory.layout import DECIMALS
-from spot_async.telemetry.totals import Rows
+from spot_async.telemetry.totals import Rows, of_each
 from spot_async.types import Float64Array, Int64Array, Sample, Verdict
 
 TEACHER = teacher_area("")
 AGREED_NATS = 0.1  # teacher and student agree on a token where |log p_T / p_S| is less
 MOST_RATIO = 10.0  # of p_T / p_S: rare larger ones would decide the gain alone
-RIGHT = "/right_responses"
 FEWEST = 10  # right responses, and wrong ones, below which nothing is said
 ENOUGH = 100  # right times wrong over all, below which nothing is warned of: 200 responses where half are right
 SPENT = 0.2  # a gain is, once it is surely below this share of what it was
@@ -192,8 +191,8 @@ def outcome_words(rows: Rows) -> str:
 
 def areas(rows: Rows) -> list[str]:
     """Return what the figures of each teacher begin with: `teacher`, or `teacher/<name>` of several."""
-    found = {name.removesuffix(RIGHT) for row in rows for name in row if name.endswith(RIGHT)}
-    return [TEACHER] if TEACHER in found else sorted(each for each in found if each.count("/") == 1)
+    found = [name.rpartition("/")[0] for name in of_each(rows, TEACHER, "right_responses").values()]
+    return [TEACHER] if TEACHER in found else [each for each in found if each.count("/") == 1]
 
 
 def _words(found: OverIterations, area: str) -> str:

@@ -239,10 +239,9 @@ def of_each(rows: Rows, area: str, figure: str) -> dict[str, str]:
     return {name.removesuffix(end).removeprefix(of): name for name in sorted(names, key=lambda name: (len(name), name))}
 
 
-def masked_share(rows: Iterable[Mapping[str, float]]) -> float | None:
+def masked_share(rows: Rows) -> float | None:
     """Return the mean share of positions that teachers masked; None if they are such as mask none."""
-    found = [(name, value) for row in rows for name, value in row.items() if name.startswith("teacher/")]
-    shares = [value for name, value in found if name.endswith("/masked")]
+    shares = [row[name] for name in of_each(rows, "teacher", "masked").values() for row in rows if name in row]
     return sum(shares) / len(shares) if shares else None
 
 

@@ -98,10 +98,9 @@ def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
 
 def _domains(rows: Rows) -> dict[str, float]:
     """Return the accuracy in each domain, and the teachers' entropies and pulls, as means over these iterations."""
-    figures = (("rollout", "accuracy"), ("teacher", "entropy_nats"), ("teacher", "pull_nats"))
     return {
         f"{figure.removesuffix('_nats')} at the end: {of}": total(rows, metric) / sum(metric in row for row in rows)
-        for area, figure in figures
+        for area, figure in (("rollout", "accuracy"), ("teacher", "entropy_nats"), ("teacher", "pull_nats"))
         for of, metric in of_each(rows, area, figure).items()
         if of != area
     }

@@ -107,7 +107,6 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
         found = of_each(rows, area, figure)
         return {whole if name == area else visible(name): metric for name, metric in found.items()}
 
-    accuracies = each("accuracy", "rollout", whole="all")
     advantages = any(row.get("train/advantage_mean") for row in rows)  # a method with only soft targets has none
     return Section(
         "Learning",
@@ -116,7 +115,8 @@ def learning_section(rows: Rows, evaluated: HeldOut | None) -> Section:
             ("Accuracy in training", "Share of the sampled responses that are correct.",
              lines(rows, {"rollouts": "rollout/accuracy", **each("accuracy")}, percent, most=1.0)),
             ("Accuracy by domain", "The same of each value of policy.route, or of each category.",
-             lines(rows, accuracies, percent, most=1.0) if len(accuracies) > 1 else None),
+             lines(rows, {of: name for of, name in each("accuracy", "rollout").items() if name != "rollout/accuracy"},
+                   percent, most=1.0)),
             ("Reward", "Mean of the verifier's numbers.", lines(rows, {"rollouts": "rollout/reward"})
              if any(row.get("rollout/reward") != row.get("rollout/accuracy") for row in rows) else None),
             ("Loss and its parts", "What the optimiser minimised; parts that are zero throughout are left out.",

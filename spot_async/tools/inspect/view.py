@@ -164,6 +164,8 @@ def remarks(sample: SampleRecord) -> list[str]:
             found.append(f"{name} not shown: {len(numbers)} values for {tokens} tokens")
     if sample.writers:
         found.append(f"written by {', '.join(f'{who} {places}' for who, places in _writers(sample).items())}")
+    if sample.teacher:
+        found.append(f"taught by {visible(sample.teacher)}")
     if sample.advantage is not None:
         found.append(f"advantage {sample.advantage:+.3f}{group_words(sample)}")
     if sample.reward is not None and not (sample.advantage is not None and group_words(sample)):
