@@ -478,8 +478,8 @@ class Config(Section):
     @property
     def all_take_adapters(self) -> bool:
         """Whether all servers that get new weights take adapters alone."""
-        updated = [self.student, *(self.teachers_by_role[role] for role in self.following)]
-        return all(each.backend.takes_adapters for each in updated if getattr(each, "served_by", "") != "student")
+        others = [self.teachers_by_role[role] for role in self.following if role not in self.served_by_student]
+        return all(each.backend.takes_adapters for each in [self.student, *others])
 
     @property
     def served_by_student(self) -> list[str]:

@@ -150,6 +150,22 @@ def test_a_teacher_says_what_its_published_weights_say(tmp_path, servers_on_thre
         np.testing.assert_allclose(sample["teacher_logprobs"], expected, atol=1e-4)
 
 
+def test_of_several_teachers_each_follows_in_its_own_way(tmp_path, servers_on_threads, trainer_on_thread):
+    given = tree(tmp_path, {}, policy={"kind": "several_teachers:AsksAll"})
+    del given["teacher"]
+    given["teachers"] = {
+        "math": {"model": str(SUM / "teacher")},
+        "average": {"model": str(STUDENT), "follows": {"decay": 0.5}},
+        "live": {"model": str(STUDENT), "follows": {"every": 1}, "served_by": "student"},
+    }
+    run = spot_async.run(given).directory
+    assert sorted(each.name for each in (run / "weights").iterdir() if each.name.startswith("teacher")) == [
+        "teachers.average"
+    ]
+    assert len(rows(run, "metrics.jsonl")) == 4
+    assert spot_async.resume(run, ["training.iterations=5", "training.schedule_iterations=null"]).iterations == 5
+
+
 def test_the_frozen_self_is_the_base_of_the_students_servers(tmp_path, servers_on_threads, trainer_on_thread):
     given = tree(
         tmp_path,
