@@ -244,9 +244,8 @@ def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, An
     settings: dict[str, Any] = {
         f"evaluation.{name}": getattr(evaluation, name) for name in ("preset", "seed", "temperature", "top_p")
     }
-    settings |= {f"evaluation.{name}": value for name, value in evaluation.further.items()}
-    if evaluation.stop:
-        settings["evaluation.stop"] = evaluation.stop
+    later = evaluation.further | ({"stop": evaluation.stop} if evaluation.stop else {})  # as old files have none
+    settings |= {f"evaluation.{name}": value for name, value in later.items()}
     for each in benchmarks:
         settings |= {
             f"{each.key}.samples": each.samples,

@@ -34,7 +34,6 @@ from spot_async.verification import MathMatch, extract_boxed
 
 S = TypeVar("S")
 Job = tuple[int, int, int]  # benchmark, problem, sample
-NO_PROMPT = np.zeros(0, np.int32)  # of responses that are judged again
 
 
 async def _nowhere(response: JudgedResponse) -> None:
@@ -66,10 +65,8 @@ async def evaluate(
     async def work(jobs: Iterator[Job]) -> None:
         for job in jobs:
             try:
-                if saved is None:
-                    response = await sampler.sample(job)
-                else:
-                    response = await sampler.judged(job, saved[key_of(benchmarks, job)])
+                earlier = None if saved is None else saved[key_of(benchmarks, job)]
+                response = await (sampler.sample(job) if earlier is None else sampler.judged(job, earlier))
             except BudgetSpentError as error:
                 # Raised only after the TaskGroup: raised here, it would cancel responses that are paid for.
                 spent.append(error)
@@ -231,11 +228,11 @@ def saved_benchmarks(config: Config, saved: Mapping[ResponseKey, JudgedResponse]
     benchmarks = []
     for benchmark in evaluation.sets():
         rows = {each.problem_id: each for each in saved.values() if each.benchmark == benchmark and each.problem}
-        problems = [
+        problems = (
             Problem(id=each.problem_id, text=each.problem, answer=each.gold, tier=each.tier, choices=each.choices)
             for each in rows.values()
-        ]
-        sources = [PromptSource(problem=problem, token_ids=NO_PROMPT) for problem in problems]
+        )
+        sources = [PromptSource(problem=problem, token_ids=np.zeros(0, np.int32)) for problem in problems]
         benchmarks.append(replace(judged_benchmark(benchmark, sources, config, evaluation), template=template))
     if keys_of(benchmarks) - saved.keys() or not all(each.sources for each in benchmarks):
         raise DataError(f"{name}: lacks responses, or their problems, as older versions wrote it: evaluate again")

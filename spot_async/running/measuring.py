@@ -199,16 +199,13 @@ async def open_verifiers(benchmarks: Sequence[Benchmark], stack: AsyncExitStack)
 def earlier_evaluation(
     config: Config, figures: EvaluationFigures, path: Path, directory: RunDirectory
 ) -> tuple[list[Benchmark], Occasion]:
-    """Return the benchmarks that the responses beside a figures file are of, and the occasion to judge them again.
-
-    Raises DataError for responses that do not say what they were asked.
-    """
+    """Return what the responses beside a figures file are of, to judge them again. Raises as `saved_benchmarks`."""
     name = path.with_suffix(".jsonl")
     saved = read_responses(RunDirectory(name.parent), name.name)
     benchmarks = saved_benchmarks(config, saved, str(name))
     judged = {f"{each.key}.verifier": each.verifier.that_decide() for each in benchmarks if each.verifier is not None}
-    settings = figures.settings | judged
-    identity = Identity(model=figures.model_fingerprint, backend=config.student.backend.kind, settings=settings)
+    kind = config.student.backend.kind
+    identity = Identity(model=figures.model_fingerprint, backend=kind, settings=figures.settings | judged)
     return benchmarks, Occasion(directory, Path(figures.model), saved=saved, identity=identity)
 
 

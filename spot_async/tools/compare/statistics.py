@@ -24,8 +24,6 @@ from spot_async.evaluation.metrics import pass_at_k_of_counts, standard_error
 from spot_async.tools.compare.reading import PairedBenchmark
 from spot_async.types import Float64Array
 
-POWER = 0.8
-
 
 class Column(NamedTuple):
     """Which figure a column holds."""
@@ -48,8 +46,7 @@ class Comparison:
     differences: Float64Array  # from the baseline; 0 in its own row
     difference_intervals: Interval
     p_values: Float64Array  # (methods, benchmarks) of `exact_p`, with all problems together for their mean
-    # (methods, benchmarks): the differences of Avg@n that these problems would show in 80 % of tries
-    detectable: Float64Array
+    detectable: Float64Array  # (methods, benchmarks): differences of Avg@n that show in `POWER` of all tries
     confidence: float
     draws: int
     seed: int
@@ -163,6 +160,7 @@ def pass_curves(benchmarks: Sequence[PairedBenchmark]) -> list[PassCurves]:
 
 
 BLOCK = 1 << 20  # so many counts are in memory at a time
+POWER = 0.8  # the usual one
 
 
 class Interval(NamedTuple):
