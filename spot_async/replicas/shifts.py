@@ -32,7 +32,7 @@ class Shifts(Opened):
         self._admitted: str | None = None  # the role whose requests are let in
         self._in_flight = 0
         self._asking: list[Asker] = []
-        self._room: WaitingRoom[Asker, bool] = WaitingRoom(self._admit, self._give_back, lets_pass=lambda asker: True)
+        self._room: WaitingRoom[Asker, bool] = WaitingRoom(self._admit, self.leave, lets_pass=lambda asker: True)
         self._is_training = False
         self._changing = asyncio.Lock()  # held while servers sleep and wake
         self._moved = asyncio.Event()
@@ -54,7 +54,7 @@ class Shifts(Opened):
         finally:
             self._asking.remove(asker)
 
-    def leave(self) -> None:
+    def leave(self, granted: bool = True) -> None:
         self._in_flight -= 1
         self._moved.set()
 
@@ -106,9 +106,6 @@ class Shifts(Opened):
             return None
         self._in_flight += 1
         return True
-
-    def _give_back(self, granted: bool) -> None:
-        self.leave()
 
 
 def _deadline() -> float:
