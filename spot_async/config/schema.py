@@ -440,7 +440,10 @@ class Config(Section):
             known = " or ".join(f"--teacher {each}" for each in self.teachers) or "leave out --teacher"
             raise ConfigError(f"teachers: {what} is about one teacher: give {known}")
         policy = self.policy.model_copy(update={"route": None} if hasattr(self.policy, "route") else {})
-        return self.model_copy(update={"teacher": self.teachers[name], "teachers": {}, "policy": policy})
+        own = self.teachers[name]
+        prompt = self.prompt.model_copy(update={"teacher": own.prompt or self.prompt.teacher})
+        only = own.model_copy(update={"prompt": None})
+        return self.model_copy(update={"teacher": only, "teachers": {}, "policy": policy, "prompt": prompt})
 
     def teacher_prompt(self, role: str) -> TeacherPromptConfig | None:
         """Return what a teacher reads in place of the student's prompt; None where it reads that."""
