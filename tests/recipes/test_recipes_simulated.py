@@ -33,12 +33,11 @@ lengths: {median: 50, sigma: 0.4}
 
 
 OFTEN = ("kdrl", "rethinking_opd", "speculative_kd")  # a group, chosen tokens, rounds
-SEVERAL = ("mopd", "teacher_average")  # teachers: `simulate` knows no rates of these
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[] if each in OFTEN else [pytest.mark.long]) for each in NAMES if each not in SEVERAL],
+    [pytest.param(each, marks=[] if each in OFTEN else [pytest.mark.long]) for each in NAMES],
 )
 def test_simulate_foretells_its_run(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))
