@@ -91,7 +91,7 @@ def check_exact(server: RemoteServer, info: ServerInfo) -> None:
         "--speculative-accept-threshold-acc": info.speculative_accept_threshold_acc,
     }
     low = [f"{flag} {value:g}" for flag, value in thresholds.items() if value < 1]
-    if server.settings.takes_weights(server.role) and info.speculative_algorithm is not None and low:
+    if server.role == "student" and info.speculative_algorithm is not None and low:
         raise ConfigError(
             f"{server.section}: the server was started with {' '.join(low)}, so it samples tokens that the student "
             "would not: start it without"
