@@ -1,6 +1,6 @@
 r"""Attacks the evaluation verifier with 190 answers that were written to hold it up, fill its memory or break it.
 
-Each goes through `MathVerify.verify` as a model's response would, several at a time. The benchmark fails if a call
+Each goes through `MathMatch.verify` as a model's response would, several at a time. The benchmark fails if a call
 raises or ends after its deadline, if a worker process is left, or if one was larger than its limit. `timeout` and
 `error` are missing evidence, never a reward.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from report import show
 
 from spot_async.types import Problem, Verdict
-from spot_async.verification import MathVerify
+from spot_async.verification import MathMatch
 
 LIMIT_BYTES = 2 << 30
 
@@ -109,14 +109,14 @@ class Outcome(NamedTuple):
     wall_s: float
 
 
-async def judge_all(settings: MathVerify.Settings, deadline_s: float) -> tuple[list[Outcome], int]:
+async def judge_all(settings: MathMatch.Settings, deadline_s: float) -> tuple[list[Outcome], int]:
     """Return all outcomes, and the largest resident size of a worker. Raises what `verify` raises."""
     outcomes: list[Outcome] = []
     largest = 0
     waiting = iter(hostile_answers())
     loop = asyncio.get_running_loop()
 
-    async def work(verifier: MathVerify) -> None:
+    async def work(verifier: MathMatch) -> None:
         for answer in waiting:
             start = loop.time()
             problem = Problem(id=answer.kind, text="", answer=answer.gold)
@@ -129,7 +129,7 @@ async def judge_all(settings: MathVerify.Settings, deadline_s: float) -> tuple[l
             largest = max(largest, *(resident_bytes(pid) for pid in children()), 0)
             await asyncio.sleep(0.02)
 
-    async with MathVerify(settings) as verifier:
+    async with MathMatch(settings) as verifier:
         watching = asyncio.create_task(watch())
         async with asyncio.TaskGroup() as group:
             for _ in range(settings.workers):
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=5.0)
     parser.add_argument("--deadline-s", type=float, default=60.0, help="of one answer, the start of a worker included")
     chosen = parser.parse_args()
-    settings = MathVerify.Settings(workers=chosen.workers, timeout_s=chosen.timeout_s, memory_limit_bytes=LIMIT_BYTES)
+    settings = MathMatch.Settings(workers=chosen.workers, timeout_s=chosen.timeout_s, memory_limit_bytes=LIMIT_BYTES)
     start = time.perf_counter()
     outcomes, largest = asyncio.run(judge_all(settings, chosen.deadline_s))
     wall_s = time.perf_counter() - start

@@ -50,7 +50,9 @@ _RESPELLINGS = tuple(
         (r"<sub>(.*?)</sub>", r"_{\1}"),
         (rf"(?<![0-9)}}])(?<![0-9)}}] )\\text\s*\{{\s*([A-Za-z]|{_FUNCTION})\s*\}}", r" \1 "),  # no unit
         (r"\\text\s*\{([^{}]*[0-9(,+=][^{}]*)\}", r"\1"),  # mathematics in bold type
+        (r"(?<![A-Za-z\\])(?:np|numpy|math)\.log(?![0-9A-Za-z])", r"\\ln "),
         (r"(?<![A-Za-z\\])(?:np|numpy|math|sympy)\.(?=[a-z])", ""),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<![A-Za-z\\])a(?=(?:sin|cos|tan)(?![A-Za-z]))", "arc"),
         (rf"(?<![A-Za-z\\])({_FUNCTION})(?![A-Za-z])", r"\\\1"),
         (r"(?<![A-Za-z\\])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty"),
@@ -72,6 +74,8 @@ _RESPELLINGS = tuple(
         (r"\A(?:\\(?:approx|simeq|sim)(?![A-Za-z])|≈|=)\s*", ""),
     )
 )
+_APART = re.compile(r"(?<=[0-9])\s*\\q?quad\s*(?=[0-9])")  # two numbers, not digits in groups
+_BOLD = re.compile(r"\\text\s*\{(.*\\.*)\}")
 _ABOUT = re.compile(r"\\approx(?![A-Za-z])|≈")
 _BARE_UNIT = re.compile(r"(?<=[0-9)}°% ])((?:(?<![A-Za-z/\\])[A-Za-z/]{2,} ?)+)((?:\^(?:[0-9]|\{-?[0-9]+\}))?)\Z")
 _LEAST_WORD = 4  # letters of a word that is not taken for a product of variables
@@ -176,7 +180,10 @@ def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal
 
 def respell(answer: str) -> str:
     """Return an answer in LaTeX, without layout: from Unicode, HTML and Python, and with units in `\text`."""
-    text = clean_layout(html.unescape(answer).translate(_SIGNS)).replace("$", r"\$")
+    text = _APART.sub(", ", html.unescape(answer).translate(_SIGNS))
+    text = clean_layout(text).replace("$", r"\$")
+    if (bold := _BOLD.fullmatch(text)) is not None and _is_balanced(bold[1]):
+        text = bold[1]
     for pattern, spelling in _RESPELLINGS:
         text = pattern.sub(spelling, text.strip())
     return " ".join(_BARE_UNIT.sub(_text_unit, strip_answer(text)).split())
@@ -231,6 +238,8 @@ def _same_lists(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal) -
     Round brackets hold an order, braces and no brackets hold none. Two numbers in other brackets are an interval.
     """
     (around, golds), (others, answers) = _elements(gold), _elements(answer)
+    if (len(golds) == 1) != (len(answers) == 1) and any(parse_number(text) is not None for text in (gold, answer)):
+        return False  # `81, 920` is no number
     related = [any(map(_ORDER.search, parts)) for parts in (golds, answers)]
     if not 2 <= len(golds) == len(answers) <= _LONGEST_LIST or related[0] != related[1]:
         return None

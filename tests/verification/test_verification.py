@@ -528,7 +528,7 @@ def test_a_relative_tolerance_is_a_share_of_the_gold() -> None:
         ("3", r"3\text{ is wrong}", Verdict.WRONG),
         ("3", r"\neq 3", Verdict.WRONG),
         ("3", r"\ge 3", Verdict.WRONG),
-        ("3", r"1 \quad 2", Verdict.WRONG),  # Math-Verify adds them
+        ("3", r"1 \quad 2", Verdict.WRONG),
         ("3t", "3", None),
         (r"7\text{ hours}", r"7\text{ minutes}", Verdict.WRONG),
         (r"90^\circ", r"90\text{ radians}", Verdict.WRONG),
