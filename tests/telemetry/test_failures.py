@@ -43,7 +43,7 @@ from spot_async.testing.services import SimulatedTeacher, generation
 from spot_async.testing.simulation import make_policy, make_run, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.inspect.report import read_report, report_page
-from spot_async.types import Verdict
+from spot_async.types import Problem, Verdict
 
 
 def refused(status):
@@ -141,7 +141,7 @@ def test_a_verdict_that_is_missing_is_a_failed_attempt():
             jitter=lambda: 0.0,
         )
         stage._events.subscribe(kept)
-        return await ask_judgement(stage, (0,), None, "1")
+        return await ask_judgement(stage, (0,), Problem(id="p", text="1 + 0", answer="1"), "1")
 
     assert run_on_virtual_time(scenario()).verdict is Verdict.ERROR
     assert [each.brief for each in kept.of(AttemptFailed)] == ["verdict error"] * 2
@@ -232,7 +232,7 @@ def test_failures_of_evaluations_are_told_too_and_a_lost_reply_is_asked_for_agai
         config = EvaluationConfig(
             problems={"path": "x.jsonl"}, timeout_s=60.0, attempt_timeout_s=2.0, verifier={"kind": "boxed_match"}
         )
-        problem = SimpleNamespace(problem=SimpleNamespace(id="p"), token_ids=[1])
+        problem = SimpleNamespace(problem=Problem(id="p", text="1 + 0", answer="1"), token_ids=[1])
         benchmark = SimpleNamespace(name="b", sources=[problem], max_response_tokens=4, vocab_limit=None)
         sampler = ResponseSampler(
             [benchmark], config, generator=Student(), verifiers={}, vocabulary=simulated_vocabulary(), events=kept
