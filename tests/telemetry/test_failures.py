@@ -233,7 +233,7 @@ def test_failures_of_evaluations_are_told_too_and_a_lost_reply_is_asked_for_agai
             problems={"path": "x.jsonl"}, timeout_s=60.0, attempt_timeout_s=2.0, verifier={"kind": "boxed_match"}
         )
         problem = SimpleNamespace(problem=Problem(id="p", text="1 + 0", answer="1"), token_ids=[1])
-        benchmark = SimpleNamespace(name="b", sources=[problem], max_response_tokens=4, vocab_limit=None)
+        benchmark = SimpleNamespace(name="b", sources=[problem], max_response_tokens=4, vocab_limit=None, verifier=None)
         sampler = ResponseSampler(
             [benchmark], config, generator=Student(), verifiers={}, vocabulary=simulated_vocabulary(), events=kept
         )
