@@ -24,7 +24,7 @@ from spot_async.replicas.pool import PeopleListener, ReplicaPool
 from spot_async.testing.services import capabilities, token_scores
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Prompt, ScoredPositions
+from spot_async.types import Problem, Prompt, ScoredPositions
 
 BATCH, PROBES, SLOTS = 64, 8, 64
 CONCURRENCY = {"rollout": 64, "candidates": 64, "probe": 256}  # as the defaults of `stages`
@@ -356,7 +356,8 @@ def test_single_positions_beside_whole_responses_never_lower_the_limit_of_a_serv
         stages = make_run(make_policy(OpdPolicy), teacher=pool, capacity_prompts=256).stages
 
         async def supervise(ordinal):
-            prompt = Prompt(ordinal=ordinal, problem=None, token_ids=np.zeros(100, np.int32))
+            problem = Problem(id="p", text="", answer="")
+            prompt = Prompt(ordinal=ordinal, problem=problem, token_ids=np.zeros(100, np.int32))
             asked = stages.for_prompt(prompt)
             await asyncio.sleep(rng.expovariate(1 / 20))  # rollouts end one after another
             response_ids = np.zeros(rng.randint(1000, 4000), np.int32)

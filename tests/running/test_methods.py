@@ -35,7 +35,7 @@ def test_each_methods_file_makes_a_plan_with_the_models_that_it_needs(kind):
     planned = plan(kind)
     needs = planned.policy.needs
     assert load_config(CONFIGS / f"{kind}.yaml").policy.kind == kind
-    assert needs.teacher == (planned.teacher is not None) == (kind != "grpo")
+    assert needs.teacher == (bool(planned.teachers)) == (kind != "grpo")
     assert (planned.reference is not None) == (kind == "grpo")
     assert needs.teacher_responses == (kind == "kd")
     assert not needs.candidate_logprobs  # a rollout's own top-k will do
@@ -54,7 +54,7 @@ def test_each_methods_file_fits_the_two_cores_that_it_is_made_for(kind, monkeypa
     [
         ("spot", ["teacher=null"], "teacher: required by policy spot, but not given"),
         ("kd", ["teacher=null", "prompt.template=student"], "teacher: required by policy kd, but not given"),
-        ("grpo", ["prompt.template=teacher"], "prompt.template=teacher: the run has no teacher section"),
+        ("grpo", ["prompt.template=teacher"], "prompt.template=teacher: the run has no teacher"),
         ("opd", ["training.reference_kl=0.1"], "training.reference_kl=0.1: policy opd asks no reference"),
         ("kd", ["policy.save=a"], "policy.save: unknown key; KD's responses are kept in the file of `teacher.cache`"),
         ("kd", ["policy.load=a"], "policy.load: unknown key; KD's responses are kept in the file of `teacher.cache`"),
@@ -80,7 +80,7 @@ def test_a_teacher_that_cannot_write_is_refused_by_the_policy_that_wants_it_to(t
     )
     monkeypatch.syspath_prepend(tmp_path)
     backend = "teacher.backend=scoring_only:ScoringOnly"
-    assert plan("eopd", backend).teacher is not None
+    assert plan("eopd", backend).teachers
     with pytest.raises(ConfigError, match="policy kd needs a teacher that can `generate`"):
         plan("kd", backend)
 

@@ -79,11 +79,11 @@ class ModelStages(ScriptedStages):
         self.rollouts.append(generation)
         return generation
 
-    async def teacher_response(self) -> Generation:
+    async def teacher_response(self, *, teacher: str = "") -> Generation:
         self.rollouts.append(self._sample(self.models[1], self.prompt.token_ids, 4 + 3 * self.prompt.ordinal, seed=0))
         return self.rollouts[-1]
 
-    async def score(self, response_ids: np.ndarray, *, top_k: int) -> TokenScores:
+    async def score(self, response_ids: np.ndarray, *, top_k: int, teacher: str = "") -> TokenScores:
         logprobs = rows(self.models[1], self.prompt.token_ids, response_ids).detach().numpy()
         return whole_scores(logprobs, response_ids, top_k)
 
