@@ -26,7 +26,11 @@ from spot_async.telemetry.run_log import SpendingLog
 SEEDS = range(300)
 
 
-@pytest.mark.parametrize("shard", [0, *(pytest.param(each, marks=pytest.mark.long) for each in range(1, 15))])
+LONG, NIGHTLY = [pytest.mark.long], [pytest.mark.long, pytest.mark.nightly]
+OTHERS = [pytest.param(each, marks=LONG if each < 8 else NIGHTLY) for each in range(1, 15)]
+
+
+@pytest.mark.parametrize("shard", [0, *OTHERS])
 def test_nothing_is_lost_or_done_twice_however_often_a_run_crashes(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
     assert [how for seed in SEEDS[shard::15] if (how := explained(seed))] == []

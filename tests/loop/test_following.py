@@ -90,7 +90,9 @@ def test_a_frozen_teachers_terms_name_no_version_whatever_its_server_says():
 SEEDS = range(60)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    "max_staleness", [pytest.param(0, marks=pytest.mark.nightly), 1, pytest.param(2, marks=pytest.mark.nightly)]
+)
 def test_invariants_hold_with_a_teacher_that_follows_whatever_befalls_the_run(max_staleness):
     ways = list(WAYS.values())
     runs = [faulty_run(seed, policy(), max_staleness=max_staleness, follows=ways[seed % 3]).run for seed in SEEDS]
@@ -98,7 +100,7 @@ def test_invariants_hold_with_a_teacher_that_follows_whatever_befalls_the_run(ma
     assert named >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness):
     ways = list(WAYS.values())
     found = [crashing_run(seed, policy, max_staleness=max_staleness, follows=ways[seed % 3]) for seed in range(18)]

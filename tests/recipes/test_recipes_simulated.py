@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from spot_async.cli import app
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_invariants_hold_whatever_befalls_the_run(name, max_staleness):
     runs = [faulty_run(seed, simulated_recipe(name), max_staleness=max_staleness).run for seed in range(3)]

@@ -88,8 +88,10 @@ def test_a_self_without_a_context_of_its_own_is_warned_of_and_one_with_it_is_not
     assert warnings({"follows": {"every": 1}}, **own) == []
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize(
+    ("lora", "max_staleness"),
+    [(None, 0), (LORA, 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((None, 2), (LORA, 0)))],
+)
 def test_the_pull_of_the_live_self_on_the_students_own_servers_is_nothing(
     tmp_path, servers_on_threads, trainer_on_thread, max_staleness, lora
 ):
@@ -184,7 +186,7 @@ def test_the_frozen_self_is_the_base_of_the_students_servers(tmp_path, servers_o
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("follows", ["{decay: 0.7}", "{every: 3}"])
+@pytest.mark.parametrize("follows", ["{decay: 0.7}", pytest.param("{every: 3}", marks=pytest.mark.nightly)])
 def test_real_processes_continue_after_a_kill_to_the_same_bits_the_teachers_weights_included(tmp_path, follows):
     whole, run = tmp_path / "whole", tmp_path / "run"
     keys = [

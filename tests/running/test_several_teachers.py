@@ -75,6 +75,7 @@ def test_two_that_answer_in_shifts_beside_the_trainer_change_nothing_but_time(
     assert len({(run / "student" / "model.safetensors").read_bytes() for run in runs}) == 1
 
 
+@pytest.mark.nightly
 def test_two_answer_in_shifts_while_the_trainer_trains_on_devices_of_its_own(
     tmp_path, servers_on_threads, trainer_on_thread
 ):

@@ -16,6 +16,7 @@ from spot_async.backends.shared.launch_settings import LaunchSettings
 __all__ = ["problems"]  # a fixture
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("server", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_pull_of_the_live_self_is_noise(

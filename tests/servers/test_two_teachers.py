@@ -53,6 +53,7 @@ async def rows_reach(folder: Path, number: int, going: asyncio.Task[tuple[bytes,
     return len(path.read_text().splitlines())
 
 
+@pytest.mark.nightly
 async def test_two_teachers_are_killed_by_turns_and_bill_what_the_run_says(
     models: TinyModels, problems: Path, tmp_path: Path, start_vllm: StartServer, start_sglang: StartServer
 ) -> None:
