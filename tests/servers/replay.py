@@ -43,7 +43,7 @@ class Recorded:
     async def generate(
         self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int = 0, deadline: float, **more: Any
     ) -> Generation:
-        request = (prompt_ids.tobytes(), sampling, top_k)
+        request = (prompt_ids.tobytes(), repr(sampling), top_k)
         if request not in self._replies:
             self._replies[request] = await self._backend.generate(prompt_ids, sampling, top_k=top_k, deadline=deadline)
         return self._replies[request]
