@@ -38,7 +38,7 @@ class Recorded:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._replies: dict[tuple[bytes, SamplingSettings, int], Generation] = {}
+        self._replies: dict[tuple[bytes, str, int], Generation] = {}
 
     async def generate(
         self, prompt_ids: IntArray, sampling: SamplingSettings, *, top_k: int = 0, deadline: float, **more: Any
