@@ -8,36 +8,31 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
 Group = Literal["backends", "policies", "verifiers"]
 
-# An editable installation keeps the entry points of the day it was made, which may be older than a default kind.
-_NEWER = {"verifiers": [EntryPoint("math", "spot_async.verification.math_match:MathMatch", "spot_async.verifiers")]}
-
-
-def _points(group: Group) -> dict[str, EntryPoint]:
-    return {point.name: point for point in (*_NEWER.get(group, ()), *entry_points(group=f"spot_async.{group}"))}
-
 
 def names(group: Group) -> list[str]:
     """Return the names of installed plug-ins, sorted."""
-    return sorted(_points(group))
+    return sorted(point.name for point in entry_points(group=f"spot_async.{group}"))
 
 
 def load(group: Group, kind: str) -> Any:
     """Return the plug-in class called `kind`. Raises ValueError, with the nearest name, when there is none."""
     if ":" in kind:
         found = named(kind)
-    elif (point := _points(group).get(kind)) is not None:
-        found = point.load()
     else:
-        known = names(group)
-        close = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.75)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        raise ValueError(f"{unknown(group, kind)}; {hint}")
+        for point in entry_points(group=f"spot_async.{group}", name=kind):
+            found = point.load()
+            break
+        else:
+            known = names(group)
+            close = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.75)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise ValueError(f"{unknown(group, kind)}; {hint}")
     if not hasattr(found, "Settings"):
         raise ValueError(f"{kind!r} has no Settings class, so it is no plug-in of spot-async")
     return found

@@ -83,7 +83,14 @@ def _check_names(config: Config, needs: PolicyNeeds) -> None:
             f"teachers: policy {kind} asks for {' and '.join(lacking)}, and given is only {given}: name a model in "
             f"teachers.{lacking[0]}.model"
         )
-    if not needs.teacher or not config.teachers or config.route is not None:
+    if not needs.teacher or not config.teachers:
+        return
+    if config.route is not None:
+        if weighted := [name for name, each in config.teachers.items() if each.weight != 1.0]:
+            raise ConfigError(
+                f"teachers.{weighted[0]}.weight={config.teachers[weighted[0]].weight:g}: a prompt asks one "
+                "teacher by policy.route, so that its weight counts for nothing: leave one of the two out"
+            )
         return
     if not needs.teachers:
         raise ConfigError(

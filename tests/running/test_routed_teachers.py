@@ -183,6 +183,11 @@ def test_what_a_run_says_is_said_of_each_teacher_and_domain(routed):
             {},
             "no column 'level', which policy.route.by names",
         ),
+        (
+            {"kind": "opd", "route": {"by": "tier", "to": {"easy": "short"}, "default": "long"}},
+            {"long": 3.0},
+            "teachers.long.weight=3: a prompt asks one teacher by policy.route",
+        ),
     ],
 )
 def test_a_run_is_refused_in_one_line_before_anything_starts(other, monkeypatch, policy, weights, line):
