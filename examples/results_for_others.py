@@ -5,15 +5,15 @@
 RUN is a directory of `spot-async eval` or `train`, or one `evaluation*.json`. Three files are written, into RUN's own
 directory unless `-o` names another: `results_lm_eval.json`, `results_lighteval.json` and `model_index.yaml`. In
 lighteval's file metrics have its names, `avg@n` and `pass@k`. lm-eval has neither, so in its file they have ours.
-Times are those of the files: an evaluation that was stopped and continued seems to have taken longer.
+The times of an evaluation that was stopped and continued are those of its last part.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = read_evaluated(given.run)
     directory = given.output or found.path.parent
     directory.mkdir(parents=True, exist_ok=True)
-    begun_s, ended_s = _times(found.path)
     texts = {
-        "results_lm_eval.json": json.dumps(lm_eval_results(found.figures, begun_s, ended_s), indent=2),
-        "results_lighteval.json": json.dumps(lighteval_results(found.figures, begun_s, ended_s), indent=2),
+        "results_lm_eval.json": json.dumps(lm_eval_results(found.figures), indent=2),
+        "results_lighteval.json": json.dumps(lighteval_results(found.figures), indent=2),
         "model_index.yaml": yaml.safe_dump({"model-index": model_index(found.figures)}, sort_keys=False),
     }
     for name, text in texts.items():
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(directory / name)
 
 
-def lm_eval_results(figures: EvaluationFigures, begun_s: float, ended_s: float) -> dict[str, Any]:
+def lm_eval_results(figures: EvaluationFigures) -> dict[str, Any]:
     """Return what lm-eval's `results_<time>.json` has: a task for each benchmark, and the group `macro` of them."""
     judged = _judged(figures)
     results = {
@@ -59,14 +58,14 @@ def lm_eval_results(figures: EvaluationFigures, begun_s: float, ended_s: float) 
         "higher_is_better": {name: dict.fromkeys(_metrics(each), True) for name, each in judged.items()},
         "n-samples": {name: {"original": each.problems, "effective": each.problems} for name, each in judged.items()},
         "config": {"model": "spot-async", "model_args": figures.model, "limit": None, **figures.settings},
-        "date": ended_s,
+        "date": _ended_s(figures),
         "model_name": figures.model,
         "model_sha": figures.model_fingerprint,
-        "total_evaluation_time_seconds": str(ended_s - begun_s),
+        "total_evaluation_time_seconds": str(figures.seconds or 0.0),
     }
 
 
-def lighteval_results(figures: EvaluationFigures, begun_s: float, ended_s: float) -> dict[str, Any]:
+def lighteval_results(figures: EvaluationFigures) -> dict[str, Any]:
     """Return what lighteval's `results_<time>.json` has: a task `name|0` for each benchmark, and `all`."""
     judged = _judged(figures)
     results = {}
@@ -79,9 +78,9 @@ def lighteval_results(figures: EvaluationFigures, begun_s: float, ended_s: float
     return {
         "config_general": {
             "model_config": {"model_name": figures.model, "model_sha": figures.model_fingerprint},
-            "start_time": begun_s,
-            "end_time": ended_s,
-            "total_evaluation_time_secondes": str(ended_s - begun_s),  # as lighteval spells it
+            "start_time": _ended_s(figures) - (figures.seconds or 0.0),
+            "end_time": _ended_s(figures),
+            "total_evaluation_time_secondes": str(figures.seconds or 0.0),  # as lighteval spells it
         },
         "results": results,
         "versions": dict.fromkeys(results, figures.settings_fingerprint),
@@ -139,11 +138,9 @@ def _task(figures: EvaluationFigures, name: str, of: BenchmarkFigures) -> dict[s
     return {"task": name, "repeats": of.samples, "metadata": {"note": of.note}, "settings": said}
 
 
-def _times(figures: Path) -> tuple[float, float]:
-    """Return when the evaluation began and ended, in seconds since 1970."""
-    begun = figures.parent / "run.json"
-    ended_s = figures.stat().st_mtime if figures.exists() else time.time()
-    return (begun.stat().st_mtime if begun.exists() else ended_s), ended_s
+def _ended_s(figures: EvaluationFigures) -> float:
+    """Return when the evaluation ended, in seconds since 1970; 0 where an older program wrote it."""
+    return datetime.fromisoformat(figures.date).timestamp() if figures.date is not None else 0.0
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):
     # softmax.
     vocab_limit: int | None = None
     # By the names of vLLM and SGLang: top_k, min_p and penalties. A server without one must refuse it.
-    further: dict[str, float] = {}
+    further: tuple[tuple[str, float], ...] = ()
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -110,10 +110,10 @@ class Dialect:
 
     def sampling_fields(self, sampling: SamplingSettings) -> dict[str, Any]:
         """Return the fields of every request that generates, completion or chat."""
-        if unknown := next((name for name in sampling.further if name not in self.neutral), None):
+        if unknown := next((name for name, _ in sampling.further if name not in self.neutral), None):
             raise PermanentError(f"this endpoint takes no {unknown}: leave it out, or evaluate with another backend")
         said = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
-        return {**said, **self.neutral, **sampling.further}
+        return {**said, **self.neutral, **dict(sampling.further)}
 
     def generate_body(
         self,

@@ -65,7 +65,7 @@ class SglangRequests:
                 **logit_bias(sampling, self.limits.vocab_size),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
-                **sampling.further,
+                **dict(sampling.further),
                 "max_new_tokens": sampling.max_tokens,
                 "stop_token_ids": sampling.stop_token_ids,
                 "ignore_eos": not sampling.stop_token_ids,  # it would make the server ignore stop_token_ids too

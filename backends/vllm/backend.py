@@ -183,7 +183,7 @@ class VllmBackend(StudentBackend):
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            **sampling.further,
+            **dict(sampling.further),
             "seed": sampling.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,  # so that only the given tokens end a response

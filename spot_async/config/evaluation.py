@@ -24,9 +24,11 @@ from spot_async.config.problems import ProblemSetConfig, PromptConfig, Thinking
 # Keys that `evaluation.preset: paper` keeps at their defaults, which are the paper's (appendix B).
 FURTHER = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 PAPER_EVALUATION = (
+    "template",
     "system",
     "stop",
     "thinking",
+    "thinking_tokens",
     "samples",
     "temperature",
     "top_p",
@@ -68,7 +70,7 @@ class BenchmarkConfig(ProblemSetConfig):
         True, description="give options their letters in a seeded order, whatever order the file has"
     )
     examples: ProblemSetConfig | None = Field(
-        None, description="worked examples in front of each question, of the question's own category"
+        None, description="worked examples in front of each question, of its category where they have one"
     )
     example_count: PositiveInt = Field(5, description="how many of `examples` each question has")
     in_macro: bool = Field(True, description="whether it counts for the mean over benchmarks, if it is judged")
@@ -79,8 +81,8 @@ class BenchmarkConfig(ProblemSetConfig):
             raise ValueError(f"samples={self.samples}: format=alpaca_eval writes one response each; remove it")
         if self.format == "alpaca_eval" and self.verifier is not None:
             raise ValueError("verifier: format=alpaca_eval judges nothing; remove it")
-        if self.format != "multiple_choice" and self.examples is not None:
-            raise ValueError("examples: only for format=multiple_choice")
+        if self.format == "alpaca_eval" and self.examples is not None:
+            raise ValueError("examples: format=alpaca_eval asks the bare instruction; remove them")
         return self
 
     def verifier_of(self, evaluation: EvaluationConfig) -> PluginSettings:
@@ -100,7 +102,16 @@ class EvaluationConfig(Section):
     benchmarks: dict[Annotated[str, spelled(r"[A-Za-z0-9][A-Za-z0-9_.-]*", NAME_WORDS)], BenchmarkConfig] = Field(
         {}, description="several sets of held-out problems by name, reported one by one and as their mean"
     )
+    template: Annotated[
+        str, spelled(r"student|plain|.+\.jinja", "give student, plain or a path that ends in .jinja")
+    ] = Field(
+        "student", description="chat template of all prompts, as `prompt.template` has it; `plain` for base models"
+    )
     thinking: Thinking = False
+    thinking_tokens: PositiveInt | None = Field(
+        None,
+        description="so many tokens into a response, thinking that has not ended is ended by `</think>`; null: never",
+    )
     system: str | None = Field(None, description="a system message in front of each problem; null: none")
     limit: PositiveInt | None = Field(None, description="only so many problems of each set, its first ones; null: all")
     samples: PositiveInt = Field(8, description="responses per problem: the n of Avg@n, and the largest k of Pass@k")
@@ -158,14 +169,27 @@ class EvaluationConfig(Section):
                 f"benchmarks.{reserved[0]}: results have a row of their own with this name; give it another"
             )
         most = max(each.samples or self.samples for each in self.sets().values())
+        if self.thinking_tokens is not None:
+            self._check_thinking(self.thinking_tokens)
         if too_large := [k for k in self.pass_k if k > most]:
             raise ValueError(f"pass_k={too_large[0]} needs as many samples as that, but samples={most}: raise it")
         return self
 
+    def _check_thinking(self, most: int) -> None:
+        if self.thinking is False:
+            raise ValueError(f"thinking_tokens={most}: thinking is false: set it to true, or to null")
+        longest = min(each.max_response_tokens or self.max_response_tokens for each in self.sets().values())
+        if most >= longest:
+            raise ValueError(f"thinking_tokens={most} leaves nothing of max_response_tokens={longest}: lower it")
+        if counting := [name for name in ("presence_penalty", "frequency_penalty") if getattr(self, name) is not None]:
+            raise ValueError(
+                f"{counting[0]} counts what a request wrote, and thinking_tokens makes two of one: drop one"
+            )
+
     @property
-    def further(self) -> dict[str, float]:
+    def further(self) -> tuple[tuple[str, float], ...]:
         """`SamplingSettings.further`."""
-        return {name: value for name in FURTHER if (value := getattr(self, name)) is not None}
+        return tuple((name, value) for name in FURTHER if (value := getattr(self, name)) is not None)
 
     def sets(self) -> Mapping[str, BenchmarkConfig]:
         """Return all benchmarks by name. The set in `evaluation.problems` is called `problems`."""

@@ -138,8 +138,8 @@ class DataConfig(Section):
         return {key: share / sum(given.values()) for key, share in given.items()}
 
 
-TEMPLATES = r"teacher|teachers\.[a-z][a-z0-9_]*|student|.+\.jinja"
-TEMPLATE_WORDS = "give teacher, teachers.NAME, student or the path of a Jinja file that ends in .jinja"
+TEMPLATES = r"teacher|teachers\.[a-z][a-z0-9_]*|student|plain|.+\.jinja"
+TEMPLATE_WORDS = "give teacher, teachers.NAME, student, plain or the path of a Jinja file that ends in .jinja"
 
 
 def _check_plain(value: Any) -> Any:
@@ -158,7 +158,7 @@ class TemplateConfig(Section):
     template: Annotated[str, spelled(TEMPLATES, TEMPLATE_WORDS)] = Field(
         "teacher",
         description="whose chat template renders these prompts: `teacher` (of several, the one that all have, or "
-        "`teachers.<name>`), `student`, or a Jinja file's path",
+        "`teachers.<name>`), `student`, a Jinja file's path, or for base models `plain`: the texts, then `Answer:`",
     )
     thinking: Thinking = False
     template_arguments: dict[str, TemplateArgument] = Field({}, description="extra variables for the chat template")

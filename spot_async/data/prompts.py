@@ -37,6 +37,8 @@ DATE_WARNING = (
 )
 # What the parts of `prompt.teacher.text` are of a `Problem`.
 _FIELDS = {"problem": "text", "solution": "solution", "answer": "answer", "category": "category"}
+# For models without a chat template. It continues worked examples of a benchmark: "Question: ... Answer: ...".
+_PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}Answer:"
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}here\N{OBJECT REPLACEMENT CHARACTER}"
 # In front of a template, this macro replaces the function through which transformers lets templates read the clock.
 _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
@@ -45,7 +47,7 @@ _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
 class PromptRenderer:
     """Renders problems with a chat template: the problem's history, then a user message of problem and instruction.
 
-    The template is the tokenizer's own, or the Jinja file that `config.template` names.
+    The template is the tokenizer's own, the Jinja file that `config.template` names, or for `plain` none to speak of.
     """
 
     key: str = "prompt"  # the section that says how, for messages
@@ -67,10 +69,13 @@ class PromptRenderer:
         if used.template.endswith(".jinja"):
             self._name = f"{self.key}.template={used.template}"
             self._arguments["chat_template"] = read_template(Path(used.template), self.key)
+        elif used.template == "plain":
+            begins = self._tokenizer.bos_token_id in self._tokenizer("").input_ids  # as it reads every text
+            self._arguments["chat_template"] = f"{'{{ bos_token }}' if begins else ''}{_PLAIN}"
         elif not self._tokenizer.chat_template:
             raise DataError(
                 f"{self._name}: the tokenizer has no chat template; "
-                f"add chat_template.jinja or set {self.key}.template to the other model or to a Jinja file"
+                f"add chat_template.jinja, or set {self.key}.template to the other model, to a Jinja file or to plain"
             )
 
     @property

@@ -1,6 +1,7 @@
 """Prepares the benchmarks of an evaluation: their problems rendered as prompts, their limits and their verifiers.
 
-Everything is read from files, before anything starts. Prompts always use the student's own chat template.
+Everything is read from files, before anything starts. Prompts use the student's own chat template, or that which
+`evaluation.template` names, never the teacher's.
 
 Options of a multiple choice get letters in an order that depends only on the seed and the options' texts. It does not
 depend on the file's order, since copies of one benchmark order options differently, nor on the problem's place. Worked
@@ -31,7 +32,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
 from spot_async.types import ChatTurn, Problem
 
-QUESTIONS = "The following are multiple choice questions about {category}, with their answers."
+QUESTIONS = "The following are {kind} about {category}, with their answers."
 # The usual end and start of worked solutions in published sets. They are cut off, since the box says the same.
 _CLOSING = re.compile(
     r"\s*(?:so,? |thus,? |therefore,? )?the (?:correct )?answer is:? *\(?[A-Z]\)?\.?\s*$", re.IGNORECASE
@@ -77,43 +78,48 @@ def options_text(problem: Problem) -> str:
     )
 
 
-def worked_example(problem: Problem, key: str) -> str:
+def worked_example(problem: Problem, key: str, *, with_options: bool) -> str:
     """Return an example: a question in the same form, with solution and answer.
 
     Its options keep their order, since the solution may name their letters.
     """
-    letter = ascii_uppercase[gold_index(problem, key)]
+    answer = ascii_uppercase[gold_index(problem, key)] if with_options else problem.answer
     if not problem.solution:
         raise DataError(f"{key}: example {problem.id!r} has no worked solution: name its column in fields.solution")
     solution = _CLOSING.sub("", _OPENING.sub("", problem.solution)).strip()
-    return f"{_question(problem)}\nAnswer: {solution} The answer is \\boxed{{{letter}}}."
+    end = "" if "\\boxed" in solution else f" The answer is \\boxed{{{answer}}}."
+    return f"{_question(problem, with_options=with_options)}\nAnswer: {solution}{end}"
 
 
 class WorkedExamples:
     """The worked examples that stand before questions, by category."""
 
-    def __init__(self, examples: Sequence[Problem], count: int, key: str) -> None:
+    def __init__(self, examples: Sequence[Problem], count: int, key: str, *, with_options: bool) -> None:
         """Take the first `count` of each category's `examples`, in their order. `key` is for messages."""
+        self._with_options = with_options
         by_category: Mapping[str | None, list[Problem]] = defaultdict(list)
         for example in examples:
             by_category[example.category].append(example)
         self._texts = {
-            category: [worked_example(example, key) for example in found[:count]]
+            category: [worked_example(example, key, with_options=with_options) for example in found[:count]]
             for category, found in by_category.items()
         }
         self._count, self._key = count, key
 
     def before(self, problem: Problem) -> Problem:
         """Return the problem with the examples of its category before it. Raises DataError if they are too few."""
-        gold_index(problem, self._key)
-        texts = self._texts.get(problem.category, [])
+        if self._with_options:
+            gold_index(problem, self._key)
+        texts = self._texts.get(problem.category) or self._texts.get(None, [])
         if len(texts) < self._count:
             raise DataError(
                 f"{self._key}: {len(texts)} examples of category {problem.category!r}, which problem {problem.id!r} "
                 f"has, and {self._count} are asked for"
             )
-        head = QUESTIONS.format(category=problem.category or "various subjects")
-        return msgspec.structs.replace(problem, text="\n\n".join([head, *texts, _question(problem)]))
+        kind = "multiple choice questions" if self._with_options else "questions"
+        head = QUESTIONS.format(kind=kind, category=problem.category or "various subjects")
+        question = _question(problem, with_options=self._with_options)
+        return msgspec.structs.replace(problem, text="\n\n".join([head, *texts, question]))
 
 
 def outputs_of(
@@ -131,8 +137,9 @@ def outputs_of(
     ]
 
 
-def _question(problem: Problem) -> str:
-    return f"Question: {problem.text.strip()}\nOptions:\n{options_text(problem)}"
+def _question(problem: Problem, *, with_options: bool) -> str:
+    options = f"\nOptions:\n{options_text(problem)}" if with_options else ""
+    return f"Question: {problem.text.strip()}{options}"
 
 
 LETTERS_ALONE = (
@@ -202,17 +209,18 @@ def _plan(
             f"rename it, or choose another column with {key}.fields.tier"
         )
     instruction = settings.instruction if settings.instruction is not None else config.prompt.instruction
-    native = {"template": "student", "thinking": evaluation.thinking, "instruction": instruction if is_judged else ""}
-    prompt = config.prompt.model_copy(update=native)
+    own = {"template": evaluation.template, "thinking": evaluation.thinking}
+    prompt = config.prompt.model_copy(update={**own, "instruction": instruction if is_judged else ""})
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
     problems = _formatted(found.problems[: evaluation.limit], settings, evaluation.seed, key)
     if evaluation.system is not None:
         first = ChatTurn(role="system", content=evaluation.system)
         problems = [msgspec.structs.replace(each, history=(first, *each.history)) for each in problems]
-    if not student.vocabulary.tokenizer.chat_template:
+    if evaluation.template == "student" and not student.vocabulary.tokenizer.chat_template:
         raise DataError(
             f"evaluation: {student.directory}: the tokenizer has no chat template, and an evaluation is rendered with "
-            "the student's own, whatever prompt.template says: add chat_template.jinja to the directory"
+            "the student's own, whatever prompt.template says: add chat_template.jinja to the directory, or set "
+            "evaluation.template to plain, for a base model, or to a Jinja file"
         )
     renderer = PromptRenderer(student.vocabulary, prompt)
     sources = _rendered(problems, renderer, student, max_tokens, key)
@@ -288,14 +296,13 @@ def _same_responses(settings: BenchmarkConfig, evaluation: EvaluationConfig, key
 
 def _formatted(problems: Sequence[Problem], settings: BenchmarkConfig, seed: int, key: str) -> list[Problem]:
     """Return the problems with the texts and answers that the benchmark's format gives them."""
-    if settings.format != "multiple_choice":
-        return list(problems)
-    if settings.order_choices:
+    is_choice = settings.format == "multiple_choice"
+    if is_choice and settings.order_choices:
         problems = [order_choices(problem, seed, key) for problem in problems]
     if settings.examples is None:
-        return [with_options(problem, key) for problem in problems]
+        return [with_options(problem, key) if is_choice else problem for problem in problems]
     examples = load_problem_set(settings.examples, f"{key}.examples").problems
-    worked = WorkedExamples(examples, settings.example_count, f"{key}.examples")
+    worked = WorkedExamples(examples, settings.example_count, f"{key}.examples", with_options=is_choice)
     return [worked.before(problem) for problem in problems]
 
 
@@ -329,13 +336,11 @@ def _note(settings: BenchmarkConfig, evaluation: EvaluationConfig, prompt: Promp
 def _facts(settings: BenchmarkConfig, evaluation: EvaluationConfig) -> list[str]:
     if settings.format == "alpaca_eval":
         return ["not judged here: outputs for its own tool"]
-    if settings.format == "boxed":
-        return []
     judged = settings.verifier_of(evaluation)
     return [
         *([_judged_by(judged)] if settings.verifier is None and judged.kind != evaluation.verifier.kind else []),
         *([] if settings.examples is None else [f"worked examples ({settings.example_count})"]),
-        *([] if settings.order_choices else ["options in the file's order"]),
+        *([] if settings.order_choices or settings.format == "boxed" else ["options in the file's order"]),
     ]
 
 

@@ -123,6 +123,9 @@ class EvaluationFigures(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FIGURES_FORMAT
     model: str  # directory that was evaluated
     model_fingerprint: str  # equal for equal weights
+    dtype: str | None = None  # of its weights, as its config.json says; a server may compute in another
+    date: str | None = None  # when the file was written, in UTC
+    seconds: float | None = None  # what it took since it was begun or last continued
     settings: dict[str, Any]  # everything else that decides responses and verdicts, by configuration key
     settings_fingerprint: str  # equal for equal settings, and then the figures may be compared
     versions: dict[str, str] = {}  # of the software that verdicts and responses depend on

@@ -244,8 +244,8 @@ def settings_of(config: Config, benchmarks: Sequence[Benchmark]) -> dict[str, An
     settings: dict[str, Any] = {
         f"evaluation.{name}": getattr(evaluation, name) for name in ("preset", "seed", "temperature", "top_p")
     }
-    later = evaluation.further | ({"stop": evaluation.stop} if evaluation.stop else {})  # as old files have none
-    settings |= {f"evaluation.{name}": value for name, value in later.items()}
+    later = dict(evaluation.further) | {"stop": evaluation.stop, "thinking_tokens": evaluation.thinking_tokens}
+    settings |= {f"evaluation.{name}": value for name, value in later.items() if value}  # as old files have none
     for each in benchmarks:
         settings |= {
             f"{each.key}.samples": each.samples,

@@ -174,15 +174,10 @@ class EvaluationResult:
     def tokens(self) -> int:
         return sum(response.tokens for response in self.responses)
 
-    def evaluation_figures(
-        self, *, model: str, model_fingerprint: str, settings: dict[str, Any], settings_fingerprint: str
-    ) -> EvaluationFigures:
-        """Return the contents of `evaluation.json`."""
+    def evaluation_figures(self, **of_it: Any) -> EvaluationFigures:
+        """Return the contents of `evaluation.json`; `of_it` are those that its responses do not tell."""
         return EvaluationFigures(
-            model=model,
-            model_fingerprint=model_fingerprint,
-            settings=settings,
-            settings_fingerprint=settings_fingerprint,
+            **of_it,
             versions=software_versions(),
             benchmarks={benchmark.name: benchmark.benchmark_figures() for benchmark in self.benchmarks},
             macro=self.macro(),

@@ -29,10 +29,11 @@ from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
-from spot_async.types import Problem, SamplingSettings, Verdict
+from spot_async.types import FinishReason, Generation, IntArray, Problem, SamplingSettings, Verdict
 from spot_async.verification import MathMatch, extract_boxed
 
 S = TypeVar("S")
+THINKING_END = "</think>"
 Job = tuple[int, int, int]  # benchmark, problem, sample
 
 
@@ -141,14 +142,7 @@ class ResponseSampler:
             seed=derive_seed(self.config.seed, j, i),
             vocab_limit=benchmark.vocab_limit,
         )
-        session = f"eval-{b}-{j}"
-        generation = await self._generation.ask(
-            job,
-            lambda generator, deadline: generator.generate(prompt_ids, sampling, session=session, deadline=deadline),
-            session=session,
-            tokens=len(prompt_ids) + sampling.max_tokens,
-            work=lambda generation: len(generation.token_ids),
-        )
+        token_ids, finish_reason = await self._response(job, prompt_ids, sampling)
         return await self.judged(
             job,
             JudgedResponse(
@@ -156,9 +150,9 @@ class ResponseSampler:
                 problem_id=problem.id,
                 sample=i,
                 verdict=None,
-                tokens=len(generation.token_ids),
-                finish_reason=generation.finish_reason,
-                response=self._cut(self._vocabulary.decode(generation.token_ids)),
+                tokens=len(token_ids),
+                finish_reason=finish_reason,
+                response=self._cut(self._vocabulary.decode(token_ids)),
                 problem=problem.shown,
                 gold=problem.answer,
                 choices=problem.choices,
@@ -166,6 +160,38 @@ class ResponseSampler:
                 seed=sampling.seed,
             ),
         )
+
+    async def _response(
+        self, job: Job, prompt_ids: IntArray, sampling: SamplingSettings
+    ) -> tuple[IntArray, FinishReason]:
+        """Return a response's tokens, those included that end its thinking, and what ended it."""
+        assert self._vocabulary is not None
+        most = self.config.thinking_tokens
+        if most is None:
+            whole = await self._generate(job, prompt_ids, sampling)
+            return whole.token_ids, whole.finish_reason
+        begun = await self._generate(job, prompt_ids, msgspec.structs.replace(sampling, max_tokens=most))
+        if begun.finish_reason != "length":
+            return begun.token_ids, begun.finish_reason
+        is_over = THINKING_END in self._vocabulary.whole_text(begun.token_ids)
+        end = self._vocabulary.encode("" if is_over else f"\n{THINKING_END}\n\n")
+        read = np.concatenate([begun.token_ids, end])[: sampling.max_tokens]
+        if not (left := sampling.max_tokens - len(read)):
+            return read, "length"
+        rest = msgspec.structs.replace(sampling, max_tokens=left, seed=derive_seed(sampling.seed, "answer"))
+        answer = await self._generate(job, np.concatenate([prompt_ids, read]), rest)
+        return np.concatenate([read, answer.token_ids]), answer.finish_reason
+
+    async def _generate(self, job: Job, prompt_ids: IntArray, sampling: SamplingSettings) -> Generation:
+        session = f"eval-{job[0]}-{job[1]}"
+        generation: Generation = await self._generation.ask(
+            job,
+            lambda generator, deadline: generator.generate(prompt_ids, sampling, session=session, deadline=deadline),
+            session=session,
+            tokens=len(prompt_ids) + sampling.max_tokens,
+            work=lambda generation: len(generation.token_ids),
+        )
+        return generation
 
     def _cut(self, text: str) -> str:
         """Return what stands before the first stop text."""

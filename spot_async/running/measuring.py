@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import structlog
@@ -37,6 +39,7 @@ from spot_async.evaluation.results import EvaluationResult
 from spot_async.evaluation.runner import ResponseSampler, collected, evaluate, keys_of, saved_benchmarks
 from spot_async.loop.events import EvaluationBegan, ResponseJudged, RunEvent, StepBegan, TrainingView
 from spot_async.models.files import ModelFiles
+from spot_async.models.small_files import CONFIG_FILE, DTYPE_KEYS, read_json
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool
@@ -84,6 +87,7 @@ async def measure(
     if config.evaluation is None:
         return None
     when = occasion.when
+    begun_s = time.monotonic()
     step = f"evaluating {f'after iteration {int(when)}' if when.isdigit() else when}".strip()
     events.publish(StepBegan(step, beside))
     identity = occasion.identity or identity_of(config, benchmarks, occasion.weights)
@@ -108,7 +112,7 @@ async def measure(
             keep=log.append,
             saved=occasion.saved,
         )
-    write_files(occasion, result, log, benchmarks)
+    write_files(occasion, result, log, benchmarks, seconds=time.monotonic() - begun_s)
     log.discard_partial()
     avg = None if (figures := result.figures().avg) is None else figures.value
     structlog.get_logger().info("evaluated", when=when, avg=avg, tokens=result.tokens, continued_from=len(known))
@@ -130,11 +134,17 @@ def write_evaluation(
 ) -> None:
     """Write the files of an evaluation that was made under another name already."""
     identity = identity_of(config, benchmarks, occasion.weights)
-    write_files(occasion, result, ResponseLog(occasion.directory, f"{occasion.stem}.jsonl", identity), benchmarks)
+    log = ResponseLog(occasion.directory, f"{occasion.stem}.jsonl", identity)
+    write_files(occasion, result, log, benchmarks, seconds=None)
 
 
 def write_files(
-    occasion: Occasion, result: EvaluationResult, log: ResponseLog, benchmarks: Sequence[Benchmark]
+    occasion: Occasion,
+    result: EvaluationResult,
+    log: ResponseLog,
+    benchmarks: Sequence[Benchmark],
+    *,
+    seconds: float | None,
 ) -> None:
     """Write the sorted responses, outputs for other tools, and last the figures. If those are there, everything is."""
     log.complete(result.responses, benchmarks[0].template)
@@ -147,15 +157,15 @@ def write_files(
             outputs = outputs_of(problems, texts, generator=occasion.weights.name, dataset=benchmark.name)
             name = f"{occasion.stem}-outputs-{benchmark.name}.json"
             write_whole(occasion.directory.path / name, as_json(outputs))
-    write_figures(occasion, result, log.identity)
-
-
-def write_figures(occasion: Occasion, result: EvaluationResult, identity: Identity) -> None:
+    stated = read_json(occasion.weights / CONFIG_FILE)
     figures = result.evaluation_figures(
         model=str(occasion.weights.resolve()),  # resolved, since `RUN/student` is another one later
-        model_fingerprint=identity.model,
-        settings=identity.settings,
-        settings_fingerprint=settings_fingerprint(identity.settings),
+        model_fingerprint=log.identity.model,
+        dtype=next((stated[key] for key in DTYPE_KEYS if key in stated), None),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=None if seconds is None else round(seconds, 1),
+        settings=log.identity.settings,
+        settings_fingerprint=settings_fingerprint(log.identity.settings),
     )
     write_whole(occasion.directory.path / f"{occasion.stem}.json", as_json(figures))
 

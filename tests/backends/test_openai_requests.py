@@ -181,10 +181,10 @@ async def test_a_chat_endpoint_gets_the_same_defaults(endpoint: Any) -> None:
     assert found.server == "OpenAI-compatible: chat only"
     assert sent.keys() >= {"temperature", "top_p", "seed", "max_tokens"}
     assert backend._dialect.neutral == {name: value for name, value in UNBENT.items() if name != "min_p"}
-    asked = msgspec.structs.replace(SAMPLING, further={"top_k": 20})
+    asked = msgspec.structs.replace(SAMPLING, further=(("top_k", 20),))
     assert backend._dialect.sampling_fields(asked) == {**backend._dialect.sampling_fields(SAMPLING), "top_k": 20}
     with pytest.raises(PermanentError, match="this endpoint takes no min_p: leave it out"):
-        backend._dialect.sampling_fields(msgspec.structs.replace(SAMPLING, further={"min_p": 0.1}))
+        backend._dialect.sampling_fields(msgspec.structs.replace(SAMPLING, further=(("min_p", 0.1),)))
 
 
 async def test_a_start_waits_for_an_endpoint_that_is_busy_but_not_for_ever(endpoint: Any) -> None:

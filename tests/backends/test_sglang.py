@@ -60,7 +60,12 @@ async def test_a_request_says_what_is_asked_for_under_an_id_of_fixed_length(mode
         for seed in (1, 2):
             further = {"min_p": 0.1, "repetition_penalty": 1.1}
             sampling = SamplingSettings(
-                temperature=0.7, top_p=0.9, max_tokens=30, stop_token_ids=(end, 1), seed=seed, further=further
+                temperature=0.7,
+                top_p=0.9,
+                max_tokens=30,
+                stop_token_ids=(end, 1),
+                seed=seed,
+                further=tuple(further.items()),
             )
             generation = await backend.generate(PROMPT, sampling, deadline=soon())
     assert (generation.finish_reason, generation.token_ids[-1]) == ("stop", end)

@@ -100,7 +100,7 @@ async def test_live_candidates_are_of_one_version_or_asked_for_again(chosen_toke
 async def test_no_request_leaves_anything_of_sampling_to_the_servers_defaults(connect: Connect) -> None:
     async with connect(chosen_tokens=False) as (backend, stand_in):
         further = {"top_k": 3, "presence_penalty": 1.5}
-        sampling = SamplingSettings(max_tokens=5, top_p=0.5, stop_token_ids=(), seed=1, further=further)
+        sampling = SamplingSettings(max_tokens=5, top_p=0.5, stop_token_ids=(), seed=1, further=tuple(further.items()))
         await backend.generate(PROMPT, sampling, deadline=soon())
         written = stand_in.bodies[-1][1]["sampling_params"]
         await backend.score(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), top_k=2)

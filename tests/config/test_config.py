@@ -152,7 +152,7 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ("data.train=null", "data.train: input should be a valid string, a list of them or a section, but got null"),
         (
             "prompt.template=chatml",
-            "prompt.template: give teacher, teachers.NAME, student or the path of a Jinja file that ends in",
+            "prompt.template: give teacher, teachers.NAME, student, plain or the path of a Jinja file that ends in",
         ),
         ("prompt.template_arguments.date_string=null", "prompt.template_arguments.date_string: input should be true,"),
         ("data.train={path: x, fields: {answr: y}}", "data.train.fields.answr: unknown key; did you mean `answer`?"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -89,7 +90,65 @@ def test_what_stands_from_a_stop_text_on_is_cut_and_servers_get_the_sampling_key
     )
     (response,) = run_on_virtual_time(evaluate(sampler)).responses
     assert (response.response, response.extracted, response.verdict) == ("\\boxed{7}\n\n", "7", Verdict.CORRECT)
-    assert asked == [{"top_k": 20, "min_p": 0.05, "presence_penalty": 1.5}]
+    assert asked == [(("top_k", 20), ("min_p", 0.05), ("presence_penalty", 1.5))]
+
+
+@pytest.mark.parametrize(
+    ("writes", "response", "asked"),
+    [
+        # Thinking that has not ended is ended, and the answer has what is left of the response's tokens.
+        (["5 6 7", "8 2"], "5 6 7 3 8 2", [("", 3), ("5 6 7 3", 4)]),
+        # It ended in time, but the response has not: it is continued as it is.
+        (["5 3 7", "8 9 10 11 12"], "5 3 7 8 9 10 11 12", [("", 3), ("5 3 7", 5)]),
+        (["5 3 2"], "5 3 2", [("", 3)]),
+    ],
+)
+def test_thinking_is_ended_after_so_many_tokens(writes, response, asked):
+    """Token 2 ends a response, and 3 is `</think>`."""
+    found, texts, seeds = [], iter(writes), []
+
+    class Generator:
+        async def generate(self, prompt_ids, sampling, **rest):
+            found.append((" ".join(map(str, prompt_ids[1:])), sampling.max_tokens))
+            seeds.append(sampling.seed)
+            ids = np.array(next(texts).split()[: sampling.max_tokens], np.int32)
+            reason = "stop" if ids[-1] == 2 else "length"
+            return Generation(token_ids=ids, logprobs=np.zeros(len(ids), np.float32), finish_reason=reason,
+                              version_spans=())  # fmt: skip
+
+    def text(ids):
+        return " ".join("</think>" if i == 3 else str(i) for i in ids)
+
+    source = PromptSource(problem=Problem(id="a", text="", answer="7"), token_ids=np.array([1], np.int32))
+    sampler = ResponseSampler(
+        [Benchmark("one", [source], samples=1, max_response_tokens=8, verifier=BOXED)],
+        EvaluationConfig(problems={"path": ""}, samples=1, thinking=True, thinking_tokens=3, max_response_tokens=8),
+        generator=Generator(),
+        verifiers={"one": BoxedMatch(BOXED)},
+        vocabulary=SimpleNamespace(
+            end_token_ids=(2,), decode=text, whole_text=text,
+            encode=lambda text: np.array([3] if "</think>" in text else [], np.int32),
+        ),
+    )  # fmt: skip
+    (judged,) = run_on_virtual_time(evaluate(sampler)).responses
+    assert (judged.response, judged.tokens) == (response.replace("3", "</think>"), len(response.split()))
+    assert judged.finish_reason == ("stop" if response.endswith(" 2") else "length")
+    assert found == asked
+    assert len(set(seeds)) == len(seeds)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"thinking_tokens": 5}, "thinking_tokens=5: thinking is false"),
+        ({"thinking_tokens": 9, "thinking": None, "max_response_tokens": 9}, "leaves nothing of max_response_tokens=9"),
+        ({"thinking_tokens": 5, "thinking": True, "presence_penalty": 1.0}, "thinking_tokens makes two of one"),
+        ({"template": "teacher"}, "give student, plain or a path that ends in .jinja"),
+    ],
+)
+def test_a_thinking_budget_and_a_template_that_cannot_be_are_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        EvaluationConfig(problems={"path": ""}, **keys)
 
 
 async def test_math_verifys_own_figure_is_shown_where_its_verdicts_are_others():

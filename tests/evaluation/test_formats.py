@@ -75,12 +75,48 @@ def test_worked_examples_are_of_the_questions_category_and_answer_in_a_box():
         )
 
     examples = [example(i, "physics" if i % 2 else "law") for i in range(8)]
-    text = WorkedExamples(examples, 3, "k").before(QUESTION).text
+    text = WorkedExamples(examples, 3, "k", with_options=True).before(QUESTION).text
     assert [f"Example {i}?" in text for i in range(8)] == [False, True, False, True, False, True, False, False]
     assert text.count("Answer: Add. The answer is \\boxed{C}.") == 3
     assert text.endswith("Question: How long?\nOptions:\nA. 4 cm\nB. 12 cm\nC. \\frac{1}{2}\nD. B")
     with pytest.raises(DataError, match="4 examples of category 'physics', which problem 'q' has, and 5"):
-        WorkedExamples(examples, 5, "k").before(QUESTION)
+        WorkedExamples(examples, 5, "k", with_options=True).before(QUESTION)
+
+
+def test_a_base_model_reads_worked_examples_and_no_chat(tmp_path, monkeypatch):
+    """`template: plain`, with examples of boxed answers: one that has its box, and one that gets it."""
+    examples = [("1+1?", "It is 2.", "2"), ("2+2?", r"So \boxed{4}.", "4"), ("never", "asked", "0")]
+    for name, rows in {
+        "examples": [dict(zip(("problem", "solution", "answer"), each, strict=True)) for each in examples],
+        "set": [{"problem": "a1+2?", "answer": "3"}],
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sums = {
+        "path": str(tmp_path / "set.jsonl"),
+        "examples": {"path": str(tmp_path / "examples.jsonl"), "fields": {"solution": "solution"}},
+        "example_count": 2,
+    }
+    config = evaluation(tmp_path, benchmarks={"sums": sums}, template="plain", instruction="Box it.")
+    files = read_model("student", config.student.model)
+    tokenizer, read = files.vocabulary.tokenizer, []
+    monkeypatch.setattr(tokenizer, "chat_template", None)  # as a base model's
+
+    def encoded(conversation, **rest):
+        read.append(apply(conversation, **(rest | {"tokenize": False, "return_dict": False})))
+        return apply(conversation, **rest)
+
+    apply = tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", encoded)
+    (benchmark,) = plan_evaluation(config, files)
+    assert read[0] == (
+        "The following are questions about various subjects, with their answers.\n\n"
+        "Question: 1+1?\nAnswer: It is 2. The answer is \\boxed{2}.\n\n"
+        "Question: 2+2?\nAnswer: So \\boxed{4}.\n\n"
+        "Question: a1+2? Box it.\nAnswer:"
+    )
+    assert benchmark.note == "worked examples (2); example_count 2 instead of 5"
+    with pytest.raises(DataError, match=r"set evaluation.template to plain, for a base model"):
+        plan_evaluation(evaluation(tmp_path, benchmarks={"sums": sums}), files)
 
 
 def test_alpaca_eval_gets_the_fields_its_tool_reads():

@@ -184,7 +184,7 @@ def test_a_complete_evaluation_shows_its_table_and_starts_nothing(monkeypatch, t
     result = collected(planned, {each.key: each for each in judged}, ())
     identity = identity_of(config, planned, student.directory)
     log = ResponseLog(directory, NAME, identity)
-    write_files(Occasion(directory, student.directory), result, log, planned)
+    write_files(Occasion(directory, student.directory), result, log, planned, seconds=2.5)
     words = ["eval", "configs/quickstart.yaml", "evaluation.samples=4", "--resume", str(directory.path)]
     shown = " ".join(CliRunner().invoke(app, words).output.split())
     assert "this evaluation is complete; for another pass_k or verifier judge it again: --judge RUN" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -72,7 +73,7 @@ def evaluated(command, tmp_path):
     directory = RunDirectory.create(tmp_path / "run", config, "eval")
     log = ResponseLog(directory, "evaluation.jsonl", identity_of(config, planned, student.directory))
     result = collected(planned, {each.key: each for each in judged}, ())
-    write_files(Occasion(directory, student.directory), result, log, planned)
+    write_files(Occasion(directory, student.directory), result, log, planned, seconds=2.5)
     problems.unlink()
     return directory.path
 
@@ -134,6 +135,10 @@ def test_other_tools_files_have_the_same_figures(evaluated, tmp_path):
     example["main"]([str(evaluated), "-o", str(tmp_path)])
     figures = json.loads((evaluated / "evaluation.json").read_text())["benchmarks"]["sums"]
     task = json.loads((tmp_path / "results_lm_eval.json").read_text())["results"]["sums"]
+    written = json.loads((evaluated / "evaluation.json").read_text())
+    assert (written["dtype"], written["seconds"]) == ("float32", 2.5)
+    assert abs(datetime.fromisoformat(written["date"]) - datetime.now(UTC)) < timedelta(hours=1)
+    assert json.loads((tmp_path / "results_lm_eval.json").read_text())["total_evaluation_time_seconds"] == "2.5"
     assert [task["avg@2,none"], task["avg@2_stderr,none"]] == [*figures["avg"].values()]
     row = json.loads((tmp_path / "results_lighteval.json").read_text())["results"]["sums|0"]
     assert row["pass@k:k=2&n=2_stderr"] == figures["pass_at"]["2"]["standard_error"]

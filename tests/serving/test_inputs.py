@@ -180,7 +180,7 @@ LIMITS = Limits(vocab_size=VOCAB, max_context_tokens=160)
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"further": {"top_k": 3}}, "top_k: the local engine has none: leave it out"),
+        ({"further": (("top_k", 3),)}, "top_k: the local engine has none: leave it out"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"stop_token_ids": (VOCAB,)}, "stop_token_ids holds 61"),
         ({"seed": -1}, "seed=-1"),

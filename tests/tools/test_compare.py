@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -39,6 +40,17 @@ from spot_async.tools.pages import svg
 ROOT = Path(__file__).parents[2]
 
 
+def test_figures_of_other_parsers_are_warned_of(tmp_path):
+    old, new = (
+        written(tmp_path / name, {"A": [0, 1]}, versions={"sympy": "1.14.0", "latex2sympy2_extended": version})
+        for name, version in (("old", "1.0.6"), ("new", "1.11.0"))
+    )
+    unsaid = written(tmp_path / "unsaid", {"A": [1, 1]})
+    text = shown(f"a={old}", f"b={new}", f"c={unsaid}")
+    assert "different versions, which may judge differently: latex2sympy2_extended 1.0.6 and 1.11.0.\n" in text
+    assert "different versions" not in shown(f"a={old}", f"c={unsaid}")
+
+
 def written(
     path: Path,
     benchmarks: dict[str, list[int]],
@@ -47,6 +59,7 @@ def written(
     model: str = "m",
     model_fingerprint: str = "f",
     note: str | None = None,
+    versions: Mapping[str, str] | None = None,
     **settings,
 ) -> Path:
     """A run directory with the counts of correct responses of each benchmark's problems."""
@@ -56,6 +69,7 @@ def written(
         model_fingerprint=model_fingerprint,
         settings=settings,
         settings_fingerprint="s",
+        versions=dict(versions or {}),
         benchmarks={
             name: BenchmarkFigures(
                 problems=len(counts),

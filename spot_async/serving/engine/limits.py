@@ -47,7 +47,7 @@ class Limits:
         if not 0 < sampling.top_p <= 1:
             raise PermanentError(f"top_p={sampling.top_p}: must be above 0 and at most 1")
         if sampling.further:
-            raise PermanentError(f"{', '.join(sampling.further)}: the local engine has none: leave it out")
+            raise PermanentError(f"{', '.join(dict(sampling.further))}: the local engine has none: leave it out")
         if sampling.max_tokens < 1:
             raise PermanentError(f"max_tokens={sampling.max_tokens}: must be at least 1")
         if sampling.seed < 0:

@@ -20,6 +20,7 @@ from spot_async.tools.compare.reading import (
     Evaluated,
     PairedBenchmark,
     different_settings,
+    different_versions,
     judged_by,
     paired,
     read_evaluated,
@@ -188,6 +189,8 @@ def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: 
         notes += [f"{each.name}{run and f' of {run}'}: {note}." for run, note in said.items() if note is not None]
     if differences := different_settings(runs, names):
         notes.append(f"Warning: evaluated differently: {'; '.join(differences)}.")
+    if versions := different_versions(runs):
+        notes.append(f"Warning: made by different versions, which may judge differently: {'; '.join(versions)}.")
     notes += [
         f"Warning: {one} and {other} are the same weights, evaluated with the same settings."
         for one, other in same_measurements(runs, names)

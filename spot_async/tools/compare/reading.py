@@ -131,6 +131,13 @@ def different_settings(runs: Sequence[Evaluated], names: Sequence[str]) -> list[
     return [f"{', '.join(keys)} {said}" for said, keys in alike.items()]
 
 
+def different_versions(runs: Sequence[Evaluated]) -> list[str]:
+    """Return the software whose versions differ, with these; files of older programs, which name none, do not count."""
+    told = [run.figures.versions for run in runs if run.figures.versions]
+    found = {name: {versions.get(name, "none") for versions in told} for name in dict.fromkeys(itertools.chain(*told))}
+    return [f"{name} {' and '.join(sorted(of_it))}" for name, of_it in found.items() if len(of_it) > 1]
+
+
 def same_measurements(runs: Sequence[Evaluated], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the pairs of runs that evaluated the same weights with the same settings."""
     return [
