@@ -130,6 +130,7 @@ async def test_a_greedy_evaluation_gives_the_verdicts_of_our_own_engine(
 def eval_command(run: Path, problems: Path, *options: str) -> list[str]:
     overrides = ["evaluation.samples=4", "evaluation.concurrency=2", f"evaluation.problems={problems}"]
     overrides += ["evaluation.limit=20", "evaluation.stop=[' so ', two]", "evaluation.pass_k=[2]"]
+    overrides += ["evaluation.thinking=null", "evaluation.thinking_tokens=9"]
     command = [sys.executable, "-m", "spot_async", "eval", str(QUICKSTART), *overrides]
     return [*command, *(options or (f"run.directory={run}",))]
 
