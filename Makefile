@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-peers test-lm-eval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
+.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-peers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
 
 install: $(VENV)/installed
 
@@ -86,6 +86,18 @@ test-lm-eval: install $(if $(SPOT_LM_EVAL_PYTHON),,.venv-lm-eval/installed)
 .venv-lm-eval/installed:
 	$(PYTHON) -m venv --clear .venv-lm-eval
 	.venv-lm-eval/bin/pip install --quiet --disable-pip-version-check 'lm-eval[api]==0.4.13' 'transformers>=5'
+	touch $@
+
+# lighteval beside `spot-async eval`, and its grader beside ours.
+SPOT_LIGHTEVAL_PYTHON ?=
+test-lighteval: install $(if $(SPOT_LIGHTEVAL_PYTHON),,.venv-lighteval/installed)
+	SPOT_LIGHTEVAL_PYTHON=$(or $(SPOT_LIGHTEVAL_PYTHON),$(CURDIR)/.venv-lighteval/bin/python) \
+	$(BIN)/python -m pytest -m nightly tests/serving/test_lighteval.py
+
+.venv-lighteval/installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-lighteval
+	.venv-lighteval/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch transformers
+	.venv-lighteval/bin/pip install --quiet --disable-pip-version-check lighteval==0.13.0 xxhash==3.5.0
 	touch $@
 
 # Real vLLM and SGLang on this machine's CPU, with tiny models. `make test-servers SERVERS=nightly`: those that take minutes.
@@ -173,4 +185,4 @@ gpu-proof-kit:
 	$(if $(PYTHON_VERSION),--python-version $(PYTHON_VERSION))
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-lm-eval .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .venv-lm-eval .venv-lighteval .venv-ray .venv-vllm .venv-sglang build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
