@@ -16,7 +16,7 @@ from spot_async.base.text import counted, shortened
 from spot_async.data.keys import about, setting
 from spot_async.data.rows import literal, only_value
 from spot_async.types import Problem
-from spot_async.verification.normalization import extract_boxed, same_answer
+from spot_async.verification.normalization import FULL_WIDTH, extract_boxed, same_answer
 
 SHOWN_ANSWERS = 3
 SHOWN_CHARS = 40
@@ -36,7 +36,7 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[ -][^\W\d_]+)*[.!]?")
 _CHARACTERS = {
     **dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"), "-"),
     **dict.fromkeys(map(ord, "\N{ZERO WIDTH SPACE}\N{WORD JOINER}\N{ZERO WIDTH NO-BREAK SPACE}"), ""),
-    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full width
+    **FULL_WIDTH,
 }
 _SCRIPT = re.compile(r"<(sup|sub)>(.*?)</\1>", re.IGNORECASE | re.DOTALL)
 _TAG = re.compile(r"</?(?:p|b|i|br|em|strong|span|div|sup|sub)\b[^<>]*>", re.IGNORECASE)

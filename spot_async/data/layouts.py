@@ -16,7 +16,7 @@ from spot_async.config.problems import Part
 from spot_async.data.parts import EXACT_FLOATS, Draft
 from spot_async.data.rows import Columns, literal, only_value
 from spot_async.verification.multiple_choice import chosen_option
-from spot_async.verification.normalization import extract_boxed, strip_answer
+from spot_async.verification.normalization import FULL_WIDTH, extract_boxed, strip_answer
 
 Mend = Callable[[Draft], str | None]  # changes the draft; returns what it did, if anything
 Refusal = Callable[[Draft], str | None]  # returns why the row is dropped, if it is
@@ -41,7 +41,6 @@ class Layout(NamedTuple):
 
 # The characters that open-r1 uses to find Chinese problems. DAPO's known count of 14,116 problems depends on them.
 _CHINESE = re.compile("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff]")
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _FLOAT_OF_INTEGER = re.compile(r"(-?[0-9]+)\.0+")
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
 _WITH_COMMAS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -97,7 +96,7 @@ def last_turn_only(draft: Draft) -> str | None:
 
 def narrow_digits(draft: Draft) -> str | None:
     """Replace full-width digits and signs, which no verifier reads."""
-    narrow = draft.gold.translate(_FULL_WIDTH)
+    narrow = draft.gold.translate(FULL_WIDTH)
     if narrow == draft.gold:
         return None
     draft.answer = narrow

@@ -18,6 +18,9 @@ from decimal import Decimal
 from spot_async.types import Problem, Verdict
 from spot_async.verification.math_verify import MathVerify, numbers_equal
 from spot_async.verification.normalization import (
+    APART,
+    COMMAND,
+    FULL_WIDTH,
     UNITS,
     boxed_answers,
     changes_value,
@@ -35,8 +38,9 @@ Ask = Callable[[str, str], bool]
 
 _LONGEST_LIST = 20
 _SIGNS = str.maketrans(
-    {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # full width
-    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "×": r"\times ", "·": r"\cdot ", "±": r"\pm ", "∀": r"\forall "}
+    FULL_WIDTH
+    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "×": r"\times ", "·": r"\cdot ", "±": r"\pm "}
+    | {"∀": r"\forall ", "∃": r"\exists ", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ", "∩": r"\cap ", "θ": r"\theta "}
     | {"π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty ", "∈": r"\in ", "∪": r"\cup ", "∧": r"\land ", "∨": r"\lor "}
     | {"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "–": "-"}
 )
@@ -51,6 +55,7 @@ _RESPELLINGS = tuple(
         (rf"(?<![0-9)}}])(?<![0-9)}}] )\\text\s*\{{\s*([A-Za-z]|{_FUNCTION})\s*\}}", r" \1 "),  # no unit
         (r"\\text\s*\{([^{}]*[0-9(,+=][^{}]*)\}", r"\1"),  # mathematics in bold type
         (r"(?<![A-Za-z\\])(?:np|numpy|math)\.log(?![0-9A-Za-z])", r"\\ln "),
+        (r"(?<![A-Za-z\\])(?:np|numpy|math)\.log(2|10)(?=\()", r"\\log_{\1}"),
         (r"(?<![A-Za-z\\])(?:np|numpy|math|sympy)\.(?=[a-z])", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<![A-Za-z\\])a(?=(?:sin|cos|tan)(?![A-Za-z]))", "arc"),
@@ -68,13 +73,14 @@ _RESPELLINGS = tuple(
         (r"(?<![A-Za-z\\])([EI])_(?:\{(\w+)\}|(\w))", r"\\text{\1\2\3}"),  # not Euler's number, nor the imaginary unit
         (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
         (r"\\(?:land|wedge)(?![A-Za-z])", r"\\text{ and }"),
+        (r"(?<=\\in) ?R(?![A-Za-z])", r" \\mathbb{R}"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\A\{([^{}]*\|[^{}]*)\}\Z", r"\\{\1\\}"),
         (r"\\\{ ?[A-Za-z](?: ?\\in ?\\(?:mathbb ?\{R\}|mathbb R|R))? ?(?:\\mid|\\vert|\||\\colon|:) ?(.*)\\\}", r"\1"),
         (r"\A(?:\\(?:approx|simeq|sim)(?![A-Za-z])|≈|=)\s*", ""),
     )
 )
-_APART = re.compile(r"(?<=[0-9])\s*\\q?quad\s*(?=[0-9])")  # two numbers, not digits in groups
 _BOLD = re.compile(r"\\text\s*\{(.*\\.*)\}")
 _ABOUT = re.compile(r"\\approx(?![A-Za-z])|≈")
 _BARE_UNIT = re.compile(r"(?<=[0-9)}°% ])((?:(?<![A-Za-z/\\])[A-Za-z/]{2,} ?)+)((?:\^(?:[0-9]|\{-?[0-9]+\}))?)\Z")
@@ -86,16 +92,18 @@ _ORDER = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])")
 _NAMED = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*=")
 
 _MARKUP = re.compile(r"</?(?:sub|sup|br|em|strong|span|div)\b[^<>]*>", re.IGNORECASE)
-_BASE = re.compile(
-    r"\(?[+-]?[0-9A-F]+(?:\.[0-9A-F]+)?\)?\s*"
-    r"(?:_\s*(?:([0-9])|\{([^{}]*(?:\{[^{}]*\})?)[^{}]*\}|\(([0-9]+)\))|\\text\s*\{\s*\(?base\s*(\w+)\)?\s*\})"
+_WITH_BASE = re.compile(
+    r"\A(\()?([+-]?[0-9A-F]+(?:\.[0-9A-F]+)?)(?(1)\))\s*"
+    r"(?:_\s*([0-9]|\{[^{}]*(?:\{[^{}]*\})?[^{}]*\}|\([0-9]+\)|\\text\s*\{\w+\})|\\text\s*\{\s*\(?(base[^{}]*)\})"
 )
+_BASE = re.compile(r"[+-]?[0-9A-F.]+_\{(\w+)\}")
+_BASE_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
 _RELATION = re.compile(r"[=<>∈]|\\(?:leq?|geq?|neq?|lt|gt|leqslant|geqslant|neg|lnot|not|in|equiv)(?![A-Za-z])")
 # What a side of an equation may have that is still one name: arguments, indices, an inverse, primes.
 _OF_NAME = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w|\^\{?-1\}?|'|\^\{?\\prime\}?|\\text\s*\{[^{}]*\}")
 _OF_TERM = re.compile(r"[-+/^0-9]|\\(?:sqrt|cdot|times|sum|int|pm|sin|cos|tan|log|ln)(?![A-Za-z])")
-_TWO_NUMBERS = re.compile(r"[0-9] [0-9]+(?![0-9/])")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+_TWO_NUMBERS = re.compile(r"(?<![_^])[0-9] [0-9]+(?![0-9/])")
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _PRIME = re.compile(r"[A-Za-z)]\s*(?:'|\^\s*\{?\s*\\prime)")
 
@@ -180,13 +188,27 @@ def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal
 
 def respell(answer: str) -> str:
     """Return an answer in LaTeX, without layout: from Unicode, HTML and Python, and with units in `\text`."""
-    text = _APART.sub(", ", html.unescape(answer).translate(_SIGNS))
+    text = APART.sub(", ", html.unescape(answer).translate(_SIGNS))
     text = clean_layout(text).replace("$", r"\$")
     if (bold := _BOLD.fullmatch(text)) is not None and _is_balanced(bold[1]):
         text = bold[1]
+    text = _REPEATING.sub(_as_fraction, _WITH_BASE.sub(_spell_base, text.strip()))
     for pattern, spelling in _RESPELLINGS:
         text = pattern.sub(spelling, text.strip())
     return " ".join(_BARE_UNIT.sub(_text_unit, strip_answer(text)).split())
+
+
+def _spell_base(match: re.Match[str]) -> str:
+    """Return `1011_{2}` for `1011_2`, `(1011)_{\\text{two}}` and `1011\\text{ base }2`."""
+    name = re.sub(r"\\text|base|\W", "", match[3] or match[4])
+    return f"{match[2]}_{{{_BASE_NAMES.index(name) if name in _BASE_NAMES else name}}}"
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    r"""Return `\frac{15}{90}` for `0.1\overline{6}`: 16 less 1, over 9 tens."""
+    whole, fixed, repeated = match.groups()
+    numerator = int(whole + fixed + repeated) - int(whole + fixed or 0)
+    return rf"\frac{{{numerator}}}{{{(10 ** len(repeated) - 1) * 10 ** len(fixed)}}}"
 
 
 def _text_unit(match: re.Match[str]) -> str:
@@ -292,10 +314,7 @@ def _is_overlooked(gold: str, answer: str) -> bool:
 
 def _bases_differ(gold: str, answer: str) -> bool:
     """Whether the answer is to a base and the gold to another, or to none. A gold to a base may stand without it."""
-    base, other = (
-        re.sub(r"\\text|base|\W", "", next(filter(None, match.groups()), "")) if (match := _BASE.match(text)) else None
-        for text in (gold, answer)
-    )
+    base, other = (match[1] if (match := _BASE.match(text)) else None for text in (gold, answer))
     return other != base and other is not None and not (other == "10" and base is None)
 
 
@@ -303,14 +322,14 @@ def _is_equation(text: str) -> bool:
     """Whether it is more than a name and its value: of `x+y=0` and `PV=nRT` the right side says only a part."""
     left, equals, right = text.partition("=")
     name = _OF_NAME.sub("", left)
-    letters = _COMMAND.sub("", name).replace(" ", "")
+    letters = COMMAND.sub("", name).replace(" ", "")
     is_product = re.fullmatch("[a-z]{2,3}", letters) is not None
-    is_formula = len(letters) > 1 and re.search("[A-Za-z]", _COMMAND.sub("", right)) is not None
+    is_formula = len(letters) > 1 and re.search("[A-Za-z]", COMMAND.sub("", right)) is not None
     return bool(equals) and (_OF_TERM.search(name) is not None or is_product or is_formula)
 
 
 def _cases_differ(gold: str, answer: str) -> bool:
     """Whether a letter is small in one and a capital in the other. Of only one letter that is forgiven."""
-    wanted, given = (set(filter(str.isalpha, _COMMAND.sub("", text))) for text in (gold, answer))
+    wanted, given = (set(filter(str.isalpha, COMMAND.sub("", text))) for text in (gold, answer))
     different = wanted ^ given
     return len(wanted) > 1 and len({letter.lower() for letter in different}) < len(different)

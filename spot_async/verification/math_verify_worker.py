@@ -73,6 +73,11 @@ def load_comparison() -> Callable[[dict[str, Any]], list[bool]]:
             return [sympy.N(each.doit())]
         return None
 
+    def difference(found: list[Any]) -> Any:
+        """Return the left side of an equation less its right side; None for anything else."""
+        sides = found[0].args if found and isinstance(found[0], sympy.Eq) else ()
+        return sides[0] - sides[1] if sides and all(isinstance(side, sympy.Expr) for side in sides) else None
+
     def near(wanted: Any, given: Any, tolerance: float) -> bool:
         return bool(sympy.Abs(wanted - given) <= tolerance * sympy.Abs(wanted))
 
@@ -83,6 +88,9 @@ def load_comparison() -> Callable[[dict[str, Any]], list[bool]]:
         if guarded:
             parsed = [as_sets(parsed[0], parsed[1], gold), as_sets(parsed[1], parsed[0], answer)]
         is_equal = bool(verify(*parsed, allow_set_relation_comp=guarded, timeout_seconds=None, raise_on_error=True))
+        sides: list[Any] = list(map(difference, parsed)) if guarded else [None]
+        if None not in sides and 0 in (sympy.expand(sides[0] - sides[1]), sympy.expand(sides[0] + sides[1])):
+            return True  # terms on the other side: `x+y=5` for `x+y-5=0`
         if not (is_equal or relative_tolerance):
             return False
         wanted, given = map(numbers, parsed)

@@ -17,6 +17,7 @@ from spot_async.base.tasks import Opened
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
 from spot_async.verification.normalization import (
+    FULL_WIDTH,
     clean_layout,
     extract_boxed,
     is_oversized,
@@ -26,11 +27,12 @@ from spot_async.verification.normalization import (
 )
 
 _WRAPPED = re.compile(r"\\(?:text|underline)\s*\{([^{}]*)\}")
-_LAYOUT = re.compile(r"\\(?:bf|it|rm|sf|tt|mathbf|mathrm)(?![A-Za-z])|\\(?=[{}]|\Z)|[$~*]")
-_BRACKETS = str.maketrans("（）［］．：", "()[].:")
+_LAYOUT = re.compile(
+    r"\\(?:(?:math)?(?:bf|it|rm|sf|tt|bb|cal)|[lL]arge|[hH]uge|checkmark)(?![A-Za-z])|\\(?=[][(){}]|\Z)|[$~*]"
+)
 _LETTER = re.compile(
-    r"(?:(?:the\s+)?(?:(?:final|correct|right|best)\s+)*(?:answer|option|choice)\s*(?:is\s)?\s*[:=-]?\s*)?"
-    r"[(\[{]?\s*([A-Z])(?:\s*[)\]}.:,;=–—-]+\s*|\s+|\Z)(.*)",
+    r"(?:(?:the\s+)?(?:(?:final|correct|right|best)\s+)*(?:answer|ans|solution|option|choice|letter)\s*(?:is\s)?\s*[:=-]?\s*)?"
+    r"[(\[{]*\s*([A-Z])(?:\s*[)\]}.:,;!=–—-]+\s*|\s+|\Z)(.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _LETTER_BEHIND = re.compile(r"(.*\S)\s*[(\[]([A-Z])[)\]]\.?", re.DOTALL)
@@ -60,7 +62,7 @@ def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
 
 def _bare(text: str) -> str:
     """Return the text without fonts, spacing, stars and quotation marks. One font may stand within another."""
-    text = _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", clean_layout(text.translate(_BRACKETS))))
+    text = _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", clean_layout(text.translate(FULL_WIDTH))))
     return _LAYOUT.sub(" ", text).strip(" \"'`_")
 
 

@@ -15,6 +15,7 @@ import re
 from decimal import Decimal
 from typing import NamedTuple
 
+FULL_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # characters of East Asian texts
 _COMMANDS = {  # LaTeX command -> its replacement; all others stay
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
     **dict.fromkeys(("textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "emph", "mbox"), r"\text"),
@@ -44,7 +45,7 @@ _OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # what is 
 UNITS = {  # each spelling of a unit -> the first of them
     spelling: spellings[0]
     for spellings in (
-        ("°", "degree", "degrees"),
+        ("°", "deg", "degree", "degrees"),
         ("%", "percent", "per cent"),
         ("unit", "units"),
         ("mm", "millimeter", "millimeters", "millimetre", "millimetres"),
@@ -103,7 +104,7 @@ _SLASH = re.compile(r"([+-]?)([0-9]+)\.?/([0-9]+)\.?")
 _NEGATIVE_NUMERATOR = re.compile(r"\\frac\{-([0-9]+)\}")
 _CHOICE = re.compile(r"\(([A-Z])\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z]) ?= ?")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+COMMAND = re.compile(r"\\[A-Za-z]+")
 _NEEDLESS_BLANK = re.compile(r"(?<![0-9.]) | (?![0-9.])")
 
 _NUMBER = re.compile(
@@ -117,7 +118,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_APART = re.compile(r"[0-9]\s*\\q?quad\s*[0-9]")  # two numbers: no digits are grouped so
+APART = re.compile(r"(?<=[0-9])\s*\\q?quad\s*(?=[0-9])")  # between two numbers: no digits are grouped so
 _NUMBER_SPACING = re.compile(r"\\[,;: ]|~")
 _LONGEST_PLAIN = 1000  # digits before or behind the point of a number that is written out
 MAX_ANSWER_CHARS = 500
@@ -147,7 +148,7 @@ _THINKING = re.compile(
 )
 # A box that holds no more than this is no answer: layout, signs for something left out, words for an answer.
 _REMINDER = re.compile(
-    r"""(?: [\s{}().…_~?$<>*\[\]-] | \\[ ,;:!_] | \\(?:q?quad|[lc]?dots|text(?:bf|it|rm)?|mathrm|square)(?![A-Za-z])
+    r"""(?: [\s{}().…_~?$<>*\[\]-] | \\[ ,;:!_] | \\(?:q?quad|[lc]?dots|text(?:bf|it|rm)?|mathrm|square|Box)(?![A-Za-z])
       | (?<![A-Za-z])(?:insert|your|the|my|final|answer|ans|result|solution|number|letter|here)(?![A-Za-z]) ){0,40}""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -187,9 +188,9 @@ def normal_form(answer: str) -> NormalForm:
     text, unit = split_unit(" ".join(text.replace("$", " ").split()))
     text = strip_answer(" ".join(_TEXT.sub(r"\1", text).split()).replace("{,}", ","))
     variable = ""
-    if (match := _ASSIGNMENT.match(text)) and match[1] not in _COMMAND.sub("", text[match.end() :]):
+    if (match := _ASSIGNMENT.match(text)) and match[1] not in COMMAND.sub("", text[match.end() :]):
         variable, text = match[1], text[match.end() :]
-    number = None if _APART.search(answer) else parse_number(text)
+    number = None if APART.search(answer) else parse_number(text)
     return NormalForm(variable, _tidy(text) if number is None else _plain(number), unit or money)
 
 

@@ -60,6 +60,12 @@ RIGHT = {
         ("5", r"\text{5}"),
         ("5", "5."),
         ("0.5", r"50\%"),
+        (r"45^\circ", r"45\text{ deg}"),
+        (r"0.\overline{3}", r"\frac{1}{3}"),
+        (r"\frac{1}{6}", r"0.1\overline{6}"),
+        (r"\frac{5}{11}", r"0.\overline{45}"),
+        (r"-\frac{7}{3}", r"-2.\overline{3}"),
+        (r"\log_2 3", r"\log_{2}3"),
     ],
     "sets and relations": [
         (r"(-\infty, 0]", r"x\le0"),
@@ -93,6 +99,8 @@ RIGHT = {
         ("1,2", r"x=1\text{ or }x=2"),
         ("(0,1)", "0<x<1"),
         ("[3,5]", r"3\leqslant x\leqslant 5"),
+        ("{x|1<x<3}", "(1,3)"),
+        ("{x|x≥2}", r"x\ge 2"),
     ],
     "lists": [
         ("1,2", "2,1"),
@@ -206,6 +214,9 @@ RIGHT = {
         (r"\frac{1}{2a}(\exp{a*t} - \exp{-a*t})", r"\frac{e^{at}-e^{-at}}{2a}"),
         ("3 × 10^5", "300000"),
         ("−7", "-7"),
+        ("∀x∈R, x<sup>2</sup>≥0", r"\forall x \in \mathbb{R}, x^2 \ge 0"),
+        ("∃x＞0, x<sup>2</sup>≤x", r"\exists x > 0, x^2 \le x"),
+        ("np.log10(5)", r"\log_{10} 5"),
     ],
     "equations": [
         ("x+y=5", "y+x=5"),
@@ -218,6 +229,9 @@ RIGHT = {
         (r"\angle A=30^\circ", "30"),
         ("x=5", "5"),
         ("x^2+y^2=25", "y^2+x^2=25"),
+        ("x + y - 5 = 0", "x+y=5"),
+        ("x-4=0", "x=4"),
+        ("2x+3y-z=0", "z=2x+3y"),
         ("a_1=3", "3"),
         (r"\theta=\frac{\pi}{3}", r"\frac{\pi}{3}"),
         (r"P(A)=\frac12", "0.5"),
@@ -225,6 +239,12 @@ RIGHT = {
         (r"\text{area}=12", "12"),
         ("43_5", "43"),
         ("43_5", "43_{5}"),
+        ("1011_2", r"1011_{\text{two}}"),
+        ("1011_2", r"1011_\text{two}"),
+        ("2143_5", r"2143_{\text{base } 5}"),
+        ("121_3", r"121\text{ (base 3)}"),
+        ("121_3", "(121)_3"),
+        ("121_3", r"121_{\mathrm{base\ three}}"),
         ("809", "809_{10}"),
     ],
 }
@@ -283,6 +303,10 @@ WRONG = {
         (r"r^2 = 2\cos\theta", r"2\cos\theta"),
         ("x^2 + 3x = 10", "10"),
         (r"m\ddot{x}+kx=0", "0"),
+        ("x + y - 5 = 0", "x+y=6"),
+        ("x + y - 5 = 0", "x-y=5"),
+        ("x-4=0", "x=-4"),
+        ("2x + 3y - z = 0", "0"),
     ],
     "bases": [
         ("809", "809_{7}"),
@@ -310,6 +334,10 @@ WRONG = {
         ("10", "10_{2}"),
         ("777_8", "777_{9}"),
         ("66", "66_{7}"),
+        ("1011_2", r"1011_{\text{three}}"),
+        ("121_3", r"121\text{ (base 4)}"),
+        ("121_3", "16"),
+        ("A_1", "A_2"),
     ],
     "ordered pairs": [
         ("(1,2)", "(2,1)"),
@@ -421,6 +449,10 @@ WRONG = {
         ("n = 2k+1, k ∈ Z", "1"),
         ("f(1)=2 and f(2)=3", "2"),
         ("12 + 3i or 4", "12"),
+        ("∃x＞0, x<sup>2</sup>≤x", r"\exists x > 0, x^3 \le x"),
+        ("∀x∈R, x<sup>2</sup>≥0", r"\forall x \in \mathbb{R}, x^2 > 0"),
+        ("{x|x≥2}", "x>2"),
+        ("np.log10(5)", r"\ln 5"),
     ],
     "words and relations": [
         ("3", r"3\text{ million}"),
@@ -454,6 +486,10 @@ WRONG = {
         ("5", r"\text{The answer is $5$, not } 6"),
         (r"\pi", "3.14"),
         ("1.234", "1,234"),
+        (r"0.\overline{3}", "0.3"),
+        (r"\frac{5}{11}", r"0.\overline{54}"),
+        (r"0.\overline{27}", "0.27"),
+        (r"\log_2 3", r"\log_3 2"),
     ],
 }
 
@@ -510,6 +546,7 @@ async def test_math_verifys_own_verdict_is_there_beside_it(judge: MathMatch) -> 
         (r"\boxed{70} \boxed{...}", "70", Verdict.CORRECT),
         (r"\boxed{70} \boxed{\ldots} \boxed{ }", "70", Verdict.CORRECT),
         (r"\boxed{70} \boxed{?}", "70", Verdict.CORRECT),
+        (r"\boxed{70} \boxed{\Box}", "70", Verdict.CORRECT),
         (r"\boxed{70} (\boxed{\text{final answer}})", "70", Verdict.CORRECT),
         (r"\boxed{70} \boxed{[answer]}", "70", Verdict.CORRECT),
         (r"\boxed{70} \boxed{<answer>}", "70", Verdict.CORRECT),
@@ -630,6 +667,7 @@ NAMED = [
         "two (B)",
         "（B）",
     ),
+    *(r"\mathcal{B}", r"\Large B", r"B\checkmark", "B!", r"\(B\)", "Ｂ", "{{B}}", r"\text{Letter B}", "Solution: B"),
 ]
 UNNAMED = [
     *(
