@@ -12,7 +12,7 @@ from string import ascii_uppercase
 import numpy as np
 
 from spot_async.base import registry
-from spot_async.base.tasks import root_cause
+from spot_async.base.tasks import gather, root_cause
 from spot_async.config import PluginSettings, ProblemSetConfig
 from spot_async.config.loading import parse_yaml, validate_as
 from spot_async.data.problem_set import identity, load_problem_set
@@ -28,6 +28,7 @@ _TEXT = re.compile(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = r"[^\W\d_]{2,}"
 _THREE_WORDS = re.compile(rf"{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}(?:\s+[^\W\d_])*\s+{_WORD}")
+AT_A_TIME = 64  # answers that are verified
 _NAME_WORDS = 4  # an answer of more words is taken for prose, not for a name
 
 
@@ -138,52 +139,47 @@ async def check_set(judged: JudgedSet) -> GoldCheck | None:
         raise root_cause(failures) from None
 
 
-async def check_golds(problems: Sequence[Problem], verifier: Verifier, *, at_a_time: int = 64) -> GoldCheck:
+async def check_golds(problems: Sequence[Problem], verifier: Verifier) -> GoldCheck:
     r"""Verify every answer against itself: word for word, and as Math-Verify reads it.
 
     Math-Verify is asked whether it reads the answer as mathematics, and again with another digit. If there are choices,
     the answer must be the letter of one. Problems without an answer are left out. `verifier` must have been entered.
     """
     tried = [problem for problem in problems if problem.answer]
-    unverifiable: list[tuple[Problem, Verdict]] = []
-    spelling_only: list[Problem] = []
-    misread: list[Problem] = []
-    prose: list[Problem] = []
-    waiting = iter(tried)
+    slots = asyncio.Semaphore(AT_A_TIME)
 
     async def judge(problem: Problem, answer: str) -> Verdict:
         judged = await verifier.verify(problem, rf"\boxed{{{answer}}}", deadline=float("inf"))
         return judged.verdict if isinstance(judged, Judgement) else judged
 
-    async def work() -> None:
-        for problem in waiting:
-            if problem.choices:
-                if problem.answer not in list(ascii_uppercase[: len(problem.choices)]):
-                    unverifiable.append((problem, Verdict.WRONG))
-                continue
+    async def fault(problem: Problem) -> Verdict | str | None:
+        """Return the verdict on an answer that is not right, or the field of `GoldCheck` for what else is wrong."""
+        if problem.choices:
+            return None if problem.answer in list(ascii_uppercase[: len(problem.choices)]) else Verdict.WRONG
+        async with slots:
             verdict = await judge(problem, problem.answer)
             if verdict.is_missing:  # its worker may have been killed
                 verdict = await judge(problem, problem.answer)
             if verdict is not Verdict.CORRECT:
-                unverifiable.append((problem, verdict))
-            elif answer_type(problem) == "prose":
-                prose.append(problem)
-            elif parse_number(problem.answer) is None and isinstance(verifier, MathVerify):
-                if not await verifier.reads(problem.answer):
-                    spelling_only.append(problem)
-                elif await judge(problem, _with_another_digit(problem.answer)) is Verdict.CORRECT:
-                    misread.append(problem)
+                return verdict
+            if answer_type(problem) == "prose":
+                return "prose"
+            if parse_number(problem.answer) is not None or not isinstance(verifier, MathVerify):
+                return None
+            if not await verifier.reads(problem.answer):
+                return "spelling_only"
+            misread = await judge(problem, _with_another_digit(problem.answer)) is Verdict.CORRECT
+            return "misread" if misread else None
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(at_a_time):
-            group.create_task(work())
-    order = {problem.id: index for index, problem in enumerate(tried)}
+    faults = list(zip(tried, await gather(map(fault, tried)), strict=True))
+    doubted = {
+        name: tuple(problem for problem, found in faults if found == name)
+        for name in ("spelling_only", "misread", "prose")
+    }
     return GoldCheck(
-        tried=len(tried) - len(prose),
-        unverifiable=tuple(sorted(unverifiable, key=lambda found: order[found[0].id])),
-        spelling_only=tuple(sorted(spelling_only, key=lambda problem: order[problem.id])),
-        misread=tuple(sorted(misread, key=lambda problem: order[problem.id])),
-        prose=tuple(sorted(prose, key=lambda problem: order[problem.id])),
+        tried=len(tried) - len(doubted["prose"]),
+        unverifiable=tuple((problem, found) for problem, found in faults if isinstance(found, Verdict)),
+        **doubted,
         oversized=sum(is_oversized(problem.answer) for problem in tried),
         have_choices=sum(bool(problem.choices) for problem in tried),
         unclear_choices=tuple(problem for problem in problems if has_unclear_choices(problem)),

@@ -266,30 +266,18 @@ def show_golds(screen: Console, judged: JudgedSet, golds: GoldCheck) -> None:
         screen.print(f"{golds.tried} tried, {len(golds.unverifiable)} unverifiable", highlight=False)
     for problem, verdict in golds.unverifiable[:SHOWN_IDS]:
         screen.print(shown(f"  {problem.id}: {shortened(problem.answer, SHOWN_CHARS)!r} is {verdict}"))
-    if golds.prose:
-        ids = _ids([problem.id for problem in golds.prose])
-        show_warnings(
-            screen,
-            [
-                f"{counted(len(golds.prose), 'answer')} in prose, which a response would have to repeat word for word: "
-                f"{ids}; name the column of short answers in {column}"
-            ],
-        )
-    if golds.spelling_only:
-        ids = _ids([problem.id for problem in golds.spelling_only])
-        show_warnings(
-            screen,
-            [
-                f"{counted(len(golds.spelling_only), 'answer')} that Math-Verify takes for right only as spelled "
-                f"here: {ids}; respell them as LaTeX"
-            ],
-        )
-    if golds.misread:
-        ids = _ids([problem.id for problem in golds.misread])
-        show_warnings(
-            screen,
-            [f"{counted(len(golds.misread), 'answer')} read as something else, right with another digit: {ids}"],
-        )
+    for problems, words, remedy in (
+        (
+            golds.prose,
+            "in prose, which a response would have to repeat word for word",
+            f"; name the column of short answers in {column}",
+        ),
+        (golds.spelling_only, "that Math-Verify takes for right only as spelled here", "; respell them as LaTeX"),
+        (golds.misread, "read as something else, right with another digit", ""),
+    ):
+        if problems:
+            ids = _ids([problem.id for problem in problems])
+            show_warnings(screen, [f"{counted(len(problems), 'answer')} {words}: {ids}{remedy}"])
     if golds.unclear_choices:
         ids = _ids([problem.id for problem in golds.unclear_choices])
         screen.print(shown(f"{len(golds.unclear_choices)} with an empty choice, or two that are the same: {ids}"))
