@@ -1,6 +1,6 @@
 """`spot-async tune`: opens a run's servers as training does, notes its mix of requests, and ramps one after another.
 
-`choice.py` says what follows from that. This module shows it, and writes it with a page beside it.
+`choice.py` says what follows from that. This module shows and writes it.
 
 Only one of a role's servers is measured. They are alike (`check` compares them), and measuring all would take longer.
 The ramp asks the server directly, without the pool's concurrency limit, since that is what it looks for.
@@ -36,7 +36,7 @@ from spot_async.tools.simulate.measured import Level, Ramp, Tuning
 from spot_async.tools.tune.choice import Choice, choose
 from spot_async.tools.tune.mix import Template, by_server, endless, note_requests, recorded_prompts
 from spot_async.tools.tune.ramp import NoRetries, RampLimits, ramp, without_limits
-from spot_async.tools.tune.results import terminal_tables, tuning_page, write
+from spot_async.tools.tune.results import terminal_tables, write
 from spot_async.types import PolicyNeeds
 
 PROMPTS = 16  # for so many prompts requests are noted: enough for responses of many lengths
@@ -114,10 +114,11 @@ def run(
     for line in tuning.advice:
         screen.print(Text(line), soft_wrap=True)
     output, overrides = options.output, options.overrides
-    write(tuning, options.source, output, list(overrides), tuning_page(tuning, options.source.stem))
+    write(tuning, options.source, output, list(overrides))
     train = " ".join(["spot-async train", str(output), *overrides])
     screen.print(Text(f"to train with these limits: {train}"), soft_wrap=True)
-    screen.print(Text(f"page: {output.with_suffix('.html')}"), soft_wrap=True)
+    plots = f"spot-async report RUN --tuning {output.with_suffix('.json')}"
+    screen.print(Text(f"plots in the report of a run: {plots}"), soft_wrap=True)
 
 
 def chosen(config: Config, needs: PolicyNeeds, found: Measured, run: Path | None) -> Choice:

@@ -1,4 +1,4 @@
-"""What `tune` leaves behind: tables in the terminal, measurements (JSON), a page, and a configuration with the limits.
+"""What `tune` leaves behind: tables in the terminal, measurements (JSON), and a configuration with the limits.
 
 That configuration has the tuned one as its `base`, so that `spot-async train` needs nothing else.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,9 +18,9 @@ from spot_async.base.files import as_json
 from spot_async.errors import ConfigError
 from spot_async.telemetry.screen import number_table
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, Section, filled, write_files
+from spot_async.tools.pages.page import Plot, Section, write_files
 from spot_async.tools.pages.series import Series, seconds, short_number
-from spot_async.tools.simulate.measured import Ramp, Recommendation, Tuning
+from spot_async.tools.simulate.measured import Recommendation, Tuning
 
 FIRST_LINE = "# Limits that spot-async tune measured"
 COLUMNS = 110
@@ -38,44 +37,27 @@ ENDED = {
 }
 
 
-@dataclass(frozen=True)
-class RampTable:
-    """The levels of one server as rows of text."""
-
-    title: str
-    rows: tuple[tuple[str, ...], ...]
-    at_knee: int | None  # the row of the knee
-    note: str
-
-
-def ramp_table(ramp: Ramp) -> RampTable:
-    rows = tuple(
-        (
-            str(level.concurrency),
-            short_number(level.throughput),
-            short_number(level.tokens_per_s),
-            seconds(level.p50_s),
-            seconds(level.p95_s),
-            str(level.requests),
-            str(level.failures),
-        )
-        for level in ramp.levels
-    )
-    at_knee = next((i for i, level in enumerate(ramp.levels) if level.concurrency == ramp.knee), None)
-    note = f"ended: {ENDED[ramp.ended]}{f' ({ramp.failure})' if ramp.failure else ''}"
-    return RampTable(ramp.server, rows, at_knee, note)
-
-
 def terminal_tables(tuning: Tuning) -> list[Table]:
     """Return one table per server, with the knee marked, and one of what is recommended."""
     tables = []
-    for found in map(ramp_table, tuning.ramps):
-        table = Table(title=found.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, caption=found.note)
+    for ramp in tuning.ramps:
+        note = f"ended: {ENDED[ramp.ended]}{f' ({ramp.failure})' if ramp.failure else ''}"
+        table = Table(title=ramp.server, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, caption=note)
         for heading in (*HEADINGS, ""):
             table.add_column(heading, justify="right", no_wrap=True)
-        for i, row in enumerate(found.rows):
-            is_knee = i == found.at_knee
-            table.add_row(*row, "knee" if is_knee else "", style="bold green" if is_knee else None)
+        for level in ramp.levels:
+            is_knee = level.concurrency == ramp.knee
+            table.add_row(
+                str(level.concurrency),
+                short_number(level.throughput),
+                short_number(level.tokens_per_s),
+                seconds(level.p50_s),
+                seconds(level.p95_s),
+                str(level.requests),
+                str(level.failures),
+                "knee" if is_knee else "",
+                style="bold green" if is_knee else None,
+            )
         tables.append(table)
     if tuning.recommendations:
         table = number_table("key", "configured", "recommended")
@@ -108,24 +90,12 @@ def tuning_section(tuning: Tuning) -> Section:
     return Section(f"Servers by requests in flight, measured {tuning.measured}", tuple(plots))
 
 
-def tuning_page(tuning: Tuning, name: str) -> str:
-    """Return the page about what `tune` measured."""
-    return filled(
-        "tuning.html",
-        name=name,
-        tuning=tuning,
-        section=tuning_section(tuning),
-        headings=HEADINGS,
-        tables=[ramp_table(ramp) for ramp in tuning.ramps],
-    )
-
-
 def check_output(config: Path, output: Path) -> None:
     """Raise ConfigError if `output` is a file that must not be overwritten."""
     if output.resolve() == config.resolve():
         raise ConfigError(f"-o {output}: is the configuration itself; name another file")
     if output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"-o {output}: name a .yaml file; figures and plots go beside it as .json and .html")
+        raise ConfigError(f"-o {output}: name a .yaml file; figures go beside it as .json")
     if output.exists() and not output.read_bytes().startswith(FIRST_LINE.encode()):
         raise ConfigError(f"-o {output}: exists, and tune did not write it; name another file")
     if not output.parent.is_dir():
@@ -137,7 +107,7 @@ def as_yaml(tuning: Tuning, config: Path, output: Path, overrides: list[str]) ->
     base = os.path.relpath(config.resolve(), output.resolve().parent)
     lines = [
         f"{FIRST_LINE} on {tuning.measured}: spot-async train {output}",
-        f"# {tuning.prompts} prompts' requests, {tuning.seconds:g} s a server; figures and plots are beside this file.",
+        f"# {tuning.prompts} prompts' requests, {tuning.seconds:g} s a server; figures are beside this file.",
     ]
     if overrides:
         lines += [f"# Measured with {' '.join(overrides)}: give these again."]
@@ -158,12 +128,11 @@ def _change(each: Recommendation) -> str:
     return f"{change}; {each.reason}"
 
 
-def write(tuning: Tuning, config: Path, output: Path, overrides: list[str], page: str) -> None:
-    """Write the three files. Raises DataError if one cannot be written."""
+def write(tuning: Tuning, config: Path, output: Path, overrides: list[str]) -> None:
+    """Write both files. Raises DataError if one cannot be written."""
     contents = {
         output: as_yaml(tuning, config, output, overrides).encode(),
         output.with_suffix(".json"): as_json(tuning),
-        output.with_suffix(".html"): page.encode(),
     }
     write_files(contents, "-o")
 
