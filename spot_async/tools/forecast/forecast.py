@@ -34,7 +34,6 @@ from spot_async.tools.forecast.measurement import MeasuredPrompt, PolicyKeys
 from spot_async.types import Float64Array, Int64Array
 
 GAMMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the plot of gains
-BETAS = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the plot of what is reached
 SHARES = frozenset(  # figures that lie between 0 and 1
     ("student_accuracy", "student_pass", "teacher_accuracy", "mixed_groups", "value_of_student", "value", "kept_share",
      "reach", "capped_share", "agreed_share", "answer_share")
@@ -66,9 +65,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
 
     token: str
     positions: int
-    value: float
     kept_share: float
-    value_variance: float
 
 
 class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +93,6 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     by_student_rank: list[RankRow]
     by_tier: list[TierRow]  # empty where problems have no tiers
     by_gamma: list[KeyRow]
-    by_beta: list[KeyRow]
     by_keys: list[KeyRow]
     never_correct: int  # positions at which no probe was correct
     always_correct: int  # positions at which every probe was
@@ -134,7 +130,6 @@ def make_forecast(
             key_row(measured, keys, {"gamma": gamma})
             for gamma in sorted({*GAMMAS, *([keys.gamma] if keys.gamma else [])})
         ],
-        by_beta=[key_row(measured, keys, {"beta": beta}) for beta in BETAS],
         by_keys=[key_row(measured, keys, changes) for changes in ({}, *changes_to_try(measured, keys))],
         never_correct=int((positions.correct == 0).all(axis=-1).sum()),
         always_correct=int((shares == 1.0).all(axis=-1).sum()),
@@ -334,14 +329,6 @@ def token_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys, most: int =
         found = positions_of(prompts, keys)
         if not len(found.owner):
             continue
-        table = found.prior, found.correct, found.judged
-        rows.append(
-            TokenRow(
-                token=token,
-                positions=len(found.owner),
-                value=float((found.prior * values.shares(*table[1:])).sum(axis=-1).mean()),
-                kept_share=float(values.kept(*table[1:], keys.probes).mean()),
-                value_variance=float(values.value_variance(*table).mean()),
-            )
-        )
+        kept = values.kept(found.correct, found.judged, keys.probes)
+        rows.append(TokenRow(token=token, positions=len(found.owner), kept_share=float(kept.mean())))
     return rows

@@ -175,67 +175,43 @@ def value_section(found: Forecast) -> Section:
         means = [0.0 if row.value is None else max(0.0, row.value.value) for row in rows]
         note = f"Mean value of the candidate that the {title} likes best, second best, ...; in brackets its mean share."
         plots.append(Plot(f"Value by {title}'s rank", note, svg.row_plot(names, [("", means)], format_x=fine_percent)))
-    differing = len_known(found) - found.never_correct - found.always_correct
-    counts = {"none correct": found.never_correct, "they differ": differing, "all correct": found.always_correct}
-    plots.append(Plot("Outcomes at a position", "Positions by what the probes of all candidates came to.",
-                      svg.row_plot(list(counts), [("", [float(count) for count in counts.values()])])))  # fmt: skip
     return Section("Values", tuple(plots))
 
 
-def len_known(found: Forecast) -> int:
-    """Return how many positions have values."""
-    return found.positions - found.without_evidence
-
-
 def gain_section(found: Forecast) -> Section:
-    """Return plots of the gain by gamma, and of what is reached of it by beta."""
+    """Return a plot of the gain by gamma."""
     exact = [(row.changes["gamma"], row.gain) for row in found.by_gamma if row.gain is not None]
+    if not exact:
+        return Section("Expected gain", ())
     variance = found.figures["value_variance"]
-    first = [] if variance is None else [(gamma, gamma * variance.value) for gamma, _ in exact]
-    reached = [(row.changes["beta"], row.settled_gain) for row in found.by_beta if row.settled_gain is not None]
-    highest = max((each.high for _, each in exact), default=0.0)
-    keys = found.keys
-    plots = []
-    if exact:
-        lines = [
-            _with_errors("target", exact, 0),
-            # Where it leaves the picture the first order says nothing any more.
-            Series("first order", [(gamma, value) for gamma, value in first if value <= 1.5 * highest], 1),
-        ]
-        note = (
-            f"Of the target over the prior, with policy.probes={keys.probes}. Upright lines are standard errors; the "
-            "dashed one is the gamma that is configured."
-        )
-        figure = svg.level_plot(lines, x_name="gamma", marked=keys.gamma or None, format_y=fine_percent)
-        plots.append(Plot("Gain a decision by gamma", note, figure))
-    if reached:
-        note = f"At gamma {keys.gamma:g}, where OPD's loss and the branch loss settle. Dashed: the configured beta."
-        lines = [_with_errors("", reached, 0)]
-        figure = svg.level_plot(lines, x_name="beta", marked=keys.beta or None, format_y=fine_percent)
-        plots.append(Plot("Gain reached by beta", note, figure))
-    return Section("Expected gain", tuple(plots))
+    highest = max(each.high for _, each in exact)
+    # Where it leaves the picture the first order says nothing any more.
+    first = [] if variance is None else [
+        (gamma, gain) for gamma, _ in exact if (gain := gamma * variance.value) <= 1.5 * highest
+    ]  # fmt: skip
+    errors = [each.standard_error for _, each in exact]
+    lines = [
+        Series("target", [(gamma, each.value) for gamma, each in exact], 0, errors=errors),
+        Series("first order", first, 1),
+    ]
+    note = (
+        f"Of the target over the prior, with policy.probes={found.keys.probes}. Upright lines are standard errors; the "
+        "dashed one is the gamma that is configured."
+    )
+    figure = svg.level_plot(lines, x_name="gamma", marked=found.keys.gamma or None, format_y=fine_percent)
+    return Section("Expected gain", (Plot("Gain a decision by gamma", note, figure),))
 
 
 def position_section(found: Forecast) -> Section:
-    """Return plots of what the score selects."""
+    """Return a plot of what the score selects."""
     if not found.positions:
         return Section("Selected positions", ())
     names = [f"“{visible(row.token)}”".replace("\n", "⏎") for row in found.tokens]
     kept = [row.positions * row.kept_share for row in found.tokens]
     dropped = [row.positions - each for row, each in zip(found.tokens, kept, strict=True)]
-    plots = (
-        Plot("Which tokens are selected", "The student's token there, most frequent first, and how many B+ would keep.",
-             svg.row_plot(names, [("kept", kept), ("left out", dropped)])),
-        Plot("Variance of the values there", "Under the prior, at positions of the same tokens.",
-             svg.row_plot(names, [("", [max(0.0, row.value_variance) for row in found.tokens])])),
-    )  # fmt: skip
-    return Section("Selected positions", plots)
-
-
-def _with_errors(name: str, points: Sequence[tuple[float, Estimate]], colour: int) -> Series:
-    return Series(
-        name, [(x, each.value) for x, each in points], colour, errors=[each.standard_error for _, each in points]
-    )
+    note = "The student's token there, most frequent first, and how many B+ would keep."
+    figure = svg.row_plot(names, [("kept", kept), ("left out", dropped)])
+    return Section("Selected positions", (Plot("Which tokens are selected", note, figure),))
 
 
 def forecast_page(found: ForecastFile) -> str:
