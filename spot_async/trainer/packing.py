@@ -31,8 +31,8 @@ from spot_async.trainer.parallel import factor_dtype
 from spot_async.trainer.settings import ONE_CALL, PER_DOCUMENT
 
 LAYERS_OF_A_KIND = 2
-TRIAL_LENGTHS = (4, 1, 3)
-TRIAL_TOLERANCE = 1e-4  # of the largest number: rounding makes 1e-6, attention to another document far more
+PACKING_LENGTHS = (4, 1, 3)
+PACKING_TOLERANCE = 1e-4  # of the largest number: rounding makes 1e-6, attention to another document far more
 # What transformers' layers also give an attention function, and what changes nothing.
 _HARMLESS = {"position_ids", "use_cache", "is_causal"}
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
@@ -142,11 +142,11 @@ def attend_per_document(model: PreTrainedModel) -> None:
     if not model._supports_attention_backend:
         raise DataError(f"{name} takes no attention function")
     before = model.config._attn_implementation
-    alone = torch.cat([_hidden_of([length], model) for length in TRIAL_LENGTHS], dim=1)
+    alone = torch.cat([_hidden_of([length], model) for length in PACKING_LENGTHS], dim=1)
     model.set_attn_implementation(PER_DOCUMENT)
     try:
-        gap = (_hidden_of(TRIAL_LENGTHS, model) - alone).abs().max() / alone.abs().max()
-        if not gap <= TRIAL_TOLERANCE:
+        gap = (_hidden_of(PACKING_LENGTHS, model) - alone).abs().max() / alone.abs().max()
+        if not gap <= PACKING_TOLERANCE:
             raise ValueError(f"packed documents are {gap:.1g} off documents alone")
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         model.set_attn_implementation(before)
@@ -176,8 +176,8 @@ except ImportError:  # torch before 2.10
 _parameters = () if varlen_attn is None else signature(varlen_attn).parameters
 SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _parameters else {}
 
-TRIAL_LENGTHS = (70, 1, 33)
-TRIAL_TOLERANCE = 2e-2  # of the norm, in bfloat16
+ONE_CALL_LENGTHS = (70, 1, 33)
+ONE_CALL_TOLERANCE = 2e-2  # of the norm, in bfloat16
 CAUSAL = (-1, 0)  # a window over all that comes before, in that function's terms
 
 
@@ -219,7 +219,7 @@ def attend_documents_at_once(model: PreTrainedModel, device: torch.device) -> bo
     """
     try:
         gap = trial(model, device)
-        if not gap <= TRIAL_TOLERANCE:
+        if not gap <= ONE_CALL_TOLERANCE:
             raise ValueError(f"it is {gap:.1g} off one call for each document")
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = shorten(first_line(error), 160)
@@ -243,16 +243,16 @@ def trial(model: PreTrainedModel, device: torch.device) -> float:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     layer = cast(nn.Module, SimpleNamespace(num_key_value_groups=heads // keys, training=True, is_causal=True))
     generator = torch.Generator().manual_seed(0)
-    length, gaps = sum(TRIAL_LENGTHS), []
+    length, gaps = sum(ONE_CALL_LENGTHS), []
     query, key, value = (
         torch.randn(1, number, length, size, generator=generator).to(device, torch.bfloat16).requires_grad_()
         for number in (heads, keys, keys)
     )
     weights = torch.randn(1, length, heads, size, generator=generator).to(device, torch.bfloat16)
-    ends = Documents(TRIAL_LENGTHS).ends.to(device)
+    ends = Documents(ONE_CALL_LENGTHS).ends.to(device)
     found = []
     for attend in (attend_each, attend_in_one_call):
-        attended, _ = attend(layer, query, key, value, None, documents=Documents(TRIAL_LENGTHS, ends))
+        attended, _ = attend(layer, query, key, value, None, documents=Documents(ONE_CALL_LENGTHS, ends))
         found.append([attended.detach(), *torch.autograd.grad(attended, [query, key, value], weights)])
     for expected, got in zip(*found, strict=True):
         gaps.append(float((got.float() - expected.float()).norm() / expected.float().norm()))

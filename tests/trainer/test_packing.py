@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,24 @@ def test_a_student_that_does_not_read_what_it_is_given_is_found_by_trying(
     model.base_model.forward = lambda **given: forward(**{name: given[name] for name in given if name != unread})
     with pytest.raises(DataError, match=r"GPT2LMHeadModel cannot be packed: packed documents are \S+ off documents al"):
         attend_per_document(model)
+
+
+def test_a_student_whose_packed_rows_are_one_in_a_hundred_off_is_not_packed(
+    random_architecture: Callable[..., Path],
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_architecture("gpt2")).eval()
+    attend, off = model.base_model.forward, 1.01
+
+    def forward(**given: Any) -> Any:
+        output = attend(**given)
+        output.last_hidden_state *= off if "documents" in given else 1.0
+        return output
+
+    model.base_model.forward = forward
+    with pytest.raises(DataError, match=r"packed documents are 0\.01 off documents alone"):
+        attend_per_document(model)
+    off = 1 + 1e-6
+    attend_per_document(model)
 
 
 def test_a_student_that_cannot_be_packed_is_padded_unless_packing_is_demanded(
