@@ -13,6 +13,7 @@ from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.policies.spot import SpotPolicy
+from spot_async.stages.services import TeacherService
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import make_policy, make_run
 from spot_async.types import PolicyContext
@@ -39,7 +40,7 @@ def make_orchestrator(
     return make_run(
         make_policy(SpotPolicy, PolicyContext(vocab_size=VOCAB, tokenizer=vocabulary.tokenizer)),
         student=student,
-        teacher=teacher,
+        teachers={"": TeacherService(server=teacher)},
         verifier=BoxedMatch(BoxedMatch.Settings()),
         trainer=SimulatedTrainer(step_s=0.0),  # trains nothing, so that the next iteration starts at once
         weight_sinks=[],

@@ -38,6 +38,7 @@ from spot_async.base.processes.resources import tune_gc
 from spot_async.base.tasks import gather, watched
 from spot_async.config import ServingConfig
 from spot_async.replicas.pool import ReplicaPool
+from spot_async.stages.services import TeacherService
 from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
 from spot_async.testing.simulation import make_run, same_limits, simulated_prompts
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -128,7 +129,7 @@ async def run(in_flight: int) -> None:
         simulated = make_run(
             Requests(),  # type: ignore[arg-type]
             student=pool,
-            teacher=Sleeper(SERVERS),  # type: ignore[arg-type]
+            teachers={"": TeacherService(server=Sleeper(SERVERS))},  # type: ignore[arg-type]
             verifier=Sleeper(SERVERS + 1),
             prompts=simulated_prompts(PROMPTS),
             limits=same_limits(concurrency=PROMPTS * PROBES, timeout_s=600.0),

@@ -29,6 +29,7 @@ from spot_async import (
     Services,
     StagesSettings,
     Supervision,
+    TeacherService,
     gather,
     read_model,
     stages_for,
@@ -68,7 +69,7 @@ async def supervise_all(policy: SpotPolicy, prompts: Sequence[Prompt], run_direc
             policy,
             Services(
                 student=student,
-                teacher=teacher,
+                teachers={"": TeacherService(server=teacher)},
                 verifier=verifier,
                 vocabulary=read_model("student", str(EXAMPLE / "student")).vocabulary,
             ),

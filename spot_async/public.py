@@ -34,6 +34,7 @@ from spot_async.running.library import stages_for as stages_for
 from spot_async.running.summary import TrainOutcome as TrainOutcome
 from spot_async.stages.services import Services as Services
 from spot_async.stages.services import StagesSettings as StagesSettings
+from spot_async.stages.services import TeacherService as TeacherService
 from spot_async.terms import compared as compared
 from spot_async.terms import forward_kl as forward_kl
 from spot_async.terms import jsd as jsd

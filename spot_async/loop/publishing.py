@@ -203,9 +203,9 @@ class WeightPublisher:
         So all that a teacher says of a response is of one version. One whom the student's servers stand for changes
         each time.
         """
-        pauses = [self._stages.student_pause] if self._drains else []
-        for role, pause in self._stages.teacher_pauses.items():
-            if role in changed or role not in self._teacher_sinks:
+        pauses = []
+        for role, pause in self._stages.pauses.items():
+            if self._drains if role == "student" else role in changed or role not in self._teacher_sinks:
                 pauses.append(pause)
         if not pauses:
             yield

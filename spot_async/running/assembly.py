@@ -99,14 +99,16 @@ def make_stages(
         )
         for role, files in plan.teachers.items()
     }
+    are_base = [role for role in config.served_by_student if role not in config.following]
+    if plan.reference_is_base:
+        are_base.append("reference")
     asked = Services(
         student=services.student,
         verifier=verifier,
         vocabulary=plan.student.vocabulary,
         teachers={teacher_name(role) or "": teacher for role, teacher in teachers.items()},
         reference=reference,
-        reference_is_base=plan.reference_is_base,
-        teachers_are_base=[role for role in config.served_by_student if role not in config.following],
+        are_base=are_base,
         following=[*config.following],
         common=plan.common,
         capabilities=services.capabilities,

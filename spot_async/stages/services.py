@@ -77,7 +77,7 @@ class TeacherService:
     """A teacher to ask, and what is known of it."""
 
     # As the policy's needs say. One whose responses are needed must generate.
-    server: Scorer | ServicePool[Any] | None
+    server: Scorer | ServicePool[Any] | None = None
     vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
     kept_scores: KeptScores | None = None  # answers again what it was asked before
     temperature: float | None = None  # of its scores and responses; None: that of the rollouts
@@ -92,29 +92,12 @@ class Services:
     student: StudentService | ServicePool[Any]
     verifier: Verifier | ServicePool[Verifier]
     vocabulary: Vocabulary  # the student's
-    # The only teacher, as the policy's needs say. One whose responses are needed must generate.
-    teacher: Scorer | ServicePool[Any] | None = None
-    teachers: Mapping[str, TeacherService] = field(default_factory=dict)  # several instead, by name
+    teachers: Mapping[str, TeacherService] = field(default_factory=dict)  # by name; an only one's is empty
     reference: Scorer | BaseScorer | ServicePool[Any] | None = None
-    reference_is_base: bool = False  # the reference is a server of the student, asked for its base (`BaseScorer`)
-    teachers_are_base: Collection[str] = ()  # so are the teachers of these roles
+    are_base: Collection[str] = ()  # the roles for which servers of the student are asked for its base (`BaseScorer`)
     following: Collection[str] = ()  # the roles of teachers that follow the student
-    teacher_vocabulary: Vocabulary | None = None  # None: the student's; its responses may end with another token
     common: CommonVocabulary = field(default_factory=CommonVocabulary)  # where one softmax is padded further
     capabilities: Mapping[str, Capabilities] = field(default_factory=dict)  # by role; one that is missing offers all
-    kept_scores: KeptScores | None = None  # answers again what the teacher was asked before
-    render_turns: Callable[[Sequence[ChatTurn]], IntArray] | None = None  # makes a prompt for the teacher of a chat
-
-    @property
-    def teachers_by_name(self) -> Mapping[str, TeacherService]:
-        """All teachers. An only one has the empty name, also where there is none."""
-        only = TeacherService(
-            server=self.teacher,
-            vocabulary=self.teacher_vocabulary,
-            kept_scores=self.kept_scores,
-            render_turns=self.render_turns,
-        )
-        return self.teachers or {"": only}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,12 +66,11 @@ class Stages:
         self.services = services
         self.settings = settings
         self.events = events or Channel()
-        asked = services.teachers_by_name
+        asked = services.teachers or {"": TeacherService()}
         self.stop_token_ids = stop_token_ids(
             services.vocabulary, *(each.vocabulary for each in asked.values() if each.vocabulary is not None)
         )
-        self.student_pause = UpdatePause()
-        self.teacher_pauses = {role: UpdatePause() for role in services.following}
+        self.pauses = {role: UpdatePause() for role in ("student", *services.following)}
         jitter = random.Random(derive_seed(settings.seed, "retry jitter")).random
 
         standstill_s = WEIGHT_UPDATE_TIMEOUT_S if settings.weights_may_change else 0.0
@@ -80,8 +79,7 @@ class Stages:
         def stage(kind: str, service: S | ServicePool[S], config: StageConfig, teacher: str = "") -> Stage[S]:
             name = f"{kind}.{teacher}" if teacher else kind
             role = stage_server(name) or ""
-            is_base = role in services.teachers_are_base or (kind == "reference" and services.reference_is_base)
-            pause = self.student_pause if role == "student" or is_base else self.teacher_pauses.get(role)
+            pause = self.pauses.get("student" if role in services.are_base else role)
             limits = StageLimits(
                 concurrency=config.concurrency,
                 timeout_s=config.timeout_s,
@@ -105,7 +103,7 @@ class Stages:
                 role=role,
                 service=service,
                 follows=role in services.following,
-                is_base=role in services.teachers_are_base,
+                is_base=role in services.are_base,
                 needs=needs,
                 common=services.common,
                 capabilities=services.capabilities.get(role),
@@ -144,16 +142,6 @@ class Stages:
             )
         given = f"only {names}" if names else "one without a name (`teacher`)"
         raise ContractError(f"the policy asks teacher {name!r}, and the run has {given}: see `teachers`")
-
-    @property
-    def score(self) -> Stage[Any]:
-        """The stage of the only teacher's scores."""
-        return self.teacher().score
-
-    @property
-    def teacher_response(self) -> Stage[Any]:
-        """The stage of the only teacher's responses."""
-        return self.teacher().response
 
     @property
     def tokens_generated(self) -> int:
@@ -252,7 +240,7 @@ class BoundStages:
         services = self._stages.services
 
         def score(reference: Any, request: ScoreRequest) -> Awaitable[TokenScores]:
-            ask = reference.score_base if services.reference_is_base else reference.score
+            ask = reference.score_base if "reference" in services.are_base else reference.score
             scores: Awaitable[TokenScores] = ask(request, top_k=1)
             return scores
 

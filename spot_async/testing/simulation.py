@@ -198,10 +198,11 @@ def simulated_services(needs: PolicyNeeds, **changes: Any) -> Services:
         "student": SimulatedStudent(),
         "verifier": SimulatedVerifier(),
         "vocabulary": simulated_vocabulary(),
-        "teacher": SimulatedTeacher() if needs.teacher and not needs.teachers else None,
-        "teachers": {name: TeacherService(server=SimulatedTeacher(name=name)) for name in needs.teachers},
+        "teachers": {
+            name: TeacherService(server=SimulatedTeacher(name=name), render_turns=simulated_turn_ids)
+            for name in needs.teachers or ([""] if needs.teacher else [])
+        },
         "reference": SimulatedTeacher() if needs.reference else None,
-        "render_turns": simulated_turn_ids,
     }
     return Services(**{**simulated, **changes})
 

@@ -32,6 +32,7 @@ from spot_async.errors import (
 from spot_async.loop.admission import PromptState
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.policies.spot import SpotPolicy
+from spot_async.stages.services import TeacherService
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import SimulatedRun, make_policy, make_run, simulated_prompts
 from spot_async.trainer.feed_check import WrongSupervisionError
@@ -89,7 +90,7 @@ async def run(backend: Any, files: ModelFiles, timeout_s: float = 60.0) -> Simul
     run = make_run(
         make_policy(SpotPolicy, files.policy_context, positions=1, score_top_k=8, probe_top_k=3),
         student=backend,
-        teacher=backend,
+        teachers={"": TeacherService(server=backend)},
         verifier=LengthIsRight(),
         trainer=SimulatedTrainer(step_s=0.0, directory=str(MODEL)),
         prompts=simulated_prompts(problems=8),

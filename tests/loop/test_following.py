@@ -9,6 +9,7 @@ import pytest
 from crashes.run import crashing_run
 from faults.run import faulty_run
 from following_teacher import FollowingTeacher
+from only_teacher import only
 
 from spot_async.config import FollowsConfig
 from spot_async.loop.publishing import WeightPublisher
@@ -54,7 +55,7 @@ def test_each_term_names_what_the_teacher_had_and_lags_no_more_than_it_may(way, 
     follows, teacher = WAYS[way], FollowingTeacher()
     run = simulated_run(
         policy(),
-        teacher=teacher,
+        teachers=only(teacher),
         trainer=TeachersTrainer(follows),
         following=["teacher"],
         teacher_sinks={"teacher": teacher},
@@ -74,7 +75,12 @@ def test_each_term_names_what_the_teacher_had_and_lags_no_more_than_it_may(way, 
 def test_the_students_own_servers_answer_as_the_live_teacher(max_staleness):
     student = LiveStudent()
     run = simulated_run(
-        policy(), student=student, teacher=student, following=["teacher"], max_staleness=max_staleness, iterations=4
+        policy(),
+        student=student,
+        teachers=only(student),
+        following=["teacher"],
+        max_staleness=max_staleness,
+        iterations=4,
     )
     for step, batch in enumerate(run.batches):
         versions = {version.step for each in batch for version in teacher_versions(each)}

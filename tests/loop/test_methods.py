@@ -50,7 +50,7 @@ def test_grpo_trains_a_group_per_prompt_with_a_reference_and_without_a_teacher(n
         assert all(len(s.reference_logprobs) == len(s.advantages) == len(s.response_ids) for s in batch)
         assert len({s.response_ids.tobytes() for s in batch}) > 8 * 16 - 5  # every sample has a seed of its own
     assert {stage.name for stage in stages.all} >= {"rollout", "verify", "reference"}
-    assert stages.score.counters.completed == 0
+    assert stages.teacher().score.counters.completed == 0
     assert stages.reference.counters.completed == 2 * 16 * 8
 
 

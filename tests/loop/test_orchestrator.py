@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 from limits import same_limits
+from only_teacher import only
 
 from spot_async.base import wire
 from spot_async.base.tasks import leaves
@@ -118,7 +119,7 @@ def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():
             return await super().score(request, **rest)
 
     # one in seven is more than may die, so the run must stop and say why
-    error = cause(made(teacher=Refusing()))
+    error = cause(made(teachers=only(Refusing())))
     assert isinstance(error, SpotError)
     assert "too long for this server" in str(error)
 
@@ -128,7 +129,7 @@ def test_a_prompt_that_fails_for_good_is_replaced_and_its_reason_kept():
                 raise PermanentError("400: too long for this server")
             return await super().score(request, **rest)
 
-    run = made(teacher=RefusingOne(), iterations=3)
+    run = made(teachers=only(RefusingOne()), iterations=3)
     run.finish()
     ((dead, reason),) = run.journal.dead.items()
     assert "too long" in str(reason)
@@ -183,7 +184,7 @@ def test_an_endpoint_that_is_away_for_seconds_costs_no_prompt():
             return await super().score(request, **rest)
 
     teacher = Away()
-    run = made(teacher=teacher).finish()
+    run = made(teachers=only(teacher)).finish()
     assert teacher.refused > 0
     assert not run.journal.dead
     assert len(run.batches) == 4
@@ -196,7 +197,7 @@ def test_a_prompt_whose_requests_are_never_answered_is_replaced():
                 raise TransientError("500: out of memory")
             return await super().score(request, **rest)
 
-    run = made(teacher=Failing(), iterations=3, batch_size=32)
+    run = made(teachers=only(Failing()), iterations=3, batch_size=32)
     run.finish()
     dead = run.journal.dead
     assert len(dead) == 2
@@ -212,7 +213,7 @@ def test_a_dead_endpoint_ends_the_run_within_a_minute_whatever_the_batch():
 
     async def scenario(**sizes):
         with pytest.raises(ExceptionGroup) as stopped:
-            await made(teacher=Dead(), **sizes).orchestrator.run()
+            await made(teachers=only(Dead()), **sizes).orchestrator.run()
         assert "teacher/score: connection refused" in str(leaves(stopped.value)[0])
         assert asyncio.get_running_loop().time() < 90.0
 
@@ -268,7 +269,7 @@ def test_a_server_that_hangs_ends_the_run_with_the_stage_named():
         async def score(self, request, **rest):
             await asyncio.Event().wait()
 
-    assert "score: no answer within 60 s" in str(cause(made(teacher=Hanging())))
+    assert "score: no answer within 60 s" in str(cause(made(teachers=only(Hanging()))))
 
 
 def test_replies_that_are_lost_while_others_come_do_not_mean_that_the_endpoint_is_down():
@@ -282,7 +283,7 @@ def test_replies_that_are_lost_while_others_come_do_not_mean_that_the_endpoint_i
                 await asyncio.Event().wait()
             return await super().score(request, **rest)
 
-    run = made(make_policy(OpdPolicy), teacher=Losing(), max_dead_share=0.5).finish()
+    run = made(make_policy(OpdPolicy), teachers=only(Losing()), max_dead_share=0.5).finish()
     assert len(run.journal.results) == 4
     assert len(run.journal.dead) > 3
 
@@ -292,9 +293,9 @@ def test_one_problem_that_goes_unanswered_again_and_again_does_not_mean_that_the
         async def score(self, *args, **rest):
             await asyncio.Event().wait()
 
-    one = made(teacher=Silent(), prompts=simulated_prompts(problems=1), max_dead_share=0.5)
+    one = made(teachers=only(Silent()), prompts=simulated_prompts(problems=1), max_dead_share=0.5)
     assert "16 of 16 prompts failed for good" in str(cause(one))
-    assert "3 prompts in a row went unanswered" in str(cause(made(teacher=Silent())))
+    assert "3 prompts in a row went unanswered" in str(cause(made(teachers=only(Silent()))))
 
 
 def test_an_endpoint_that_asks_for_a_year_ends_the_run_with_its_own_words():
@@ -304,7 +305,7 @@ def test_an_endpoint_that_asks_for_a_year_ends_the_run_with_its_own_words():
 
     async def run():
         try:
-            await made(teacher=Closed()).orchestrator.run()
+            await made(teachers=only(Closed())).orchestrator.run()
         finally:
             ended_s.append(asyncio.get_running_loop().time())
 

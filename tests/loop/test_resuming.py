@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from only_teacher import only
 
 from spot_async.base import wire
 from spot_async.errors import BudgetSpentError, PermanentError
@@ -125,7 +126,7 @@ def part_of_a_run(path, policy, max_staleness, kill_s, teacher, *, stop_s=None):
         run = make_run(
             policy,
             student=student,
-            teacher=teacher,
+            teachers=only(teacher),
             trainer=trainer,
             capabilities={"student": capabilities(VOCAB_SIZE)},
             prompts=simulated_prompts(problems=1000),
@@ -253,7 +254,6 @@ def test_a_run_that_was_asked_to_stop_waits_only_for_the_step_that_is_under_way(
         run = make_run(
             make_policy(SpotPolicy),
             student=SimulatedStudent(),
-            teacher=SimulatedTeacher(),
             trainer=trainer,
             capabilities={"student": capabilities(VOCAB_SIZE)},
             prompts=simulated_prompts(problems=1000),

@@ -90,7 +90,7 @@ def test_a_difference_clipped_to_one_number_is_a_fixed_advantage_whatever_the_te
 
 def test_the_students_own_top_k_is_what_is_compared_where_its_support_is_asked_for() -> None:
     run = simulated_run(make_policy(DistillPolicy, divergence="reverse_kl", support="student", top_k=3), iterations=1)
-    assert run.stages.score.counters.completed == 2 * len(run.trained)
+    assert run.stages.teacher().score.counters.completed == 2 * len(run.trained)
     for each in run.trained:
         (rows,) = each.soft_targets
         assert rows.token_ids.shape == (len(each.response_ids), 3)

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from msgspec.structs import replace
+from only_teacher import only
 
 from spot_async.base import wire
 from spot_async.policies.kd import KdPolicy
@@ -40,7 +41,7 @@ class Counting(SimulatedTeacher):
 
 def test_kd_asks_the_teacher_once_per_problem_whatever_the_epochs():
     teacher = Counting()
-    run = simulated_run(kd(), iterations=6, teacher=teacher)  # three epochs of 32 problems
+    run = simulated_run(kd(), iterations=6, teachers=only(teacher))  # three epochs of 32 problems
     assert set(teacher.asked.values()) == {1}
     assert len(teacher.asked) == PROBLEMS
     assert run.stages.rollout.counters.completed == 0
@@ -87,42 +88,44 @@ def kept():
 
 
 def test_kd_trains_from_kept_answers_as_from_the_teacher_whatever_the_seed(kept):
-    taught = simulated_run(kd(), iterations=4, kept_scores=kept)
+    taught = simulated_run(kd(), iterations=4, teachers=only(kept_scores=kept))
     assert wire.encode(taught.batches) == wire.encode(simulated_run(kd(), iterations=4).batches)
     teacher = Counting()
-    again = simulated_run(kd(), iterations=4, kept_scores=kept, teacher=teacher, seed=7)
+    again = simulated_run(kd(), iterations=4, teachers=only(teacher, kept_scores=kept), seed=7)
     assert wire.encode(again.batches) == wire.encode(taught.batches)
     assert not teacher.asked
-    assert again.stages.score.counters.completed == 0
+    assert again.stages.teacher().score.counters.completed == 0
 
 
 def test_a_run_that_ended_early_is_continued_without_paying_twice(kept):
     first, second = Counting(), Counting()
-    simulated_run(kd(), iterations=1, kept_scores=kept, teacher=first)
-    simulated_run(kd(), iterations=2, kept_scores=kept, teacher=second)
+    simulated_run(kd(), iterations=1, teachers=only(first, kept_scores=kept))
+    simulated_run(kd(), iterations=2, teachers=only(second, kept_scores=kept))
     assert (first.asked.total(), second.asked.total()) == (16, PROBLEMS - 16)
     assert not first.asked.keys() & second.asked.keys()
 
 
 def test_an_epoch_of_a_new_process_learns_from_the_responses_of_those_before_it(kept):
-    whole = simulated_run(kd(), iterations=4, kept_scores=kept)  # two epochs
-    again = simulated_run(kd(), iterations=2, kept_scores=kept, prompts=[*simulated_prompts(64)][32:])
+    whole = simulated_run(kd(), iterations=4, teachers=only(kept_scores=kept))  # two epochs
+    again = simulated_run(kd(), iterations=2, teachers=only(kept_scores=kept), prompts=[*simulated_prompts(64)][32:])
     assert wire.encode(again.batches) == wire.encode(whole.batches[2:])
 
 
 def test_a_response_is_that_to_the_teachers_own_prompt_and_the_student_learns_it_for_its_own(kept):
     teacher = Counting()
     own = [replace(each, teacher_ids=each.token_ids[::-1].copy()) for each in simulated_prompts(16)]
-    run = simulated_run(kd(), prompts=own, teacher=teacher, iterations=1, kept_scores=kept)
+    run = simulated_run(kd(), prompts=own, teachers=only(teacher, kept_scores=kept), iterations=1)
     assert set(teacher.asked) == {each.teacher_ids.tobytes() for each in own}
     assert [each.prompt_ids.tolist() for each in run.trained] == [each.token_ids.tolist() for each in own]
-    simulated_run(kd(), iterations=1, kept_scores=kept, teacher=teacher)  # the student's prompts are other ones
+    simulated_run(kd(), iterations=1, teachers=only(teacher, kept_scores=kept))  # the student's prompts are other ones
     assert teacher.asked.total() == 32
 
 
 def test_a_student_with_another_end_token_is_taught_its_own(kept):
-    other = {"vocabulary": simulated_vocabulary((0,)), "teacher_vocabulary": simulated_vocabulary()}
-    taught = simulated_run(kd(), **other)
-    assert wire.encode(simulated_run(kd(), kept_scores=kept, **other).batches) == wire.encode(taught.batches)
-    assert wire.encode(simulated_run(kd(), kept_scores=kept, **other).batches) == wire.encode(taught.batches)
-    assert wire.encode(simulated_run(kd(), kept_scores=kept).batches) == wire.encode(simulated_run(kd()).batches)
+    ends = {"vocabulary": simulated_vocabulary((0,))}
+    taught = simulated_run(kd(), teachers=only(vocabulary=simulated_vocabulary()), **ends)
+    other = ends | {"teachers": only(vocabulary=simulated_vocabulary(), kept_scores=kept)}
+    assert wire.encode(simulated_run(kd(), **other).batches) == wire.encode(taught.batches)
+    assert wire.encode(simulated_run(kd(), **other).batches) == wire.encode(taught.batches)
+    again = simulated_run(kd(), teachers=only(kept_scores=kept))
+    assert wire.encode(again.batches) == wire.encode(simulated_run(kd()).batches)

@@ -14,6 +14,7 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from only_teacher import only
 
 from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, ThrottledError
@@ -353,7 +354,7 @@ def test_single_positions_beside_whole_responses_never_lower_the_limit_of_a_serv
     async def scenario():
         rng = random.Random(0)
         pool = ReplicaPool("teacher", {"teacher": Teacher})
-        stages = make_run(make_policy(OpdPolicy), teacher=pool, capacity_prompts=256).stages
+        stages = make_run(make_policy(OpdPolicy), teachers=only(pool), capacity_prompts=256).stages
 
         async def supervise(ordinal):
             problem = Problem(id="p", text="", answer="")

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from faults.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from limits import same_limits
+from only_teacher import only
 from simulated_replicas import BATCH, ITERATIONS, SLOW, at_random, pool_of_servers, servers, train
 
 from spot_async.base.retry import RetryPolicy
@@ -76,7 +77,7 @@ def test_replies_that_fail_or_never_come_cost_no_prompt_and_leave_the_limit_as_i
         pool = ReplicaPool("teacher", factories, ServingConfig(stall_s=30.0, restarts=1000))
         run = make_run(
             make_policy(OpdPolicy),
-            teacher=pool,
+            teachers=only(pool),
             limits=same_limits(timeout_s=60.0, attempt_timeout_s=2.0),
             iterations=100,
             batch_size=16,

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_requests import dense_logprobs
+from only_teacher import only
 from padded_models import padded_model
 from typer.testing import CliRunner
 
@@ -91,7 +92,7 @@ async def test_every_method_supervises_a_padded_pair(
                 student=student,
                 verifier=SimulatedVerifier(share_correct=1.0),  # so that each probed position is kept
                 vocabulary=plan.student.vocabulary,
-                teacher=None if method == "grpo" else other,
+                teachers={} if method == "grpo" else only(other),
                 reference=other if method == "grpo" else None,
                 capabilities={
                     "student": await student.capabilities(deadline=deadline),

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from only_teacher import only
 
 from spot_async import stages_for
 from spot_async.base import registry
@@ -88,10 +89,9 @@ async def supervise(
         method,
         Services(
             student=Student(record, student),
-            teacher=teacher,
+            teachers=only(teacher, vocabulary=teacher_files.vocabulary),
             verifier=LengthIsRight(),
             vocabulary=student_files.vocabulary,
-            teacher_vocabulary=teacher_files.vocabulary,
             capabilities={"student": await capabilities(student), "teacher": await capabilities(teacher)},
         ),
         StagesSettings(sampling=sampling),

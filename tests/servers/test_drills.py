@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from coin_verifier import CoinVerifier
 from conftest import StartServer, TinyModels
+from only_teacher import only
 from parity import PARITY_NATS, Dense, decisions, own
 from server_process import command_line, expect_gone, name_of, run_server
 from tiny_models import TOKENS
@@ -124,7 +125,7 @@ async def orchestrated(
         run = make_run(
             make_policy(SpotPolicy, files.policy_context, positions=1, score_top_k=8, probe_top_k=3),
             student=student,
-            teacher=teacher,
+            teachers=only(teacher),
             verifier=verifier,
             trainer=publisher,
             prompts=prompts(publisher),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from only_teacher import only
 from parity import PARITY_NATS, Dense, decisions, own, soon
 
 from spot_async import stages_for
@@ -33,10 +34,9 @@ def stages_of(backend: Any) -> PromptStages:
         policy,
         Services(
             student=backend,
-            teacher=backend,
+            teachers=only(backend, vocabulary=simulated_vocabulary(TEACHER_ENDS)),
             verifier=SimulatedVerifier(),
             vocabulary=simulated_vocabulary((9,)),
-            teacher_vocabulary=simulated_vocabulary(TEACHER_ENDS),
         ),
         StagesSettings(limits=StagesConfig(score=ScoreStageConfig(end_token="sum"))),
     )

@@ -19,6 +19,7 @@ import pytest_asyncio
 import torch
 from deadlines import soon
 from engine_requests import dense_logprobs
+from only_teacher import only
 from transformers import AutoModelForCausalLM
 
 from spot_async import stages_for
@@ -135,10 +136,9 @@ async def test_a_students_end_token_is_scored_by_the_teachers_first_or_by_all_of
         make_policy(OpdPolicy),
         Services(
             student=backend,
-            teacher=backend,
+            teachers=only(backend, vocabulary=simulated_vocabulary(teacher_ends)),
             verifier=SimulatedVerifier(),
             vocabulary=simulated_vocabulary((1,)),
-            teacher_vocabulary=simulated_vocabulary(teacher_ends),
         ),
         StagesSettings(
             limits=StagesConfig(score=ScoreStageConfig(end_token=end_token)),

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from only_teacher import only
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.base.tasks import root_cause
@@ -94,11 +95,10 @@ def run_with(teacher, found, kept_scores, log):
     run = make_run(
         make_policy(OpdPolicy, read_model("teacher", str(MODEL)).policy_context),
         student=Student(Latency(0.001, 0.0), mean_tokens=12),
-        teacher=teacher,
+        teachers=only(teacher, kept_scores=kept_scores),
         trainer=SimulatedTrainer(step_s=0.01),
         prompts=simulated_prompts(problems=5),
         capabilities={"teacher": found},
-        kept_scores=kept_scores,
         iterations=ITERATIONS,
         batch_size=BATCH,
         vocab_size=48,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from only_teacher import only
 from several_teachers import AsksAll
 
 from spot_async.base.tasks import root_cause
@@ -14,7 +15,7 @@ from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.stages.services import Services, StagesSettings, TeacherService, stage_server
 from spot_async.stages.stages import Stages
-from spot_async.testing.services import VOCAB_SIZE, SimulatedTeacher, capabilities, generation, token_scores
+from spot_async.testing.services import VOCAB_SIZE, capabilities, generation, token_scores
 from spot_async.testing.simulation import make_policy, policy_context, simulated_prompts, simulated_run
 from spot_async.types import PolicyNeeds
 
@@ -86,9 +87,8 @@ async def test_a_name_that_nobody_has_is_refused_in_one_line(name, line):
 
 def test_a_policy_that_names_a_teacher_where_there_is_one_is_told_so():
     policy = make_policy(AsksAll, policy_context(teachers=("math",)))
-    only = {"teacher": SimulatedTeacher(), "teachers": {}}
     with pytest.raises(ExceptionGroup) as failed:
-        simulated_run(policy, iterations=1, **only)
+        simulated_run(policy, iterations=1, teachers=only())
     assert isinstance(root_cause(failed.value), PluginError)
     assert "asks teacher 'math', and the run has one without a name" in str(root_cause(failed.value))
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from only_teacher import only
 
 from spot_async.base.retry import POISONED_ATTEMPTS, WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.seeds import derive_seed
@@ -89,16 +90,15 @@ class Recorder:
 
 def bound(
     recorder, *, scorer=None, student_ends=(1,), teacher_ends=(1,), end_token="replace", run_seed=0, prompt=PROMPT,
-    weights_may_change=False, teacher_responses=False, teacher_candidates=True, **services,
+    weights_may_change=False, teacher_responses=False, teacher_candidates=True, kept_scores=None, **services,
 ):  # fmt: skip
     vocabulary = lambda ends: SimpleNamespace(end_token_ids=ends, decode=lambda ids: str(ids.tolist()))  # noqa: E731
     stages = Stages(
         Services(
             student=recorder,
-            teacher=scorer or recorder,
+            teachers=only(scorer or recorder, vocabulary=vocabulary(teacher_ends), kept_scores=kept_scores),
             verifier=recorder,
             vocabulary=vocabulary(student_ends),
-            teacher_vocabulary=vocabulary(teacher_ends),
             **services,
         ),
         StagesSettings(

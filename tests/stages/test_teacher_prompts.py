@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from only_teacher import only
 
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import root_cause
@@ -63,16 +64,14 @@ class Recorder:
         return await ask()
 
 
-def bound(recorder, prompt, **services):
+def bound(recorder, prompt, **teacher):
     stages = Stages(
         Services(
             student=recorder,
-            teacher=recorder,
+            teachers=only(recorder, kept_scores=recorder, **teacher),
             reference=recorder,
             verifier=recorder,
-            kept_scores=recorder,
             vocabulary=SimpleNamespace(end_token_ids=(1,), decode=str),
-            **services,
         ),
         StagesSettings(sampling=SamplingConfig(max_response_tokens=6), seed=3, max_prompts=1),
         PolicyNeeds(

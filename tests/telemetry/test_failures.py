@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from limits import same_limits
+from only_teacher import only
 from run_files import make_run as run_files
 from run_files import metrics_row
 
@@ -249,7 +250,7 @@ def test_failures_of_evaluations_are_told_too_and_a_lost_reply_is_asked_for_agai
 
 def test_a_teacher_that_fails_two_in_five_is_what_console_and_report_blame(tmp_path):
     said, lines = [], []
-    run = make_run(make_policy(OpdPolicy), teacher=Failing(), limits=same_limits(), iterations=30, batch_size=16)
+    run = make_run(make_policy(OpdPolicy), teachers=only(Failing()), limits=same_limits(), iterations=30, batch_size=16)
     log = FailureLog(lines.append)
     run.stages.events.subscribe(log)
 

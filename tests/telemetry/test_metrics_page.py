@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from joined_policy import TakesTurns
 from metrics_page import of_area, rows
+from only_teacher import only
 
 from spot_async.errors import PermanentError, TransientError
 from spot_async.evaluation.response_log import JudgedResponse
@@ -157,7 +158,7 @@ def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max
         if policy is TakesTurns
         else make_policy(policy, policy_context(reference_kl=True, teachers=teachers), **settings),
         student=student,
-        teacher=teacher or SimulatedTeacher(),
+        teachers=teacher and only(teacher),
         verifier=verifier,
         trainer=Trainer(),
         evaluation=LiveEvaluation(lambda iteration: iteration % 2 == 0, evaluate),

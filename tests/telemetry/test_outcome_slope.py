@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from only_teacher import only
 from rich.console import Console
 
 from spot_async.cli.runs import show_outcome
@@ -335,7 +336,7 @@ def test_a_run_says_it_on_the_console_at_its_end_and_in_its_report(tmp_path, cap
     run = make_run(
         make_policy(OpdPolicy),
         student=Student(),
-        teacher=Teacher(),
+        teachers=only(Teacher()),
         verifier=Verifier(),
         prompts=simulated_prompts(problems=200),
         batch_size=32,

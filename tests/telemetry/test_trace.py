@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from limits import same_limits
+from only_teacher import only
 
 from spot_async.config import SamplingConfig
 from spot_async.loop.events import IterationFinished
@@ -100,7 +101,7 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
     run = make_run(
         make_policy(OpdPolicy),
         student=TwoServers(services),
-        teacher=services,
+        teachers=only(services),
         verifier=services,
         weight_sinks=[services],
         iterations=1,

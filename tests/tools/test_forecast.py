@@ -107,8 +107,8 @@ def test_positions_and_candidates_are_those_that_the_policy_itself_selects_and_p
         assert measured.prompt_ids == prompt.token_ids.tolist()
         assert measured.response_ids == sample.record["response_ids"].tolist()
         assert measured.teacher_outcome in (0.0, 1.0)
-    assert stages.teacher_response.counters.completed == 8
-    assert stages.score.counters.completed == 8 * OPTIONS.rollouts
+    assert stages.teacher().response.counters.completed == 8
+    assert stages.teacher().score.counters.completed == 8 * OPTIONS.rollouts
     assert progress == [(done, 8) for done in range(1, 9)]
     assert notes == []
 

@@ -15,6 +15,7 @@ import yaml
 from faults.servers import Rates, SimulatedReplica, SimulatedServer
 from limits import same_limits
 from msgspec.structs import replace
+from only_teacher import only
 from typer.testing import CliRunner
 
 from spot_async.cli import app
@@ -193,7 +194,7 @@ def recorded_run(
             run = make_run(
                 make_simulated_policy(policy),
                 student=replica,
-                teacher=teacher() if teacher else SimulatedTeacher(Latency(0.5, 0.002, 0.1)),
+                teachers=only(teacher() if teacher else SimulatedTeacher(Latency(0.5, 0.002, 0.1))),
                 trainer=RatedTrainer(TrainerRates(tokens_per_s=200.0, fixed_s=0.1), grain=1),
                 limits=same_limits(concurrency=512),
                 batch_size=BATCH,

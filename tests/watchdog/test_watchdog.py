@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from limits import same_limits
+from only_teacher import only
 from problem_files import FEW
 
 from spot_async.base.tasks import alongside, root_cause
@@ -119,7 +120,7 @@ def simulate(
     run = make_run(
         make_policy(policy),
         student=student or Student(),
-        teacher=teacher,
+        teachers=teacher and only(teacher),
         trainer=trainer,
         limits=same_limits(timeout_s=FOR_EVER),
         iterations=iterations,

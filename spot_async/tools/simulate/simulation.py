@@ -21,7 +21,7 @@ from spot_async.base.events import Event
 from spot_async.base.tasks import watched
 from spot_async.checks.device_shares import shares_with_trainer
 from spot_async.checks.served import answering
-from spot_async.config import Config, model_sections, teacher_role
+from spot_async.config import Config, model_sections, teacher_name
 from spot_async.loop.admission import AdmissionBook
 from spot_async.loop.events import IterationFinished
 from spot_async.protocols import Policy
@@ -226,14 +226,13 @@ async def _finished(
         run = make_run(
             policy,
             student=pools["student"],
-            teacher=pools[answering(config)["teacher"]] if config.teacher and policy.needs.teacher else None,
-            teachers_are_base=config.served_by_student,
             teachers={
-                name: TeacherService(server=pools[answering(config)[teacher_role(name)]])
-                for name in policy.needs.teachers
+                teacher_name(role) or "": TeacherService(server=pools[by])
+                for role, by in answering(config).items()
+                if by in pools
             },
             reference=pools["student" if is_base else "reference"] if policy.needs.reference else None,
-            reference_is_base=is_base,
+            are_base=[*config.served_by_student, *(["reference"] if is_base else [])],
             verifier=RatedVerifier(rates),
             trainer=RatedTrainer(rates.trainer, workload.grain),
             capabilities={"student": await pools["student"].capabilities(deadline=0.0)},

@@ -38,7 +38,7 @@ from spot_async.base.events import Listener
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import gather, leaves, root_cause, watched
-from spot_async.config import FollowsConfig, ServingConfig, teacher_role
+from spot_async.config import FollowsConfig, ServingConfig, teacher_name, teacher_role
 from spot_async.errors import RequestError, SpotError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.publishing import LiveEvaluation
@@ -287,8 +287,7 @@ class Drill:
         return make_run(
             self.policy,
             student=student,
-            teacher=teacher,
-            teachers={name: TeacherService(server=teachers[teacher_role(name)]) for name in self.policy.needs.teachers},
+            teachers={teacher_name(role) or "": TeacherService(server=each) for role, each in teachers.items()},
             verifier=self.scene.verifier,
             trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
