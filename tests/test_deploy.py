@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import yaml
 
 from spot_async.config import ClusterConfig, Config
 from spot_async.config.loading import load_config
+from spot_async.telemetry.prometheus import family_of
 from spot_async.trainer.nodes.authentication import SECRET_VARIABLE, cluster_secret
 from spot_async.trainer.nodes.topology import check_ranks, topology
 
@@ -35,6 +37,29 @@ SLURM = {
     "SLURM_STEP_NODELIST": "node[1-2]",
     "SLURM_NODEID": "1",
 }
+
+
+def test_grafanas_dashboard_has_its_form_and_asks_for_metrics_that_there_are() -> None:
+    dashboards = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    written = json.loads((DEPLOY / "grafana.json").read_text())
+    read_back = json.loads(encoder.JSONEncoder().encode(dashboards.Dashboard.from_json(written)))
+    assert completed(written, read_back) == read_back  # it knows every key, and adds its defaults alone
+    documented = re.findall(r"^\| `([^`{]+)", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    known = {name if name.startswith("spot_async_") else family_of(name)[0] for name in documented}
+    expressions = [target["expr"] for panel in written["panels"] for target in panel["targets"]]
+    asked = {name for each in expressions for name in re.findall(r"spot_async_\w+", each)}
+    assert asked - known == {"spot_async_evaluation_avg_"}  # of any number of samples
+    assert len(written["panels"]) == 8
+
+
+def completed(some: Any, whole: Any) -> Any:
+    """Return `some`, with what only `whole` has."""
+    if isinstance(some, dict):
+        return whole | {key: completed(value, whole.get(key)) for key, value in some.items()}
+    if isinstance(some, list):
+        return [completed(one, other) for one, other in zip(some, whole, strict=True)]
+    return some
 
 
 def read(name: str) -> Any:

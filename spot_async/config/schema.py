@@ -320,7 +320,11 @@ class TelemetryConfig(Section):
     tensorboard: bool = Field(False, description="event files in `tensorboard/`; needs the package `tensorboardX`")
     wandb: WandbConfig | None = Field(None, description="Weights & Biases; needs the package `wandb`")
     prometheus_port: int | None = Field(
-        None, ge=1, le=65535, description="loopback port that serves the newest metrics to Prometheus; default: none"
+        None, ge=1, le=65535, description="port that serves the newest metrics to Prometheus; default: none"
+    )
+    prometheus_host: str = Field(
+        "127.0.0.1",
+        description="address of this machine that it listens on; elsewhere than on loopback all can read it",
     )
 
 

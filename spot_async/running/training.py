@@ -135,7 +135,9 @@ class TrainingRun:
         stack.callback(self._spending_log.write)  # whatever ends the run
         stack.callback(failures.close)
         self._sinks = stack.enter_context(
-            open_sinks(config, directory.path, lambda: self._results.stages, self._screen.warn)
+            open_sinks(
+                config, directory.path, plan.schedule.iterations, lambda: self._results.stages, self._screen.warn
+            )
         )
         stack.enter_context(self._screen.live())
         stack.enter_context(self._lag.measuring())

@@ -41,6 +41,11 @@ class MetricSink(Protocol):
         ...
 
 
+def split_row(row: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    """Return the iteration of a row of metrics.jsonl, and the metrics that sinks get."""
+    return int(row["iteration"]), {name: value for name, value in row.items() if name not in ("iteration", "time")}
+
+
 class SideSink:
     """A context manager around one that gives a sink. What is called on it never raises, but for a ConfigError.
 

@@ -1,4 +1,4 @@
-"""Sends an iteration's metrics to TensorBoard, Weights & Biases and Prometheus.
+"""Sends an iteration's metrics to TensorBoard, Weights & Biases and Prometheus (`prometheus.py`).
 
 All are off by default. They get the metrics of `metrics.jsonl` under the same names (docs/metrics.md), and the
 evaluations before and after training. Packages are imported only when their sink is asked for. None of them can end a
@@ -14,24 +14,22 @@ import importlib.util
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from spot_async.base.addresses import LOOPBACK, host_of, is_loopback
 from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
 from spot_async.config import Config, TelemetryConfig, WandbConfig
-from spot_async.errors import ConfigError, FailureClass
+from spot_async.errors import ConfigError
 from spot_async.run_directory.reading import EVALUATION, EVALUATION_ITERATION, evaluated_iteration, has_evaluation
 from spot_async.stages.stage import Stage
-from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn
+from spot_async.telemetry.prometheus import prometheus_endpoint
+from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn, split_row
 
 ID_FILE = "id"  # of the run at W&B, which a resumed run continues
 ID_BYTES = 6
-
-WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def check_packages(config: TelemetryConfig) -> None:
@@ -46,19 +44,21 @@ def check_packages(config: TelemetryConfig) -> None:
 def open_sinks(
     config: Config,
     directory: Path,
+    iterations: int = 0,
     stages: Callable[[], Sequence[Stage[Any]]] = tuple,
     warn: Warn = lambda line: None,
 ) -> Iterator[list[MetricSink]]:
     """Open the sinks that a run asks for, and close them on leaving. Raises ConfigError if W&B refuses the key.
 
-    `stages` returns the stages that there are now: none until the servers have answered. `warn` is told of sinks that
-    are lost.
+    The run plans so many `iterations`. `stages` returns the stages that there are now: none until the servers have
+    answered. `warn` is told of sinks that are lost.
     """
     telemetry = config.telemetry
     sinks: list[SideSink] = []
     if (port := telemetry.prometheus_port) is not None:  # its sink only keeps numbers, so it needs no thread
         name = f"telemetry.prometheus_port={port}"
-        sinks.append(SideSink(name, prometheus_endpoint(port, stages), warn, waits=True))
+        served = prometheus_endpoint(telemetry.prometheus_host, port, directory.name, iterations, stages)
+        sinks.append(SideSink(name, served, warn, waits=True))
     if telemetry.tensorboard:
         sinks.append(SideSink("telemetry.tensorboard", tensorboard_files(directory / "tensorboard"), warn))
     if telemetry.wandb is not None:
@@ -160,7 +160,7 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
 
         def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
             for row in rows:
-                self.write(*_split(row))
+                self.write(*split_row(row))
 
     try:
         yield Sink()
@@ -177,86 +177,5 @@ def abandon_wandb() -> None:
     wandb.teardown()
 
 
-@contextmanager
-def prometheus_endpoint(port: int, stages: Callable[[], Sequence[Stage[Any]]]) -> Iterator[MetricSink]:
-    """Serve `http://127.0.0.1:port/metrics`: the newest iteration's metrics, and what the stages hold right now.
-
-    Raises OSError if the port is taken.
-    """
-    from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-    newest: tuple[int, Mapping[str, float]] = (0, {})
-
-    class Sink:
-        def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-            nonlocal newest
-            newest = (iteration, metrics)
-
-        def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
-            for row in rows[-1:]:
-                self.write(*_split(row))
-
-        def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
-            self.write(iteration, {**newest[1], **figures})
-
-        def collect(self) -> Iterator[Metric]:
-            """Return what a scrape gets. Runs in the server's thread, so it reads only plain numbers of the loop's."""
-            iteration, metrics = newest
-            yield GaugeMetricFamily("spot_async_iteration", "iterations finished", value=iteration)
-            gauge = GaugeMetricFamily(
-                "spot_async_metric", "of the newest iteration, see docs/metrics.md", labels=["name"]
-            )
-            for name, value in metrics.items():
-                gauge.add_metric([name], value)
-            yield gauge
-            queue = GaugeMetricFamily("spot_async_stage_queue", "requests that no server has yet", labels=["stage"])
-            in_flight = GaugeMetricFamily("spot_async_stage_in_flight", "requests being answered", labels=["stage"])
-            failed = CounterMetricFamily(
-                "spot_async_stage_failed_attempts", "attempts that failed so far", labels=["stage", "failure"]
-            )
-            for stage in stages():
-                queue.add_metric([stage.name], stage.waiting)
-                in_flight.add_metric([stage.name], stage.in_flight)
-                for failure in FailureClass:
-                    failed.add_metric([stage.name, failure], getattr(stage.counters, failure))
-            yield from (queue, in_flight, failed)
-
-    sink, registry = Sink(), CollectorRegistry()
-    registry.register(sink)
-    try:
-        server, thread = start_http_server(port, addr=LOOPBACK, registry=registry)
-    except OSError as error:
-        raise OSError(f"cannot listen on {LOOPBACK}: {error.strerror}; choose another port") from None
-    server.set_app(_for_this_machine(make_wsgi_app(registry)))
-    try:
-        yield sink
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def _split(row: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-    """Return a row's iteration, and the metrics that sinks get."""
-    return int(row["iteration"]), {name: value for name, value in row.items() if name not in ("iteration", "time")}
-
-
 def _last_iteration(rows: Sequence[Mapping[str, float]]) -> int:
     return int(rows[-1]["iteration"]) if rows else 0
-
-
-def _for_this_machine(app: WsgiApp) -> WsgiApp:
-    """Return the app with a guard that refuses requests whose `Host` is another machine's name.
-
-    Otherwise a web page could let its own name point to this machine (DNS rebinding), and read the reply.
-    """
-
-    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        host = environ.get("HTTP_HOST", "")
-        if not host or is_loopback(host_of(host)):
-            return app(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"Host: {host} is another machine's name: ask for localhost or {LOOPBACK}\n".encode()]
-
-    return guarded

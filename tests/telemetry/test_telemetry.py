@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -228,21 +229,49 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
 
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
     port = free_port()
-    stage = SimpleNamespace(name="probe", waiting=3, in_flight=7, counters=StageCounters(transient=41))
-    with open_sinks(config(prometheus_port=port), tmp_path, lambda: [stage]) as sinks:
-        assert "spot_async_iteration 0.0" in scrape(port)
+    counters = StageCounters(completed=90, failed=2, transient=41)
+    stage = SimpleNamespace(name="probe", waiting=3, in_flight=7, counters=counters)
+    metrics = METRICS | {
+        "evaluation/easy/avg@8": 0.75,
+        "stage/probe/mean_latency_s": 0.5,
+        "replica/student/0/limit": 9.0,
+        "throughput/generated_tokens_per_s": 70.0,
+        "loss": 2.0,
+    }
+    directory = tmp_path / "first"
+    directory.mkdir()
+    with open_sinks(config(prometheus_port=port), directory, 60, lambda: [stage]) as sinks:
+        assert 'spot_async_iterations_total{run="first"} 0.0' in scrape(port)
         for sink in sinks:
-            sink.write(4, METRICS)
+            sink.write(4, metrics)
         stage.in_flight = 8
         text = scrape(port)
     for line in (
-        "spot_async_iteration 4.0",
-        'spot_async_metric{name="evaluation/avg@8"} 0.5',
-        'spot_async_stage_queue{stage="probe"} 3.0',
-        'spot_async_stage_in_flight{stage="probe"} 8.0',
-        'spot_async_stage_failed_attempts_total{failure="transient",stage="probe"} 41.0',
+        "# HELP spot_async_iterations_total iterations finished",
+        "# TYPE spot_async_iterations_total counter",
+        'spot_async_iterations_total{run="first"} 4.0',
+        'spot_async_iterations_planned{run="first"} 60.0',
+        'spot_async_rollout_accuracy{of="",run="first"} 0.25',
+        'spot_async_evaluation_avg_8{run="first",set=""} 0.5',
+        'spot_async_evaluation_avg_8{run="first",set="easy"} 0.75',
+        "# HELP spot_async_stage_mean_latency_seconds stage/<stage>/mean_latency_s of the newest iteration: "
+        "docs/metrics.md",
+        'spot_async_stage_mean_latency_seconds{run="first",stage="probe"} 0.5',
+        'spot_async_replica_limit{replica="student/0",run="first"} 9.0',
+        'spot_async_throughput_generated_tokens_per_second{of="",run="first"} 70.0',
+        'spot_async_loss{of="",run="first"} 2.0',
+        'spot_async_requests_waiting{run="first",stage="probe"} 3.0',
+        'spot_async_requests_in_flight{run="first",stage="probe"} 8.0',
+        'spot_async_requests_total{outcome="completed",run="first",stage="probe"} 90.0',
+        'spot_async_requests_total{outcome="failed",run="first",stage="probe"} 2.0',
+        'spot_async_failed_attempts_total{failure="transient",run="first",stage="probe"} 41.0',
     ):
-        assert line in text
+        assert line in text.splitlines(), line
+    (ended,) = re.findall(r"^spot_async_last_iteration_timestamp_seconds.* (\S+)$", text, re.MULTILINE)
+    assert abs(float(ended) - time.time()) < 60
+    if promtool := shutil.which("promtool"):
+        checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
     with pytest.raises(urllib.error.URLError):
         scrape(port)
 
@@ -263,6 +292,23 @@ def test_prometheus_answers_requests_for_this_machine_only(tmp_path, host):
         assert refused.value.read().decode().startswith("Host: metrics.evil.example is another machine's name")
         named = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": f"{host}:{port}"})
         assert b"spot_async_iteration" in urllib.request.urlopen(named).read()
+
+
+def test_prometheus_listens_elsewhere_if_told_so_and_answers_for_addresses_and_the_machines_name(tmp_path):
+    port = free_port()
+    with open_sinks(config(prometheus_port=port, prometheus_host="127.0.0.3"), tmp_path):
+        assert "spot_async_iterations" in scrape(port, "127.0.0.3")
+        with pytest.raises(urllib.error.URLError):
+            scrape(port)
+    with open_sinks(config(prometheus_port=port, prometheus_host="0.0.0.0"), tmp_path):
+        for host, answered in (("10.2.3.4", True), (socket.gethostname(), True), ("metrics.evil.example", False)):
+            asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": f"{host}:{port}"})
+            if answered:
+                assert b"spot_async_iterations" in urllib.request.urlopen(asked).read()
+            else:
+                with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+                    urllib.request.urlopen(asked)
+                assert socket.gethostname() in refused.value.read().decode()
 
 
 def test_a_port_that_is_taken_is_a_warning_at_the_start_and_at_the_end(tmp_path):
@@ -381,8 +427,9 @@ def test_prometheus_shows_the_last_evaluation_beside_the_last_iteration(tmp_path
     with open_sinks(config(prometheus_port=port), tmp_path) as (sink,):
         write_asynchronous_run(sink)
         text = scrape(port)
-    for line in ("spot_async_iteration 3.0", '{name="loss"} 3.0', '{name="evaluation/avg@8"} 0.4'):
-        assert line in text
+    run = f'run="{tmp_path.name}"'
+    for line in (f"iterations_total{{{run}}} 3.0", f'loss{{of="",{run}}} 3.0', f'evaluation_avg_8{{{run},set=""}} 0.4'):
+        assert f"spot_async_{line}" in text
 
 
 @pytest.fixture
