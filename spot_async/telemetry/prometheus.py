@@ -21,7 +21,9 @@ from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, split_row
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+    Family = CounterMetricFamily | GaugeMetricFamily
 
 PREFIX = "spot_async_"
 # What the middle of a name says, by its first part: a label's name.
@@ -87,9 +89,9 @@ class _Sink:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         iteration, ended_s, metrics = self._newest
-        families: dict[str, Metric] = {}
+        families: dict[str, Family] = {}
 
-        def add(kind: type[Metric], name: str, words: str, labels: Mapping[str, str], value: float) -> None:
+        def add(kind: type[Family], name: str, words: str, labels: Mapping[str, str], value: float) -> None:
             if name not in families:
                 families[name] = kind(name, words, labels=["run", *labels])
             families[name].add_metric([self._run, *labels.values()], value)
