@@ -142,16 +142,6 @@ TEMPLATES = r"teacher|teachers\.[a-z][a-z0-9_]*|student|plain|.+\.jinja"
 TEMPLATE_WORDS = "give teacher, teachers.NAME, student, plain or the path of a Jinja file that ends in .jinja"
 
 
-def _check_plain(value: Any) -> Any:
-    """Return the value, or raise one complaint where pydantic would raise one for each type of the union."""
-    if not isinstance(value, bool | int | str):
-        raise ValueError(f"input should be true, false, a whole number or a text, but got {as_yaml(value)}")
-    return value
-
-
-TemplateArgument: TypeAlias = Annotated[bool | int | str, pydantic.BeforeValidator(_check_plain)]
-
-
 class TemplateConfig(Section):
     """Whose chat template renders a kind of prompt, and with which variables."""
 
@@ -161,7 +151,7 @@ class TemplateConfig(Section):
         "`teachers.<name>`), `student`, a Jinja file's path, or for base models `plain`: the texts, then `Answer:`",
     )
     thinking: Thinking = False
-    template_arguments: dict[str, TemplateArgument] = Field({}, description="extra variables for the chat template")
+    template_arguments: dict[str, bool | int | str] = Field({}, description="extra variables for the chat template")
 
     @pydantic.model_validator(mode="after")
     def _check_thinking(self) -> Self:

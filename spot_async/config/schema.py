@@ -298,12 +298,6 @@ class StagesConfig(Section):
     teacher_response: StageConfig = Field(StageConfig(), description="responses of the teacher")
     reference: StageConfig = Field(StageConfig(), description="the frozen reference's log-probabilities of a response")
 
-    @pydantic.field_validator("score", mode="before")
-    @classmethod
-    def _plain_score(cls, value: Any) -> Any:
-        """Return a plain stage's section as the score stage's: programs may give all stages the same section."""
-        return ScoreStageConfig(**value.model_dump()) if type(value) is StageConfig else value
-
 
 class WandbConfig(Section):
     """A run of Weights & Biases. The key comes from `wandb login` or the environment, never from here."""

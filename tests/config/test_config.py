@@ -154,7 +154,10 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
             "prompt.template=chatml",
             "prompt.template: give teacher, teachers.NAME, student, plain or the path of a Jinja file that ends in",
         ),
-        ("prompt.template_arguments.date_string=null", "prompt.template_arguments.date_string: input should be true,"),
+        (
+            "prompt.template_arguments.date_string=null",
+            "prompt.template_arguments.date_string: input should be a valid boolean or",
+        ),
         ("data.train={path: x, fields: {answr: y}}", "data.train.fields.answr: unknown key; did you mean `answer`?"),
         ("version=9", "configuration: version 9 is newer than this spot-async can read (1): install a newer one"),
         (
