@@ -272,16 +272,6 @@ async def truncation_p_value(generator: Generator, asked: Asked, max_tokens: int
     return min(1.0, top_k * float(np.exp(np.log(np.minimum(1.0, masses[:, lowest])).sum())))
 
 
-async def entropy_width_nats(scorer: Scorer, asked: Asked, top_k: int) -> float | None:
-    """Return the mean distance between the bounds of the entropy; None if no position is known."""
-    widths = []
-    for n in range(len(asked.prompts)):
-        scores = await _score(scorer, asked, n, top_k=top_k)
-        widths.append((scores.entropy_upper - scores.entropy_lower)[scores.known])
-    together = np.concatenate(widths)
-    return float(together.mean()) if together.size else None
-
-
 async def generation_round_trip_s(generator: Generator, asked: Asked) -> float:
     """Return the median time of small requests."""
     return await _median_s(lambda: _generate(generator, asked.prompts[0], asked, seed=SEED, max_tokens=1))

@@ -165,10 +165,6 @@ class ServerDiagnosis:
         self.facts["score_temperature_probed"] = await self._ask(
             "scores at two temperatures", discovery.score_temperature(self.backend, self.asked)
         )
-        if not self.said.exact_entropy:
-            self.facts["entropy_width_nats"] = await self._ask(
-                "entropies", discovery.entropy_width_nats(self.backend, self.asked, top_k)
-            )
 
     async def _check_rows(self, noise: Noise | None) -> None:
         """Refuse scores that are no log-probabilities of the given tokens, or of too few; warn if nobody can tell."""

@@ -399,7 +399,7 @@ async def test_a_teacher_that_masks_most_positions_is_refused_and_no_figure_of_n
     assert not {"nan", "inf"} & {word for line in shown for word in line}
     if kind is MaskedWholly:
         facts = found.roles["teacher"]
-        assert {facts[name] for name in ("noise_alone_nats", "entropy_width_nats", "score_rows")} == {None}
+        assert {facts[name] for name in ("noise_alone_nats", "score_rows")} == {None}
 
 
 @with_backends

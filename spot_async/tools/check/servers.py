@@ -86,10 +86,7 @@ def _fingerprint(facts: Facts) -> str:
 def _entropy(facts: Facts) -> str:
     if not facts["score_top_k"]:
         return "none"
-    if facts["exact_entropy"]:
-        return "exact"
-    width = facts.get("entropy_width_nats")
-    return "bounds" if width is None else f"bounds, {width:.2g} nats apart on average"
+    return "exact" if facts["exact_entropy"] else "bounds"
 
 
 def _temperature(name: str, feature: str) -> Callable[[Facts], str]:
