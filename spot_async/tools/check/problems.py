@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-import numpy as np
-
 from spot_async.base import registry
 from spot_async.base.tasks import gather, root_cause
 from spot_async.config import PluginSettings, ProblemSetConfig
@@ -78,21 +76,6 @@ def read_verifier(text: str) -> PluginSettings:
     except ValueError as error:
         raise ConfigError(f"--verifier {text}: {error}") from None
     return validate_as(schema, tree)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The spread of lengths: the median, the length that 5 % exceed, and the longest."""
-
-    median: int
-    p95: int
-    longest: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> Spread:
-        """Return the spread of `lengths`. Each value is one of them: the smallest that half, or 95 %, do not exceed."""
-        median, p95 = np.quantile(lengths, (0.5, 0.95), method="inverted_cdf")
-        return cls(int(median), int(p95), max(lengths))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,7 @@ from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
 from spot_async.run_directory.room import shown_size
 from spot_async.telemetry.screen import number_table, shown
 from spot_async.tools.check.memory import MachineMemory, TrainerMemory
-from spot_async.tools.check.problems import GoldCheck, JudgedSet, Spread, answer_type, count_by, find_repeated
+from spot_async.tools.check.problems import GoldCheck, JudgedSet, answer_type, count_by, find_repeated
 from spot_async.tools.check.requirements import Requirements, RoleEstimate, Sizes, Tokens
 from spot_async.types import Problem
 
@@ -221,11 +222,12 @@ def show_problems(
 def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -> Table:
     table = _words("problems", "", "")
     repeated = find_repeated(problems)
-    lengths = {"characters of a problem": Spread.of([len(problem.text) for problem in problems])}
+    lengths: dict[str, Sequence[int]] = {"characters of a problem": [len(problem.text) for problem in problems]}
     if tokens is not None:
-        lengths["tokens of a prompt"] = Spread.of(tokens)
-    for name, spread in lengths.items():
-        table.add_row(name, f"median {spread.median}, 95 % {spread.p95}, longest {spread.longest}")
+        lengths["tokens of a prompt"] = tokens
+    for name, each in lengths.items():
+        median, p95 = np.quantile(each, (0.5, 0.95), method="inverted_cdf")  # lengths that there are
+        table.add_row(name, f"median {median}, 95 % {p95}, longest {max(each)}")
     for name, counts in (
         ("answers", count_by([answer_type(problem) for problem in problems])),
         ("tiers", count_by([problem.tier for problem in problems])),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -12,13 +11,10 @@ from spot_async.base.text import visible
 from spot_async.telemetry.screen import number_table
 from spot_async.tools.forecast.estimates import Estimate
 from spot_async.tools.forecast.forecast import Forecast, KeyRow, RankRow, TierRow
-from spot_async.tools.forecast.verdict import ends, words
+from spot_async.tools.forecast.verdict import ForecastFile, ends, words
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.page import Plot, Section, filled
 from spot_async.tools.pages.series import Series, fine_percent, short_number
-
-if TYPE_CHECKING:
-    from spot_async.tools.forecast.verdict import ForecastFile
 
 HEADINGS = ("figure", "estimate", "± SE", "95 % interval", "what it is")
 TIER_HEADINGS = ("tier", "prompts", "student", "Var_p(V)", "kept", "gain", "reached", "95 % interval")
