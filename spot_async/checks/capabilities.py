@@ -44,6 +44,7 @@ def check_capabilities(
     key, has_top_k = needs.candidates_key, student.max_generation_top_k > 0
     asking = f"policy.{key}={getattr(config.policy, key)}" if key else f"policy {config.policy.kind}"
     lacking = f": it needs {student.weights_need}" if student.weights_need else ""
+    reference = found.get("reference", student if needs.reference else None)
     missing = [
         (student.candidate_logprobs == "none" and (needs.candidate_logprobs or (key is not None and not has_top_k)),
          f"student.backend ({student.server}) serves no log-probabilities of chosen tokens, which {asking} "
@@ -52,12 +53,16 @@ def check_capabilities(
          f"student.backend ({student.server}) gives the top-{student.max_generation_top_k} of sampled tokens, policy "
          f"{config.policy.kind} needs top-{needs.rollout_top_k}: ask for fewer, or choose another backend"),
         (not student.weight_update, f"student.backend takes no new weights{lacking}"),
+        (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
+         "but not trained on"),
+        (reference is not None and not (
+            reference.token_id_prompts and reference.every_position and reference.max_top_k),
+         "reference.backend must score token ids at every position: set reference.backend to a server that does"),
         ("truncated" in [each.logprob_convention for each in found.values()],
          "log-probabilities must be those of the untruncated distribution"),
         *_context_too_small(config, needs, found),
         *_at_another_temperature(config, needs, found),
     ]  # fmt: skip
-    missing += _cannot_be_asked(config, needs, found)
     for role, teacher in teachers.items():
         missing += [
             (role in sums_ends and needs.teacher_top_k > 0 and teacher.candidate_logprobs == "none",
@@ -89,19 +94,6 @@ def of_student(config: Config, student: Capabilities) -> dict[str, Capabilities]
         student, generation=False, candidate_logprobs="none", max_position_top_k=0, max_generation_top_k=0
     )
     return {role: student if role in config.following else base for role in config.served_by_student}
-
-
-def _cannot_be_asked(config: Config, needs: PolicyNeeds, found: Mapping[str, Capabilities]) -> list[tuple[bool, str]]:
-    """Return the complaints about endpoints that only take text, or only write text, each with whether it applies."""
-    student = found["student"]
-    reference = found.get("reference", student if needs.reference else None)
-    return [
-        (not student.sampled_token_ids, "student.backend does not say which token ids it sampled: it can be evaluated, "
-         "but not trained on"),
-        (reference is not None and not (
-            reference.token_id_prompts and reference.every_position and reference.max_top_k),
-         "reference.backend must score token ids at every position: set reference.backend to a server that does"),
-    ]  # fmt: skip
 
 
 def _too_few_candidates(config: Config, needs: PolicyNeeds, role: str, teacher: Capabilities) -> str:

@@ -200,27 +200,24 @@ def places(model: ModelConfig) -> Sequence[Place | None]:
 
 def _check_weights_directory(config: Config) -> None:
     """Raise ConfigError if a server on another machine would have to read what is published on this one alone."""
-    for role, model in config.models.items():
-        if role == "student" or role in config.following:
-            _check_reads_weights(role, model, config.training.weights_directory)
-
-
-def _check_reads_weights(role: str, model: ModelConfig, parent: str | None) -> None:
-    backend = model.backend
-    if parent is None or getattr(getattr(backend, "weights", None), "transport", "") == "distributed":
+    parent = config.training.weights_directory
+    if parent is None:
         return
-    for each in backend.servers():
-        place, launch = each.place, getattr(each, "launch", None)
-        there = "launch.prefix or launch.resources" if getattr(launch, "is_elsewhere", False) else None
-        if place is not None and place.is_attached:
-            host = place.address.partition("/")[0].rpartition(":")[0]
-            there = None if is_loopback(host) else place.setting
-        if there is not None:
-            raise ConfigError(
-                f"training.weights_directory={parent}: it is private to this machine, and the server of "
-                f"{role}.backend.{there} may not see it: set training.weights_directory=null, or "
-                f"{role}.backend.weights.transport=distributed (vLLM and SGLang)"
-            )
+    for role, model in config.models.items():
+        transport = getattr(getattr(model.backend, "weights", None), "transport", "")
+        takes_weights = role == "student" or role in config.following
+        for each in model.backend.servers() if takes_weights and transport != "distributed" else ():
+            place, launch = each.place, getattr(each, "launch", None)
+            there = "launch.prefix or launch.resources" if getattr(launch, "is_elsewhere", False) else None
+            if place is not None and place.is_attached:
+                host = place.address.partition("/")[0].rpartition(":")[0]
+                there = None if is_loopback(host) else place.setting
+            if there is not None:
+                raise ConfigError(
+                    f"training.weights_directory={parent}: it is private to this machine, and the server of "
+                    f"{role}.backend.{there} may not see it: set training.weights_directory=null, or "
+                    f"{role}.backend.weights.transport=distributed (vLLM and SGLang)"
+                )
 
 
 def _check_sleep(config: Config) -> None:

@@ -36,6 +36,11 @@ TEMPLATE_NATS = 3.0
 CONTEXT_NATS = 1.5
 UNLIKELY = 1e-6  # a p-value by which an honest server is never refused
 
+AS_SAID = (  # of `Capabilities`, facts by the same name
+    *("server", "model", "vocab_size", "vocab_fingerprint", "exact_entropy", "candidate_logprobs", "token_id_prompts"),
+    *("logprob_convention", "prefix_caching", "abort", "weight_update", "in_flight_updates", "weight_transport"),
+)
+
 Fact: TypeAlias = str | int | float | bool | None
 T = TypeVar("T")
 
@@ -75,10 +80,7 @@ class ServerDiagnosis:
         self.facts |= {
             "role": self.role,
             "backend": self._model.backend.kind,
-            "server": said.server,
-            "model": said.model,
-            "vocab_size": said.vocab_size,
-            "vocab_fingerprint": said.vocab_fingerprint,
+            **{name: getattr(said, name) for name in AS_SAID},
             "vocab_rows_left_out": self.plan.common.left_out(self.role),
             "vocab_as_students": said.vocab_fingerprint == student.vocabulary.fingerprint,
             "context_tokens": said.max_context_tokens,
@@ -87,19 +89,10 @@ class ServerDiagnosis:
             "score_top_k_needed": needs.teacher_top_k if self._is_teacher else int(self.role == "reference"),
             "generation_top_k": said.max_generation_top_k,
             "position_top_k": said.max_position_top_k,
-            "exact_entropy": said.exact_entropy,
-            "candidate_logprobs": said.candidate_logprobs,
-            "token_id_prompts": said.token_id_prompts,
             "sampled_token_ids": said.sampled_token_ids if self._samples else None,
-            "logprob_convention": said.logprob_convention,
             "score_temperature": said.score_temperature if self._scores else None,
             "generation_temperature": said.generation_temperature if self._samples else None,
             "seeds": said.seeds if self._samples else None,
-            "prefix_caching": said.prefix_caching,
-            "abort": said.abort,
-            "weight_update": said.weight_update,
-            "in_flight_updates": said.in_flight_updates,
-            "weight_transport": said.weight_transport,
             "weights_checked": said.weights_checked if said.weight_update else None,
             "round_trip_s": None,
             "version": None if said.version is None else str(said.version),

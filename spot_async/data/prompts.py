@@ -308,13 +308,7 @@ class PromptSchedule:
     def __iter__(self) -> Iterator[Prompt]:
         """Yield all prompts of the run, and after its last batch more, to replace prompts that are given up."""
         for ordinal, source in enumerate(self._by_share() if self.shares else self._epochs(self.sources, "epoch")):
-            yield Prompt(
-                ordinal=ordinal,
-                problem=source.problem,
-                token_ids=source.token_ids,
-                teacher_ids=source.teacher_ids,
-                own_ids=source.own_ids,
-            )
+            yield Prompt(ordinal=ordinal, **msgspec.structs.asdict(source))
 
     def _by_share(self) -> Iterator[PromptSource]:
         """Yield the next source of the set that is furthest behind its share."""

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from spot_async.base.text import counted, visible
 from spot_async.run_directory.reading import Branch, Candidate, SampleRecord
@@ -35,12 +35,7 @@ PARTS_LEGEND = (
 VALUE_LEGEND = "Value: mean reward of the candidate's probes, 1 where all end correct."
 SHUFFLED_LEGEND = "Targets are tilted by values that the candidates traded at random (policy.shuffle_outcomes)."
 PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
-PER_TOKEN: tuple[PerToken, ...] = (
-    "acquisition_score",
-    "behavior_logprobs",
-    "teacher_logprobs",
-    "teacher_entropy_nats",
-)
+PER_TOKEN: tuple[PerToken, ...] = get_args(PerToken)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -42,9 +41,8 @@ def terminal_tables(tuning: Tuning) -> list[Table]:
     tables = []
     for ramp in tuning.ramps:
         note = f"ended: {ENDED[ramp.ended]}{f' ({ramp.failure})' if ramp.failure else ''}"
-        table = Table(title=ramp.server, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, caption=note)
-        for heading in (*HEADINGS, ""):
-            table.add_column(heading, justify="right", no_wrap=True)
+        table = number_table(*HEADINGS, "", title=ramp.server)
+        table.caption = note
         for level in ramp.levels:
             is_knee = level.concurrency == ramp.knee
             table.add_row(
