@@ -161,6 +161,7 @@ def rollout_metrics(rollout: Generation, judgement: Judgement) -> dict[str, floa
     metrics = {
         "rollout/tokens": float(len(rollout.token_ids)),
         "rollout/truncated": float(rollout.finish_reason == "length"),
+        "rollout/entropy_nats": -float(rollout.logprobs[sampled].mean()),
     }
     if not sampled.all():
         metrics["rollout/foreign"] = 1.0 - float(sampled.mean())

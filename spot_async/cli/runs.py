@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from spot_async.base.addresses import own_address_towards
-from spot_async.base.text import counted
+from spot_async.base.text import counted, rough_time
 from spot_async.cli.arguments import Brief, DryRun, EvaluationOverrides, OptionalConfigPath, Overrides
 from spot_async.cli.ending import (
     downloaded,
@@ -246,7 +246,8 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
     if note := outcome_words(rows):
         screen.print(Text(note[0].upper() + note[1:]), soft_wrap=True)
     states = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in outcome.prompts.items())
-    screen.print(f"{counted(outcome.iterations, 'iteration')}; prompts: {states or 'none'}", highlight=False)
+    took = rough_time(sum(row.get("time/iteration_s", 0.0) for row in rows))
+    screen.print(f"{counted(outcome.iterations, 'iteration')} in {took}; prompts: {states or 'none'}", highlight=False)
     if outcome.trainer_restarts:
         screen.print(f"trainer restarts: {outcome.trainer_restarts}", highlight=False)
     for role, spent in outcome.spending.get("spending", {}).items():
@@ -256,6 +257,7 @@ def show_outcome(outcome: TrainOutcome, path: Path) -> None:
         screen.print(Text(f"trained student: {path / 'student'}"))
     if outcome.best is not None:
         screen.print(Text(f"best student: {path / 'best'}"))
+    screen.print(Text(f"next: spot-async report {path}"))
 
 
 def evaluate(

@@ -43,6 +43,7 @@ class PeopleListener:
     """Functions that get a line for people."""
 
     warn: Callable[[str], None] = lambda line: None  # a server's limit is lowered, or a server asks for a long pause
+    ready: Callable[[str], None] = lambda line: None  # a server answers
     # Entering waits, up to `recovery_timeout_s`, for a server at an address. None: then the start fails at once.
     waiting: Callable[[str], None] | None = None
 
@@ -113,11 +114,13 @@ class ReplicaPool(Generic[B]):
         Raises ConfigError where nothing answers at its address.
         """
         loop, waits, is_told = asyncio.get_running_loop(), self._people.waiting is not None, False
-        longest_s = self._serving.recovery_timeout_s
+        longest_s, began_s = self._serving.recovery_timeout_s, loop.time()
         until_s = loop.time() + (longest_s if waits else 0.0)
         while True:
             try:
-                return await replica.enter()
+                offered = await replica.enter()
+                self._people.ready(f"{replica.name} answers after {loop.time() - began_s:.1f} s")
+                return offered
             except UnreachableError as error:
                 if self._are_ours:
                     raise

@@ -256,6 +256,7 @@ async def evaluate_student(
         starting=lambda backends: events.publish(StepBegan("starting the student")),
         step=lambda name: events.publish(StepBegan(name)),
         warn=screen.warn,
+        ready=screen.say,
         waiting=screen.say,
     )
     result: EvaluationResult | None = None

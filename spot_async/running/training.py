@@ -47,7 +47,7 @@ from spot_async.telemetry.failures import FailureLog, IterationWarning, mismatch
 from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.outcome_slope import OutcomeHistory
-from spot_async.telemetry.run_log import SpendingLog, evaluation_metrics, log_events_to
+from spot_async.telemetry.run_log import SpendingLog, evaluation_metrics, log_events_to, sample_texts
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
@@ -178,6 +178,7 @@ class TrainingRun:
                     starting=self._servers_starting,
                     step=lambda step: self._events.publish(StepBegan(step)),
                     warn=self._screen.warn,
+                    ready=self._screen.say,
                     waiting=self._screen.say,
                 ),
             ),
@@ -187,7 +188,8 @@ class TrainingRun:
         self._events.publish(ServersStarting(partial(replica_lines, backends)))
         for line in taking_turns(self._order):
             self._screen.say(line)
-        self._events.publish(StepBegan(f"starting {', '.join(self._plan.served)} and trainer"))
+        logs = self._directory.path / "logs"
+        self._events.publish(StepBegan(f"starting {', '.join(self._plan.served)} and trainer; their logs: {logs}"))
 
     async def _work(self, services: OpenServices) -> None:
         """Evaluate, train, and evaluate again, while the servers live."""
@@ -215,13 +217,13 @@ class TrainingRun:
             self._tell_sinks()
         elif before is not None:
             for sink in self._sinks:
-                sink.write(0, evaluation_metrics(before))
+                sink.write(0, evaluation_metrics(before), sample_texts(before))
         state = await self._train(run)
         if not state.stopped:
             after = self._results.after = await self._evaluations.after(services.student, state.iteration)
             if after is not None and state.iteration not in self._evaluations.told():
                 for sink in self._sinks:
-                    sink.conclude(state.iteration, evaluation_metrics(after))
+                    sink.conclude(state.iteration, evaluation_metrics(after), sample_texts(after))
         if self._nodes is not None:
             self._nodes.ends("stopped" if state.stopped else "done")
 

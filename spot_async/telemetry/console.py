@@ -1,8 +1,8 @@
 """Shows a run to people while it runs.
 
-A terminal has a live panel. Elsewhere, and on a dumb terminal, there is one line per iteration, and one now and then
-during evaluations, so that a log stays readable. In an asynchronous run an evaluation is made beside training, and both
-are shown.
+A terminal has a live panel, and above it a line for each of at most `LINES` iterations. Elsewhere, and on a dumb
+terminal, there is one line per iteration, and one now and then during evaluations, so that a log stays readable. In an
+asynchronous run an evaluation is made beside training, and both are shown.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ REFRESH_PER_S = 4
 RATE_WINDOW_S = 5.0
 PROGRESS_EVERY_S = 30.0  # between two lines of progress, without a terminal
 REASONS_SHOWN = 3
+LINES = 100  # about iterations, above the panel
+RUNNING = 20  # iterations whose accuracies are averaged
 
 
 class RunConsole:
@@ -65,6 +67,8 @@ class RunConsole:
         self._left = ""
         self._training: TrainingView | None = None
         self._accuracy = accuracy_words({})
+        self._accuracies: deque[float] = deque(maxlen=RUNNING)
+        self._held_out = ""  # the newest figures
         self._evaluation: Evaluated | None = None  # the newest one, until an iteration's line has said it
         self._rate = TokenRate()
         self._started_s = self._said_s = time.monotonic()
@@ -96,6 +100,7 @@ class RunConsole:
                 self._show_progress(event.finished, event.total)
             case Evaluated():
                 self._evaluation = event
+                self._held_out = evaluation_words(event)
             case IterationFinished():
                 self._show_iteration(event)
             case PromptEnded(error=RequestError()):
@@ -129,6 +134,7 @@ class RunConsole:
         self._accuracy = " · ".join(
             filter(None, [accuracy_words(means), domain_words(means), of_teacher, masked_words(means)])
         )
+        self._accuracies += [means["rollout/accuracy"]] if "rollout/accuracy" in means else []
         self._see_progress(result.iteration, self._iterations)
         evaluation, self._evaluation = self._evaluation, None
         if result.made_no_step:
@@ -137,7 +143,7 @@ class RunConsole:
         self._lag = lag_words(train)
         words = performance_words(result.report.performance)
         self._performance = f"trainer: {words}" if words else ""
-        if self.console.is_interactive:
+        if self.console.is_interactive and result.iteration % (self._iterations // LINES + 1):
             return
         parts = [
             f"iteration {result.iteration}/{self._iterations}",
@@ -160,13 +166,14 @@ class RunConsole:
         self.console.print(Text(visible(f"warning: {line}"), style="yellow"), soft_wrap=True)
 
     def say(self, line: str) -> None:
-        """Print one line with the time since the start."""
+        """Print one line with the time since the start, or where there is no terminal with that of the day."""
         self._said_s = time.monotonic()
-        self.console.print(f"[{self._elapsed()}] {line}", highlight=False, markup=False, soft_wrap=True)
+        when = self._elapsed() if self.console.is_interactive else time.strftime("%H:%M:%S")
+        self.console.print(f"[{when}] {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
         seconds = int(time.monotonic() - self._started_s)
-        return f"{seconds // 60:02d}:{seconds % 60:02d}"
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
     def _render(self) -> RenderableType:
         step = f"{self._step}: {self._judged}" if self._judged else self._step
@@ -180,23 +187,25 @@ class RunConsole:
             rows.append(bar)
         if self._training is not None:
             rows += [self._status(self._training)]
+            rows += [Text(self._held_out)] if self._held_out else []
             rows += [Text(self._performance)] if self._performance else []
             rows += [stage_table(self._training)]
-            rows += [Text(line, style="dim") for line in self._replicas()]
+        rows += [Text(line, style="dim") for line in self._replicas()]
         return Group(*rows)
 
     def _status(self, training: TrainingView) -> Text:
         rate = self._rate.update(time.monotonic(), training.stages.tokens_generated)
         waits_for = describe_wait(self._phases["train"], training.stages)
+        accuracy = self._accuracy
+        if (count := len(self._accuracies)) > 1:
+            accuracy += f" · mean of {count} iterations {percent(sum(self._accuracies) / count)}"
         if training.is_strict:
-            return Text(" · ".join([self._accuracy, f"{rate:,.0f} tokens/s", f"waiting for {waits_for}"]))
+            return Text(" · ".join([accuracy, f"{rate:,.0f} tokens/s", f"waiting for {waits_for}"]))
         trained, served = training.trained.step, training.served.step
         weights = [f"weights: {trained} trained, {served} served", *([self._lag] if self._lag else [])]
         publishing = WAITS_FOR[self._phases["publish"]]
         waits = [f"the trainer waits for {waits_for}", f"publishing waits for {publishing}"]
-        return Text(
-            "\n".join(" · ".join(line) for line in ([self._accuracy, f"{rate:,.0f} tokens/s", *weights], waits))
-        )
+        return Text("\n".join(" · ".join(line) for line in ([accuracy, f"{rate:,.0f} tokens/s", *weights], waits)))
 
 
 def lag_words(train: Mapping[str, float]) -> str:
@@ -281,12 +290,14 @@ def describe_wait(phase: Phase, stages: Stages) -> str:
 
 
 def stage_table(training: TrainingView) -> Table:
+    """Return what the stages do that have had a request."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("stage", "queue", "in flight", "limit", "done", "retried"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for stage in training.stages.all:
         numbers = (stage.waiting, stage.in_flight, stage.concurrency, stage.counters.completed, stage.counters.retried)
-        table.add_row(stage.name, *(f"{number:,}" for number in numbers))
+        if any((stage.waiting, stage.in_flight, stage.counters.completed, stage.counters.retried)):
+            table.add_row(stage.name, *(f"{number:,}" for number in numbers))
     table.add_row("supervision", "", f"{training.book.waiting:,}", "", "", "")
     return table
 
@@ -298,8 +309,8 @@ def accuracy_words(means: Mapping[str, float]) -> str:
     return f"accuracy {percent(means.get('rollout/accuracy'))}"
 
 
-def evaluation_words(evaluation: Evaluated, iteration: int) -> str:
-    """Return Avg@k and Pass@k over everything, for the line of an iteration, which may be later than the one measured.
+def evaluation_words(evaluation: Evaluated, iteration: int | None = None) -> str:
+    """Return Avg@k and Pass@k over everything, and of which iteration, if it is not this one.
 
     Empty if nothing was judged.
     """

@@ -74,14 +74,14 @@ class _Sink:
         self._stages = stages
         self._newest: tuple[int, float, Mapping[str, float]] = (0, 0.0, {})  # iteration, when it ended, its metrics
 
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
         self._newest = (iteration, time.time(), metrics)
 
     def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
         for row in rows[-1:]:
             self.write(*split_row(row))
 
-    def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+    def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
         self.write(iteration, {**self._newest[2], **figures})
 
     def collect(self) -> Iterator[Metric]:

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import math
 import os
+import statistics
+import textwrap
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -23,14 +25,14 @@ import structlog
 from spot_async.base.events import Event
 from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
-from spot_async.base.text import first_line
+from spot_async.base.text import counted, first_line
 from spot_async.errors import DataError, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, ResponseJudged, WeightsServed
 from spot_async.run_directory.dead_letters import FILE_NAME, dead_letter
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory, append_whole
 from spot_async.run_directory.ledger import SpendingRow
-from spot_async.run_directory.reading import EVALUATION_ITERATION
+from spot_async.run_directory.reading import EVALUATION, EVALUATION_ITERATION
 from spot_async.spending.account import FREE, Account, Spending
 from spot_async.spending.run_spending import metered
 from spot_async.stages.stages import Stages
@@ -41,6 +43,7 @@ from spot_async.trainer.feed_check import sampled_spans
 from spot_async.types import Prompt, Sample
 
 SPENDING_FILE = "spending.jsonl"
+TEXTS = 8  # responses of an evaluation that sinks show
 RESPONSES = 64  # of a stand-alone evaluation, between two rows of spending
 
 
@@ -68,6 +71,7 @@ class RunLog:
         self._directory = directory
         self._samples_every = samples_every
         self._sinks = sinks
+        self._eventful: set[str] = set()  # metrics that were not 0 all the time: sinks get no others
         self._stages = stages
         self._last_counters = {stage.name: replace(stage.counters) for stage in stages.all}
         self._last_tokens = stages.tokens_generated
@@ -101,8 +105,11 @@ class RunLog:
             lines = [sample_line(result.iteration, sample) for sample in result.samples]
             self._directory.append("samples.jsonl", lines)
         self._directory.append("metrics.jsonl", [{"iteration": result.iteration, "time": time.time(), **metrics}])
+        self._eventful |= {name for name, value in metrics.items() if value}
+        shown = {name: value for name, value in metrics.items() if name in self._eventful}
+        texts = {} if evaluation is None else sample_texts(evaluation.result)
         for sink in self._sinks:
-            sink.write(result.iteration, metrics)
+            sink.write(result.iteration, shown, texts)
         self._directory.weights.advance_student_to(Path(result.report.snapshot.directory))
 
     def _write_dead_letter(self, prompt: Prompt, error: RequestError) -> None:
@@ -151,6 +158,7 @@ def iteration_metrics(
     """
     return {
         **mean_metrics(result.samples),
+        **spread_metrics(result.samples),
         **outcome_metrics(result.samples),
         **{f"train/{name}": value for name, value in result.report.metrics.items()},
         **{f"perf/{name}": value for name, value in result.report.performance.items()},
@@ -208,6 +216,40 @@ def mean_metrics(samples: Iterable[Sample]) -> dict[str, float]:
         for name, value in sample.metrics.items():
             values[name].append(value)
     return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+def spread_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return how far an iteration's rollouts are apart: in length, in reward, and within the group of each problem."""
+    lengths: list[float] = []
+    rewards: defaultdict[str, list[float]] = defaultdict(list)  # by problem
+    for sample in samples:
+        if (length := sample.metrics.get("rollout/tokens")) is not None:
+            lengths.append(length)
+        if (reward := sample.metrics.get("rollout/reward")) is not None:
+            rewards[str(sample.record.get("problem_id"))].append(reward)
+    metrics = {"rollout/longest_tokens": max(lengths), "rollout/shortest_tokens": min(lengths)} if lengths else {}
+    if len(every := [reward for group in rewards.values() for reward in group]) > 1:
+        metrics["rollout/reward_spread"] = statistics.pstdev(every)
+    if groups := [group for group in rewards.values() if len(group) > 1]:
+        metrics["rollout/groups_without_spread"] = sum(len(set(group)) == 1 for group in groups) / len(groups)
+    return metrics
+
+
+def sample_texts(evaluation: EvaluationResult) -> dict[str, str]:
+    """Return a few responses of an evaluation as Markdown by name, to the same problems each time."""
+    responses = [row[0] for each in evaluation.benchmarks for row in each.responses]
+    chosen = responses[:: max(1, len(responses) // TEXTS)][:TEXTS]
+    return {
+        f"{EVALUATION}sample_{number}": "\n\n".join(
+            [
+                f"{each.verdict or 'not judged'}, {counted(each.tokens, 'token')}",
+                *(
+                    textwrap.indent(text, "    ") for text in (each.problem, each.response)
+                ),  # as code: nothing is marked up
+            ]
+        )
+        for number, each in enumerate(chosen, start=1)
+    }
 
 
 class _Row(Spending, kw_only=True):

@@ -28,15 +28,15 @@ Warn = Callable[[str], None]
 
 
 class MetricSink(Protocol):
-    """Takes the flat metrics of each iteration."""
+    """Takes the metrics of each iteration, and texts of an evaluation by name (Markdown), which it may leave out."""
 
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, iteration: int, metrics: Mapping[str, float], texts: Mapping[str, str] = {}) -> None: ...
 
     def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Continue after these rows of metrics.jsonl, the run's so far. Later iterations are written once more."""
         ...
 
-    def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+    def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
         """Take the evaluation after training, of the weights of the last iteration, which is written already."""
         ...
 
@@ -85,17 +85,17 @@ class SideSink:
             self._thread.start()
         return self
 
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
         if self._sink is not None:
-            self._call(partial(self._sink.write, iteration, metrics))
+            self._call(partial(self._sink.write, iteration, metrics, texts))
 
     def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
         if self._sink is not None:
             self._call(partial(self._sink.go_back, rows))
 
-    def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+    def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
         if self._sink is not None:
-            self._call(partial(self._sink.conclude, iteration, figures))
+            self._call(partial(self._sink.conclude, iteration, figures, texts))
 
     def __exit__(self, *exc_info: Any) -> None:
         leave = partial(self._opened.__exit__, *exc_info)

@@ -30,6 +30,19 @@ from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn, split_row
 
 ID_FILE = "id"  # of the run at W&B, which a resumed run continues
 ID_BYTES = 6
+# Curves that people look at first, by title: regular expressions of metrics' names.
+OVERVIEW = {
+    "accuracy of rollouts": ("rollout/accuracy",),
+    "held out": ("evaluation/avg_[0-9]+", "evaluation/pass_[0-9]+"),
+    "reward": ("rollout/reward", "rollout/reward_spread"),
+    "length of rollouts": ("rollout/.*tokens",),
+    "entropy": ("rollout/entropy_nats", "teacher/entropy_nats"),
+    "does the teacher point to right answers?": ("teacher/outcome_slope", "teacher/opd_gain"),
+    "loss": ("train/loss.*",),
+    "gradient": ("train/grad_norm",),
+    "time of an iteration": ("time/.*_s",),
+    "tokens a second": ("throughput/generated_tokens_per_s",),
+}
 
 
 def check_packages(config: TelemetryConfig) -> None:
@@ -72,18 +85,22 @@ def open_sinks(
 def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
     """Write TensorBoard's event files: a scalar for each metric, with the iteration that it is of as its step.
 
+    Its tab "custom scalars" has the overview.
+
     tensorboardX's `SummaryWriter` would write on a thread of its own, whose failures nobody hears of.
     """
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.summary import scalar
+    from tensorboardX.summary import custom_scalars, scalar, text
 
     class Sink:
-        def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        def write(self, iteration: int, metrics: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
             evaluated = evaluated_iteration(iteration, metrics)
             for name, value in metrics.items():
                 step = evaluated if name.startswith(EVALUATION) else iteration
                 writer.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            for name, words in texts.items():
+                writer.write_event(Event(wall_time=time.time(), step=evaluated, summary=text(name, words)))
             writer.flush()
 
         def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
@@ -92,11 +109,13 @@ def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
             writer.write_event(Event(wall_time=time.time(), step=_last_iteration(rows) + 1, session_log=mark))
             writer.flush()
 
-        def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
-            self.write(iteration, figures)
+        def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
+            self.write(iteration, figures, texts)
 
     directory.mkdir(exist_ok=True)
     with closing(EventsWriter(str(directory / "events"))) as writer:
+        overview = {title: ["Multiline", list(tags)] for title, tags in OVERVIEW.items()}
+        writer.write_event(Event(wall_time=time.time(), summary=custom_scalars({"overview": overview})))
         yield Sink()
 
 
@@ -133,15 +152,19 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
 
     run.define_metric(EVALUATION_ITERATION)
     run.define_metric(f"{EVALUATION}*", step_metric=EVALUATION_ITERATION)
+
+    def tables(texts: Mapping[str, str]) -> dict[str, Any]:
+        return {f"{EVALUATION}samples": wandb.Table(["name", "text"], list(map(list, texts.items())))} if texts else {}
+
     next_iteration = run.step  # a resumed run's is the one after the last that W&B has
     is_open = False  # whether the step before that is this process's, and has no held-out figures yet
 
     class Sink:
-        def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        def write(self, iteration: int, metrics: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
             nonlocal next_iteration, is_open
             if iteration < next_iteration:  # W&B would ignore it with a complaint on the screen
                 return
-            rest, evaluated = dict(metrics), evaluated_iteration(iteration, metrics)
+            rest, evaluated = {**metrics, **tables(texts)}, evaluated_iteration(iteration, metrics)
             if has_evaluation(metrics):
                 figures = {name: rest.pop(name) for name in metrics if name.startswith(EVALUATION)}
                 figures[EVALUATION_ITERATION] = evaluated
@@ -152,10 +175,10 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
             run.log(rest, step=iteration)
             next_iteration, is_open = iteration + 1, not has_evaluation(rest)
 
-        def conclude(self, iteration: int, figures: Mapping[str, float]) -> None:
+        def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
             """Add the figures to the last step, or to one after it if that has others, or is not this process's."""
             step = next_iteration - 1 if is_open else next_iteration
-            run.log({**figures, EVALUATION_ITERATION: iteration}, step=step)
+            run.log({**figures, **tables(texts), EVALUATION_ITERATION: iteration}, step=step)
             run.summary.update(dict(figures))
 
         def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:

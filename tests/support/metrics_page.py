@@ -9,8 +9,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def rows() -> list[str]:
-    """Return the names as the page writes them, with placeholders."""
-    return re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    """Return the names as the page writes them, with placeholders; those of Prometheus alone are left out."""
+    return re.findall(r"^\| `([^`]+/[^`]+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.M)
 
 
 def of_area(area: str) -> set[str]:

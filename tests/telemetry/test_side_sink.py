@@ -19,14 +19,14 @@ class Sink:
     def __init__(self, fails_at=(), hangs_at=None):
         self.given, self.is_closed, self._fails_at, self._hangs_at = [], False, fails_at, hangs_at
 
-    def write(self, iteration, metrics):
+    def write(self, iteration, metrics, texts):
         self._do(iteration)
         self.given.append(iteration)
 
     def go_back(self, rows):
         self._do("go back")
 
-    def conclude(self, iteration, figures):
+    def conclude(self, iteration, figures, texts):
         self._do("conclude")
 
     def _do(self, step):

@@ -97,18 +97,23 @@ def test_a_line_of_progress_says_whose_responses_are_correct(metrics, words):
     assert words in text.getvalue()
 
 
+def clock(now_s):
+    """One that began at midnight."""
+    return SimpleNamespace(monotonic=lambda: now_s[0], strftime=lambda form: time.strftime(form, time.gmtime(now_s[0])))
+
+
 def test_a_log_is_told_now_and_then_how_far_an_evaluation_is(monkeypatch):
     text, now_s = io.StringIO(), [0.0]
-    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("spot_async.telemetry.console.time", clock(now_s))
     screen = RunConsole(Console(file=text, width=200), iterations=9)
     screen.on(StepBegan("evaluating before"))
     for finished in range(1, 71):
         now_s[0] += 1.0
         screen.on(ResponseJudged(finished, 4000))
     assert text.getvalue().splitlines() == [
-        "[00:00] evaluating before",
-        "[00:30] evaluating before: 30 of 4,000 responses · about 66 min left",
-        "[01:00] evaluating before: 60 of 4,000 responses · about 66 min left",
+        "[00:00:00] evaluating before",
+        "[00:00:30] evaluating before: 30 of 4,000 responses · about 66 min left",
+        "[00:01:00] evaluating before: 60 of 4,000 responses · about 66 min left",
     ]
     screen.on(StepBegan("evaluating after"))  # one that continues where 3,000 are kept: they say nothing of the pace
     for finished in range(3001, 3031):
@@ -119,7 +124,7 @@ def test_a_log_is_told_now_and_then_how_far_an_evaluation_is(monkeypatch):
 
 def test_a_line_of_progress_says_how_long_training_will_take_evaluations_in_between_included(monkeypatch):
     text, now_s = io.StringIO(), [0.0]
-    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("spot_async.telemetry.console.time", clock(now_s))
     screen = RunConsole(Console(file=text, width=200), iterations=4)
     orchestrator = SimpleNamespace(state=SimpleNamespace(iteration=0))
     report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 1)), metrics={"loss": 1.0})
@@ -143,7 +148,7 @@ def test_a_line_of_progress_says_how_long_training_will_take_evaluations_in_betw
 
 def test_a_run_that_goes_back_to_an_earlier_iteration_says_anew_how_long_it_will_take(monkeypatch):
     text, now_s = io.StringIO(), [0.0]
-    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("spot_async.telemetry.console.time", clock(now_s))
     screen = RunConsole(Console(file=text, width=200), iterations=30)
     report = TrainReport(snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 1)), metrics={"loss": 1.0})
     for first, seconds in ((21, 100.0), (20, 10.0)):  # with another orchestrator
@@ -151,7 +156,7 @@ def test_a_run_that_goes_back_to_an_earlier_iteration_says_anew_how_long_it_will
         now_s[0] += seconds
         screen.on(IterationFinished(first, [], report, PhaseTimes()))
     *_, line = text.getvalue().splitlines()
-    assert line.startswith("[01:50] iteration 20/30")
+    assert line.startswith("[00:01:50] iteration 20/30")
     assert line.endswith("about 100 s left")
 
 
@@ -185,7 +190,7 @@ def test_the_panel_of_an_asynchronous_run_shows_both_pumps_their_versions_and_th
 
 def test_an_evaluation_beside_training_is_shown_with_it(monkeypatch):
     text, now_s = io.StringIO(), [0.0]
-    monkeypatch.setattr("spot_async.telemetry.console.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("spot_async.telemetry.console.time", clock(now_s))
     screen, orchestrator = RunConsole(Console(file=text, width=200), iterations=20), asynchronous_run()
     report = TrainReport(
         snapshot=WeightSnapshot(directory="w", version=WeightVersion(0, 14)), metrics={"lag_mean": 0.5, "lag_max": 1.0}
@@ -224,7 +229,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
     screen = RunConsole(Console(file=text, width=200, force_terminal=True), iterations=9)
     with screen.live():
         screen.on(StepBegan("training"))
-    assert text.getvalue() == "[00:00] training\n"
+    assert re.fullmatch(r"\[\d\d:\d\d:\d\d\] training\n", text.getvalue())
 
 
 def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_path):
@@ -349,6 +354,7 @@ def test_tensorboard_files_hold_every_metric_at_its_iteration(tmp_path):
         (event.step, value.tag, value.simple_value)
         for event in map(Event.FromString, records(file.read_bytes()))
         for value in event.summary.value
+        if value.tag != "custom_scalars__config__"
     ]
     assert found == [
         (i, tag, value) for i in (1, 2) for tag, value in (("rollout/accuracy", 0.25), ("evaluation/avg_8", 0.5))

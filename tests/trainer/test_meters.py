@@ -31,6 +31,7 @@ from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.models.model_size import read_size, size_of, training_operations
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.prometheus import family_of
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.totals import performance_words, run_performance
@@ -289,7 +290,8 @@ def test_a_gpus_figures_arrive_in_console_report_and_every_sink(
     row = json.loads((files.path / "metrics.jsonl").read_text())
     assert {name for name in row if name.startswith("perf/")} == names
     assert "trainer: 12,346 tokens/s a GPU, MFU 35.4 %, peak 40.0 GiB" in screen.getvalue()
-    assert all(f'spot_async_metric{{name="{name}"}} {row[name]}' in scraped for name in names)
+    label = f'{{of="",run="{files.path.name}"}}'
+    assert all(f"{family_of(name)[0]}{label} {row[name]}" in scraped for name in names)
     (events,) = (files.path / "tensorboard").iterdir()
     written = {value.tag for each in records(events.read_bytes()) for value in Event.FromString(each).summary.value}
     assert names <= written
