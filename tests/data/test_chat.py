@@ -15,11 +15,11 @@ from spot_async.checks.plan import plan_training
 from spot_async.cli import app
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
-from spot_async.data.problem_set import count_identical, require_responses
+from spot_async.data.problem_set import count_identical, identity, require_responses
 from spot_async.data.prompts import PromptRenderer
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.tools.check.problems import JudgedSet, check_set, find_repeated
+from spot_async.tools.check.problems import JudgedSet, check_set
 from spot_async.types import ChatTurn, Problem
 
 
@@ -141,7 +141,7 @@ def test_one_question_in_another_conversation_is_another_problem_and_under_anoth
     ]
     training = load(tmp_path, rows, duplicates="exact").problems
     assert len(training) == 4
-    assert find_repeated(training).rows == 0
+    assert len({identity(problem) for problem in training}) == len(training)
     held_out = load(tmp_path, [said("user: 1+1?", answer=2), said("user: Why?", answer=1)]).problems
     assert count_identical(training, held_out) == 1
 

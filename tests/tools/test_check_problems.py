@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.data.problem_set import count_identical, find_overlaps
-from spot_async.tools.check.problems import answer_type, check_golds, find_repeated
+from spot_async.tools.check.problems import answer_type, check_golds
 from spot_async.types import Problem, Verdict
 from spot_async.verification import BoxedMatch, math_verify
 
@@ -90,13 +90,6 @@ async def test_golds_that_cannot_be_right_are_found():
         ("no letter", Verdict.WRONG),
     ]
     assert found.oversized == 1
-
-
-def test_rows_repeated_but_for_white_space_are_counted():
-    texts = {"a": ("x y", "1"), "b": ("x  y", "1.0"), "c": ("z", "1"), "d": ("z ", "2"), "e": ("w", "1")}
-    problems = [Problem(id=name, text=text, answer=answer) for name, (text, answer) in texts.items()]
-    repeated = find_repeated(problems)
-    assert (repeated.groups, repeated.rows, repeated.conflicting) == (2, 2, 1)
 
 
 SMALL = ["training.batch_size=1", "training.mini_batch_size=1", "training.iterations=4"]

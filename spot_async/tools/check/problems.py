@@ -1,10 +1,10 @@
-"""Examines problem sets: lengths, repetitions, and answers that no verifier can find right. It prints nothing."""
+"""Examines problem sets: their forms of answers, and answers that no verifier can find right. It prints nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
@@ -13,12 +13,12 @@ from spot_async.base import registry
 from spot_async.base.tasks import gather, root_cause
 from spot_async.config import PluginSettings, ProblemSetConfig
 from spot_async.config.loading import parse_yaml, validate_as
-from spot_async.data.problem_set import identity, load_problem_set
+from spot_async.data.problem_set import load_problem_set
 from spot_async.errors import ConfigError
 from spot_async.protocols import Verifier
 from spot_async.types import Judgement, Problem, Verdict
 from spot_async.verification import MathVerify
-from spot_async.verification.normalization import is_oversized, normalize_answer, parse_number
+from spot_async.verification.normalization import is_oversized, parse_number
 
 _FRACTION = re.compile(r"[+-]?(?:\\[dt]?frac\s*(?:\{[+-]?[0-9]+\}|[0-9])\s*(?:\{[0-9]+\}|[0-9])|[0-9]+/[0-9]+)")
 _LIST = re.compile(r"[^,]+(?:,[^,]+)+")
@@ -76,24 +76,6 @@ def read_verifier(text: str) -> PluginSettings:
     except ValueError as error:
         raise ConfigError(f"--verifier {text}: {error}") from None
     return validate_as(schema, tree)
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """Problems that are equal but for white space. A run keeps their rows, unless `duplicates: spacing`."""
-
-    groups: int
-    rows: int  # beyond the first of each group
-    conflicting: int  # rows beyond the first in groups whose answers differ
-
-
-def find_repeated(problems: Sequence[Problem]) -> Repeated:
-    answers = defaultdict(list)
-    for problem in problems:
-        answers[identity(problem)].append(normalize_answer(problem.answer))
-    groups = [group for group in answers.values() if len(group) > 1]
-    conflicting = [group for group in groups if len(set(group)) > 1]
-    return Repeated(len(groups), sum(map(len, groups)) - len(groups), sum(map(len, conflicting)) - len(conflicting))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
 from spot_async.run_directory.room import shown_size
 from spot_async.telemetry.screen import number_table, shown
 from spot_async.tools.check.memory import MachineMemory, TrainerMemory
-from spot_async.tools.check.problems import GoldCheck, JudgedSet, answer_type, count_by, find_repeated
+from spot_async.tools.check.problems import GoldCheck, JudgedSet, answer_type, count_by
 from spot_async.tools.check.requirements import Requirements, RoleEstimate, Sizes, Tokens
 from spot_async.types import Problem
 
@@ -221,7 +221,6 @@ def show_problems(
 
 def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -> Table:
     table = _words("problems", "", "")
-    repeated = find_repeated(problems)
     lengths: dict[str, Sequence[int]] = {"characters of a problem": [len(problem.text) for problem in problems]}
     if tokens is not None:
         lengths["tokens of a prompt"] = tokens
@@ -235,10 +234,6 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
     ):
         if counts:
             table.add_row(name, shown(", ".join(f"{value}: {count}" for value, count in counts.items())))
-    table.add_row(
-        "repeated but for white space",
-        f"{repeated.groups} texts, {repeated.rows} further rows, {repeated.conflicting} of them with another answer",
-    )
     return table
 
 
