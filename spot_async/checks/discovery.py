@@ -74,24 +74,13 @@ class Asked:
 class Noise:
     """Differences (N,) between repeated computations of the same rows, in nats."""
 
-    asked_alone: FloatArray
-    asked_together: FloatArray  # several were asked for at once
-
-    @property
-    def alone(self) -> float:
-        return float(self.asked_alone.max(initial=0.0))
-
-    @property
-    def together(self) -> float:
-        return float(self.asked_together.max(initial=0.0))
+    alone: float  # the largest of rows that were asked for one after the other
+    together: float  # of several at once
+    differences: FloatArray  # all of them
 
     @property
     def largest(self) -> float:
         return max(self.alone, self.together)
-
-    @property
-    def differences(self) -> FloatArray:
-        return np.concatenate([self.asked_alone, self.asked_together])
 
 
 async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list[IntArray]:
@@ -299,7 +288,8 @@ async def _noise(read: Callable[[], Coroutine[Any, Any, FloatArray]]) -> Noise |
     alone = [await read() for _ in range(REPEATS - 1)]
     together = await gather(read() for _ in range(TOGETHER))
     apart = [np.concatenate([np.abs(other - first) for other in others]) for others in (alone, together)]
-    return Noise(*apart)
+    largest_alone, largest_together = (float(each.max(initial=0.0)) for each in apart)
+    return Noise(largest_alone, largest_together, np.concatenate(apart))
 
 
 def _convention(at_one: FloatArray, cool: FloatArray) -> LogprobTemperature | None:

@@ -140,21 +140,14 @@ def _without_devices(role: str, model: ModelConfig, machine: Machine) -> Iterato
     if gpus is None:
         return
     has = f"this machine has {counted(gpus, 'GPU')}" if gpus else "this machine has no GPU"
-    named = dict.fromkeys(
-        (key, number) for each in model.backend.servers() if each.runs_here for key, number in _devices_of(each)
-    )
+    named = dict.fromkeys(found for each in model.backend.servers() if each.runs_here for found in _named_by(each))
     for key, number in named:
-        if number >= gpus:
+        if number.isdecimal() and int(number) >= gpus:
             yield f"{section}.{key} names GPU {number}, but {has}" + (f", 0 to {gpus - 1}" if gpus else "")
     weights = getattr(model.backend, "weights", None)
     way = (role, getattr(weights, "transport", ""), getattr(weights, "backend", ""))
     if not gpus and way == ("student", "distributed", "nccl"):
         yield f"{section}.weights.backend=nccl sends between GPUs, but {has}: set it to gloo, or transport to disk"
-
-
-def _devices_of(settings: object) -> Iterator[tuple[str, int]]:
-    """Yield the key and the number of each GPU that a server's settings name by number."""
-    yield from ((key, int(device)) for key, device in _named_by(settings) if device.isdecimal())
 
 
 def _named_by(settings: object) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 import pydantic
 from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationError
-from pydantic_core import ErrorDetails
 
 from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
@@ -183,10 +182,6 @@ def backend_section(role: str, server_name: str) -> str:
     return f"{role}.backend" + (f" ({server_name})" if server_name != role else "")
 
 
-def _is_unknown_key(error: ErrorDetails) -> bool:
-    return error["type"] == "extra_forbidden" and len(error["loc"]) == 1
-
-
 class PluginSettingsError(ValueError):
     """Carries a plug-in section's own validation errors out of the section that holds it."""
 
@@ -202,7 +197,8 @@ class PluginSettingsError(ValueError):
 
         Where no kind knows all keys that this one does not, the largest group that some kind knows is returned.
         """
-        unknown = [str(each["loc"][0]) for each in self.errors.errors() if _is_unknown_key(each)]
+        extra = [each["loc"] for each in self.errors.errors() if each["type"] == "extra_forbidden"]
+        unknown = [str(location[0]) for location in extra if len(location) == 1]
         known: dict[tuple[str, ...], list[str]] = {}
         for name in registry.names(self._group) if unknown else ():
             with contextlib.suppress(ImportError, AttributeError, ValueError):  # this plug-in is broken: not our topic

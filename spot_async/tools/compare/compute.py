@@ -82,7 +82,7 @@ def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
         generated_tokens=sum(row.get("throughput/generated_tokens_per_s", 0.0) * training_s(row) for row in rows),
         probe_tokens=sum(row.get("probe/tokens", 0.0) * row.get("train/trajectories", 0.0) for row in rows),
         scored_tokens=sum(
-            row.get(f"stage/{stage}/requests", 0.0) * _response_tokens(row)
+            row.get(f"stage/{stage}/requests", 0.0) * row.get("rollout/tokens", row.get("teacher/tokens", 0.0))
             for row in rows
             for stage in stage_names(rows)
             if stage_kind(stage) == "score"
@@ -104,10 +104,6 @@ def _domains(rows: Rows) -> dict[str, float]:
         for of, metric in of_each(rows, area, figure).items()
         if of != area
     }
-
-
-def _response_tokens(row: Mapping[str, float]) -> float:
-    return row.get("rollout/tokens", row.get("teacher/tokens", 0.0))
 
 
 def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict[str, float]:

@@ -200,7 +200,7 @@ def _paired(name: str, found: Sequence[tuple[str, BenchmarkFigures]]) -> PairedB
     (first_run, first), *others = found
     ids = list(first.correct)
     for run, other in others:
-        if different := ids_apart(ids, list(other.correct)):
+        if different := sorted(set(ids) ^ set(other.correct)):
             raise DataError(
                 f"{name}: {first_run} and {run} were not asked the same problems ({len(ids)} and {len(other.correct)}, "
                 f"{different[0]!r} in one of them only), so they cannot be paired: evaluate both on the same files"
@@ -212,8 +212,3 @@ def _paired(name: str, found: Sequence[tuple[str, BenchmarkFigures]]) -> PairedB
             )
     table = [[each.correct[problem] for _, each in found] for problem in ids]
     return PairedBenchmark(name, first.samples, np.array(table, dtype=np.int64).reshape(len(ids), len(found)))
-
-
-def ids_apart(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    """Return the ids that only one of the two has."""
-    return sorted(set(ours) ^ set(theirs))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import msgspec
@@ -142,15 +142,8 @@ class Positions:
 
     def where(self, chosen: BoolArray) -> Positions:
         """Return the positions that are chosen (P,)."""
-        return Positions(
-            prior=self.prior[chosen],
-            student=self.student[chosen],
-            correct=self.correct[chosen],
-            judged=self.judged[chosen],
-            owner=self.owner[chosen],
-            prompts=self.prompts,
-            at=[self.at[row] for row in np.flatnonzero(chosen).tolist()],
-        )
+        tables = {name: getattr(self, name)[chosen] for name in ("prior", "student", "correct", "judged", "owner")}
+        return replace(self, **tables, at=[self.at[row] for row in np.flatnonzero(chosen).tolist()])
 
     def per_prompt(self, per_position: Float64Array) -> Float64Array:
         """Return sums (n,) over each prompt's positions."""

@@ -85,7 +85,8 @@ def level_plot(
 ) -> Markup:
     """Draw dots and lines over powers of two, with y from zero or below; `marked` is the x of a vertical line."""
     drawn, marks = _levels(series, x_name, marked, format_y)
-    return _figure(marks, drawn, _line_keys(drawn)) if drawn else Markup('<p class="quiet">no data</p>')
+    keys = [_key(_line(each), each.name) for each in drawn if each.name]
+    return _figure(marks, drawn, keys) if drawn else Markup('<p class="quiet">no data</p>')
 
 
 def level_document(series: Sequence[Series], *, x_name: str, title: str, format_y: Format = short_number) -> str:
@@ -313,10 +314,6 @@ def _colour(number: int | None) -> str:
     """Return the classes of a colour. From the seventh on, colours repeat, and bars and areas are paler."""
     again, colour = divmod(number or 0, len(COLOURS))
     return f"c{colour}{' again' if again else ''}"
-
-
-def _line_keys(series: Sequence[Series]) -> list[Markup]:
-    return [_key(_line(each), each.name) for each in series if each.name]
 
 
 def _area_keys(series: Sequence[Series]) -> list[Markup]:
