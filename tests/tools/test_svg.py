@@ -131,18 +131,6 @@ def test_only_a_long_single_line_is_smoothed_and_the_legend_says_so():
         assert "raw" not in plot
 
 
-def test_a_level_is_drawn_within_the_plot_at_its_value():
-    root = parsed(svg.line_plot([Series("norm", [(1, 4.0), (2, 6.0)])], level=("limit: 1", 1.0)))
-    (line,) = (each for each in root.iter("line") if each.get("class") == "mark" and each.get("x1") != "0")
-    labels = {
-        float(text.text): float(text.get("y")) - 4 for text in root.iter("text") if text.get("text-anchor") == "end"
-    }
-    low, high = min(labels), max(labels)
-    share = (labels[low] - float(line.get("y1"))) / (labels[low] - labels[high])
-    assert low + share * (high - low) == pytest.approx(1.0, abs=0.01)
-    assert "limit: 1" in "".join(root.itertext())
-
-
 @pytest.mark.parametrize("label", ["lag 0", "max_staleness 10", "a token of more letters than any row has room for"])
 def test_labels_of_rows_and_their_figures_are_within_the_drawing(label):
     narrow = 5.0  # a character is wider than this on average

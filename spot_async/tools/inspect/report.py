@@ -46,7 +46,7 @@ from spot_async.tools.inspect.troubles import (
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.page import Section, filled, lines, points, present, stacked
-from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds, short_number
+from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds
 
 LENGTH_BINS = 20  # about so many, since their widths are round numbers
 TOP_TOKENS = 14
@@ -83,7 +83,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
         time_section(rows, config),
         failures_section(failed, rows),
         staleness_section(rows),
-        optimiser_section(rows, config),
+        optimiser_section(rows),
         spending_section(rows),
         *more,
     )
@@ -275,17 +275,12 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
     )  # fmt: skip
 
 
-def optimiser_section(rows: Rows, config: Mapping[str, Any]) -> Section:
-    most = config.get("training", {}).get("max_grad_norm")
-    norms = [norm for _, norm in points(rows, "train/grad_norm")]
-    level = None  # a level far above all norms would squeeze them together
-    if most is not None and norms and most <= 2 * max(norms):
-        level = (f"max_grad_norm: {short_number(most)}", float(most))
+def optimiser_section(rows: Rows) -> Section:
     return Section(
         "Optimiser",
         present(
             ("Gradient norm", "Before it is scaled down to training.max_grad_norm, mean over the iteration's updates.",
-             lines(rows, {"norm": "train/grad_norm"}, from_zero=True, level=level)),
+             lines(rows, {"norm": "train/grad_norm"}, from_zero=True)),
             ("Ratio of new to old policy", "Per token; the mean stays near 1, the largest shows outliers.",
              lines(rows, {"mean": "train/ratio_mean", "largest": "train/ratio_max"})),
             ("Server against trainer", "Mean difference of the two's log-probabilities of one token, same weights.",

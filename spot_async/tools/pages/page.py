@@ -51,7 +51,6 @@ def lines(
     *,
     from_zero: bool = False,
     most: float = math.inf,
-    level: tuple[str, float] | None = None,
     smooth: bool = True,
 ) -> Markup | None:
     """Return a plot with a line per metric that is there. Lines of zeros are drawn only if there are no others."""
@@ -60,9 +59,7 @@ def lines(
     moving = [each for each in series if any(value for _, value in each.points)]
     if not series:
         return None
-    return svg.line_plot(
-        moving or series[:1], format_y=format_y, from_zero=from_zero, most=most, level=level, smooth=smooth
-    )
+    return svg.line_plot(moving or series[:1], format_y=format_y, from_zero=from_zero, most=most, smooth=smooth)
 
 
 def stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:

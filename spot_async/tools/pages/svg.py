@@ -46,18 +46,17 @@ def line_plot(
     from_zero: bool = False,
     most: float = math.inf,
     marked: float | None = None,
-    level: tuple[str, float] | None = None,
     smooth: bool = True,
 ) -> Markup:
     """Draw lines over iterations. With `smooth`, a long single line is drawn with its running mean.
 
-    `most` is the largest value there can be, `marked` the x of a vertical line, `level` name and y of a level one.
+    `most` is the largest value there can be, `marked` the x of a vertical line.
     """
     drawn = drawn_series(series)
     if not drawn:
         return Markup('<p class="quiet">no data</p>')
     ys = [y for each in drawn for _, low, high in whiskers(each) for y in (low, min(high, most))]
-    ys += [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else []) + ([level[1]] if level else [])
+    ys += [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
     x, y, frame = _axes(extent([x for each in drawn for x, _ in each.points]), extent(ys), format_y, most=most)
     marks = [frame]
     if marked is not None:
@@ -72,10 +71,6 @@ def line_plot(
         if smoothed:
             marks.append(_path(running_mean(each.points), x, y, _line(each), dots=False))
             keys.append(_key(_line(each), "thick: running mean"))
-    if level is not None:
-        marks.append(Markup('<line class="mark" x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/>').format(
-            LEFT, WIDTH - RIGHT, y(level[1])))  # fmt: skip
-        keys.append(_key("mark", level[0]))
     marks.append(_titles(drawn, x, format_y))
     return _figure(marks, drawn, keys)
 
