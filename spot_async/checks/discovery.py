@@ -261,22 +261,16 @@ async def truncation_p_value(generator: Generator, asked: Asked, max_tokens: int
     return min(1.0, top_k * float(np.exp(np.log(np.minimum(1.0, masses[:, lowest])).sum())))
 
 
-async def generation_round_trip_s(generator: Generator, asked: Asked) -> float:
-    """Return the median time of small requests."""
-    return await _median_s(lambda: _generate(generator, asked.prompts[0], asked, seed=SEED, max_tokens=1))
-
-
-async def score_round_trip_s(scorer: Scorer, asked: Asked) -> float:
-    """Return the median seconds of scoring one token."""
-    return await _median_s(lambda: asked.scores(scorer, asked.prompts[0], asked.responses[0][:1]))
-
-
-async def _median_s(request: Callable[[], Awaitable[object]]) -> float:
+async def round_trip_s(server: Any, asked: Asked, *, scores: bool) -> float:
+    """Return the median seconds of scoring one token, or of generating one."""
     clock = asyncio.get_running_loop().time
     seconds = []
     for _ in range(ROUND_TRIPS):
         started = clock()
-        await request()
+        if scores:
+            await asked.scores(server, asked.prompts[0], asked.responses[0][:1])
+        else:
+            await _generate(server, asked.prompts[0], asked, seed=SEED, max_tokens=1)
         seconds.append(clock() - started)
     return statistics.median(seconds)
 

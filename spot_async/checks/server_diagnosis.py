@@ -262,8 +262,8 @@ class ServerDiagnosis:
     async def time(self) -> None:
         if not (self._scores or self._samples):
             return
-        asking = discovery.score_round_trip_s if self._scores else discovery.generation_round_trip_s
-        seconds = await self._ask("small requests", asking(self.backend, self.asked))
+        asking = discovery.round_trip_s(self.backend, self.asked, scores=self._scores)
+        seconds = await self._ask("small requests", asking)
         self.facts["round_trip_s"] = seconds
         if seconds is not None and seconds > SLOW_ROUND_TRIP_S:
             self.warnings.append(

@@ -1,4 +1,4 @@
-"""Examines problem sets: their forms of answers, and answers that no verifier can find right. It prints nothing."""
+"""Examines problem sets for answers that no verifier can find right. It prints nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from spot_async.types import Judgement, Problem, Verdict
 from spot_async.verification import MathVerify
 from spot_async.verification.normalization import is_oversized, parse_number
 
-_FRACTION = re.compile(r"[+-]?(?:\\[dt]?frac\s*(?:\{[+-]?[0-9]+\}|[0-9])\s*(?:\{[0-9]+\}|[0-9])|[0-9]+/[0-9]+)")
-_LIST = re.compile(r"[^,]+(?:,[^,]+)+")
 _TEXT = re.compile(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = r"[^\W\d_]{2,}"
@@ -30,23 +28,12 @@ AT_A_TIME = 64  # answers that are verified
 _NAME_WORDS = 4  # an answer of more words is taken for prose, not for a name
 
 
-def answer_type(problem: Problem) -> str:
-    """Return a word for the form of the answer. It is only shown, and decides nothing."""
-    answer = problem.answer.strip()
-    if not answer:
-        return "none"
-    if problem.choices:
-        return "choice"
-    if (number := parse_number(answer)) is not None:
-        return "integer" if number == number.to_integral_value() else "decimal"
-    if _FRACTION.fullmatch(answer):
-        return "fraction"
-    is_text, words = _TEXT.fullmatch(answer) is not None, _COMMAND.sub(" ", answer)
-    if _THREE_WORDS.search(words) and not (is_text and len(re.findall(_WORD, words)) <= _NAME_WORDS):
-        return "prose"
-    if is_text:
-        return "text"
-    return "list or interval" if _LIST.fullmatch(answer) else "expression"
+def is_prose(answer: str) -> bool:
+    """Return whether an answer is a sentence, and no name or mathematics."""
+    answer = answer.strip()
+    words = _COMMAND.sub(" ", answer)
+    is_name = _TEXT.fullmatch(answer) is not None and len(re.findall(_WORD, words)) <= _NAME_WORDS
+    return _THREE_WORDS.search(words) is not None and not is_name
 
 
 @dataclass(frozen=True)
@@ -127,7 +114,7 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier) -> GoldCh
                 verdict = await judge(problem, problem.answer)
             if verdict is not Verdict.CORRECT:
                 return verdict
-            if answer_type(problem) == "prose":
+            if is_prose(problem.answer):
                 return "prose"
             if parse_number(problem.answer) is not None or not isinstance(verifier, MathVerify):
                 return None

@@ -23,7 +23,7 @@ from spot_async.data.problem_set import ProblemSet, find_overlaps, too_short
 from spot_async.run_directory.room import shown_size
 from spot_async.telemetry.screen import number_table, shown
 from spot_async.tools.check.memory import MachineMemory, TrainerMemory
-from spot_async.tools.check.problems import GoldCheck, JudgedSet, answer_type, count_by
+from spot_async.tools.check.problems import GoldCheck, JudgedSet, count_by
 from spot_async.tools.check.requirements import Requirements, RoleEstimate, Sizes, Tokens
 from spot_async.types import Problem
 
@@ -228,7 +228,6 @@ def _problems_table(problems: Sequence[Problem], tokens: Sequence[int] | None) -
         median, p95 = np.quantile(each, (0.5, 0.95), method="inverted_cdf")  # lengths that there are
         table.add_row(name, f"median {median}, 95 % {p95}, longest {max(each)}")
     for name, counts in (
-        ("answers", count_by([answer_type(problem) for problem in problems])),
         ("tiers", count_by([problem.tier for problem in problems])),
         ("categories", count_by([problem.category for problem in problems])),
     ):
