@@ -406,15 +406,22 @@ def servers_on_threads() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer_on_thread() -> Iterator[None]:
-    """A test's trainers, of one rank each, are started as `support/trainer_on_thread.py` does."""
+    """Trainers, of one rank each, are started as `support/trainer_on_thread.py` does, for as long as a file's tests
+    run. What runs ask of their servers at their start is answered as `support/kept_replies.py` does.
+    """
+    import kept_replies
     import trainer_on_thread
 
+    from spot_async.backends.local.server import LocalServer
+    from spot_async.running import services
     from spot_async.trainer.handle import TrainerProcess
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
+        patch.setattr(services, "diagnose", kept_replies.diagnose)
+        patch.setattr(LocalServer, "post", kept_replies.post)
         yield
 
 

@@ -49,7 +49,9 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
     "speculative_kd": [f"policy.top_k={WHOLE}"],
     "reopold": ["policy.mixture=0.3"],
 }
-SELVES = ("sdft_live", "sdft_averaged", "sdpo_live")  # the same recipes with other selves as teachers
+# The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
+OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_averaged", "sdpo_live")]
+SELVES = ("sdft_live", *OTHERS)
 
 
 def plain(name: str) -> str:
@@ -232,13 +234,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(
-    data: Path, tmp_path_factory: pytest.TempPathFactory, servers_on_threads: None
+    data: Path, tmp_path_factory: pytest.TempPathFactory, servers_on_threads: None, trainer_on_thread: None
 ) -> Iterator[Callable[[str], Path]]:
     """The directory of a recipe's run: its own configuration, a few small batches, each run made once."""
-    import trainer_on_thread
-
-    from spot_async.trainer.handle import TrainerProcess
-
     made: dict[str, Path] = {}
 
     def directory(name: str) -> Path:
@@ -254,7 +252,6 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.syspath_prepend(str(RECIPES))
-        patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
         yield directory
 
 

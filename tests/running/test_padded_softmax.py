@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from engine_requests import dense_logprobs
 from only_teacher import only
 from padded_models import padded_model
@@ -66,14 +68,31 @@ def plan_of(few_problems: Path) -> Callable[..., TrainPlan]:
     return plan
 
 
-def served(role: str, model: Path, run_directory: Path) -> LocalBackend:
-    return LocalBackend(LocalBackend.Settings(), role=role, model=str(model), run_directory=run_directory)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(
+    servers_on_threads: None, padded: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[Path, LocalBackend]]:
+    """The servers of all four models."""
+    models = [(role, model) for role in padded for model in (EXAMPLE / role, padded[role])]
+    async with AsyncExitStack() as stack:
+        yield {
+            model: await stack.enter_async_context(
+                LocalBackend(
+                    LocalBackend.Settings(),
+                    role=role,
+                    model=str(model),
+                    run_directory=tmp_path_factory.mktemp("run"),
+                )
+            )
+            for role, model in models
+        }
 
 
 @SIDES
 @pytest.mark.parametrize("method", ["opd", "eopd", "spot", "grpo", "kd"])
+@pytest.mark.asyncio(loop_scope="module")
 async def test_every_method_supervises_a_padded_pair(
-    method: str, wide: str, padded: dict[str, Path], plan_of: Any, tmp_path: Path, servers_on_threads: None
+    method: str, wide: str, padded: dict[str, Path], plan_of: Any, served: dict[Path, LocalBackend]
 ) -> None:
     models = {"student": EXAMPLE / "student", "teacher": EXAMPLE / "teacher", wide: padded[wide]}
     if method == "grpo":  # it has a reference in the teacher's place
@@ -83,26 +102,25 @@ async def test_every_method_supervises_a_padded_pair(
     assert plan.common.limit == COMMON
     prompt = next(iter(islice(plan.schedule, 1)))
     judge = "reference" if method == "grpo" else "teacher"
-    student, other = (served(role, models[role], tmp_path) for role in ("student", judge))
-    async with student, other:
-        deadline = asyncio.get_running_loop().time() + 60
-        stages = stages_for(
-            plan.policy,
-            Services(
-                student=student,
-                verifier=SimulatedVerifier(share_correct=1.0),  # so that each probed position is kept
-                vocabulary=plan.student.vocabulary,
-                teachers={} if method == "grpo" else only(other),
-                reference=other if method == "grpo" else None,
-                capabilities={
-                    "student": await student.capabilities(deadline=deadline),
-                    judge: await other.capabilities(deadline=deadline),
-                },
-                common=plan.common,
-            ),
-            StagesSettings(sampling=SHORT),
-        )
-        samples = await plan.policy.supervise(prompt, stages.for_prompt(prompt))
+    student, other = served[models["student"]], served[models[judge]]
+    deadline = asyncio.get_running_loop().time() + 60
+    stages = stages_for(
+        plan.policy,
+        Services(
+            student=student,
+            verifier=SimulatedVerifier(share_correct=1.0),  # so that each probed position is kept
+            vocabulary=plan.student.vocabulary,
+            teachers={} if method == "grpo" else only(other),
+            reference=other if method == "grpo" else None,
+            capabilities={
+                "student": await student.capabilities(deadline=deadline),
+                judge: await other.capabilities(deadline=deadline),
+            },
+            common=plan.common,
+        ),
+        StagesSettings(sampling=SHORT),
+    )
+    samples = await plan.policy.supervise(prompt, stages.for_prompt(prompt))
     batch = [each.supervision for each in samples if each.supervision is not None]
     assert len(batch) == (8 if method == "grpo" else 1)
     check_feed(batch, vocab_size=COMMON, live=V0, max_staleness=0)  # no id that only one side has, wherever

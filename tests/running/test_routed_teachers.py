@@ -42,29 +42,25 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(other, tmp_path_factory, servers_on_threads):
+def run(other, few_problems, tmp_path_factory, servers_on_threads, trainer_on_thread):
     """Makes the run of a policy, of one iteration; returns its directory."""
-    import trainer_on_thread
-
-    from spot_async.trainer.handle import TrainerProcess
 
     def make(policy: dict[str, Any], **weights: float) -> Path:
         directory = tmp_path_factory.mktemp("run") / "run"
-        spot_async.run(tree(other, policy, weights) | {"run": {"directory": str(directory)}})
+        spot_async.run(tree(other, few_problems, policy, weights) | {"run": {"directory": str(directory)}})
         return directory
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
         yield make
 
 
-def tree(other: Path, policy: dict[str, Any], weights: dict[str, float]) -> dict[str, Any]:
+def tree(other: Path, problems: Path, policy: dict[str, Any], weights: dict[str, float]) -> dict[str, Any]:
     models = {"short": str(EXAMPLE / "teacher"), "long": str(other)}
     return {
         "student": {"model": str(EXAMPLE / "student")},
         "teachers": {name: {"model": model, "weight": weights.get(name, 1.0)} for name, model in models.items()},
-        "data": {"train": str(EXAMPLE / "data" / "train.jsonl")},
+        "data": {"train": str(problems)},
         "prompt": {"instruction": ""},
         "sampling": {"max_prompt_tokens": 64, "max_response_tokens": 48},
         "policy": policy,
@@ -190,7 +186,7 @@ def test_what_a_run_says_is_said_of_each_teacher_and_domain(routed):
         ),
     ],
 )
-def test_a_run_is_refused_in_one_line_before_anything_starts(other, monkeypatch, policy, weights, line):
+def test_a_run_is_refused_in_one_line_before_anything_starts(other, few_problems, monkeypatch, policy, weights, line):
     monkeypatch.chdir(ROOT)
     with pytest.raises((ConfigError, spot_async.DataError), match=line):
-        plan_training(config_from(tree(other, policy, weights)))
+        plan_training(config_from(tree(other, few_problems, policy, weights)))

@@ -33,24 +33,40 @@ def tree(folder, **changes):
     } | changes
 
 
-def test_each_has_its_servers_its_stage_and_its_cache(tmp_path, servers_on_threads, trainer_on_thread):
-    keeping = tree(tmp_path)
-    for teacher in keeping["teachers"].values():
-        teacher["cache"] = str(tmp_path / "answers")
-    outcome = spot_async.run(keeping)
-    row = json.loads((outcome.directory / "metrics.jsonl").read_text().splitlines()[0])
+def keeping(folder):
+    """A run that keeps what its teachers answer."""
+    given = tree(folder)
+    for teacher in given["teachers"].values():
+        teacher["cache"] = str(folder / "answers")
+    return given
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, servers_on_threads, trainer_on_thread):
+    """The folder of the first run of `keeping`."""
+    folder = tmp_path_factory.mktemp("first")
+    spot_async.run(keeping(folder))
+    return folder
+
+
+def weights_of(run):
+    return (run / "student" / "model.safetensors").read_bytes()
+
+
+def test_each_has_its_servers_its_stage_and_its_cache(first, tmp_path):
+    row = json.loads((first / "run" / "metrics.jsonl").read_text().splitlines()[0])
     for name in ("math", "code"):
         assert row[f"stage/score.{name}/requests"] == 8
         assert row[f"score_cache/{name}/misses"] == 8
         assert any(key.startswith(f"replica/teachers.{name}/") for key in row)
-    again = spot_async.run(keeping | {"run": {"directory": str(tmp_path / "again")}})
+    given = keeping(first)
+    again = spot_async.run(given | {"run": {"directory": str(tmp_path / "again")}})
     rows = [json.loads(line) for line in (again.directory / "metrics.jsonl").read_text().splitlines()]
     assert all(row["score_cache/code/hits"] == 8 for row in rows)
-    for teacher in keeping["teachers"].values():
+    for teacher in given["teachers"].values():
         teacher["replay"] = True
-    replayed = spot_async.run(keeping | {"run": {"directory": str(tmp_path / "replayed")}})
-    weights = [(each.student / "model.safetensors").read_bytes() for each in (outcome, again, replayed)]
-    assert weights[0] == weights[1] == weights[2]
+    replayed = spot_async.run(given | {"run": {"directory": str(tmp_path / "replayed")}})
+    assert weights_of(first / "run") == weights_of(again.directory) == weights_of(replayed.directory)
 
 
 def in_shifts(folder, name, max_staleness, **keys):
@@ -61,18 +77,13 @@ def in_shifts(folder, name, max_staleness, **keys):
     return spot_async.run(given).directory
 
 
-def test_two_that_answer_in_shifts_beside_the_trainer_change_nothing_but_time(
-    tmp_path, servers_on_threads, trainer_on_thread
-):
+def test_two_that_answer_in_shifts_beside_the_trainer_change_nothing_but_time(first, tmp_path):
     SleepyLocal.woken.clear()
     sleeps = {"sleep_while_others_answer": True, "sleep_while_training": True}
-    runs = [
-        in_shifts(tmp_path, "alone", 0, kind="local"),
-        in_shifts(tmp_path, "in shifts", 0, kind="sleepy_local:SleepyLocal", **sleeps),
-    ]
+    run = in_shifts(tmp_path, "in shifts", 0, kind="sleepy_local:SleepyLocal", **sleeps)
     # For the checks of the start, and for each batch.
     assert SleepyLocal.woken[-4:].count("teachers.math") == SleepyLocal.woken[-4:].count("teachers.code") == 2
-    assert len({(run / "student" / "model.safetensors").read_bytes() for run in runs}) == 1
+    assert weights_of(run) == weights_of(first / "run")
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -54,8 +55,21 @@ def launch(server: LocalServer, settings: ProcessSettings) -> ServerOnThread:
     return ServerOnThread(server, settings)
 
 
+@contextlib.contextmanager
+def serving(model: Path, key: str | None = None) -> Iterator[str]:
+    """Serve a model on a port of its own, for tests that start no backend. The value is its address."""
+    settings = ServeSettings(model=str(model), port=0)
+    with asyncio.Runner() as runner:
+        server = _serving(settings, Credentials(api_key=key))
+        listener = runner.run(server.__aenter__())
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            runner.run(server.__aexit__(None, None, None))
+
+
 @contextlib.asynccontextmanager
-async def _serving(settings: ServeSettings, credentials: Credentials) -> AsyncIterator[None]:
+async def _serving(settings: ServeSettings, credentials: Credentials) -> AsyncIterator[socket.socket]:
     with _listen(settings) as listener:
         worker, app = _load(Path(settings.model), settings, credentials)
         http = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S))
@@ -66,7 +80,7 @@ async def _serving(settings: ServeSettings, credentials: Credentials) -> AsyncIt
         for thread in threads:
             thread.start()
         try:
-            yield
+            yield listener
         finally:
             http.should_exit = True
             worker.stop()

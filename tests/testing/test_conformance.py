@@ -37,6 +37,7 @@ from faulty_backends import (
     of_scores,
     with_row,
 )
+from kept_replies import KeptReplies
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.testing.conformance import test_generation, test_scoring, test_service, test_weights
@@ -65,7 +66,9 @@ async def backend(
     settings = LocalBackend.Settings(slots=8)
     run_directory = tmp_path_factory.mktemp("run")
     async with LocalBackend(settings, role="student", model=str(model_directory), run_directory=run_directory) as it:
-        yield it
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(it._server, "post", KeptReplies(it).post)
+            yield it
 
 
 async def failing(faulty: Any, model_directory: Path, scratch: Path, names: set[str]) -> set[str]:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
+from kept_replies import KeptReplies
 from problem_files import write
 from rich.console import Console
 from typer.testing import CliRunner
@@ -51,7 +52,7 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch, few_problems: Path) -> None
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def services(servers_on_threads: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
+async def started(servers_on_threads: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
     run_directory = tmp_path_factory.mktemp("run")
     student, teacher = (
         LocalBackend(LocalBackend.Settings(), role=role, model=str(EXAMPLE / role), run_directory=run_directory)
@@ -59,6 +60,19 @@ async def services(servers_on_threads: None, tmp_path_factory: pytest.TempPathFa
     )
     async with student, teacher:
         yield {"student": student, "teacher": teacher}
+
+
+@pytest.fixture(scope="module")
+def kept(started: Services) -> dict[str, KeptReplies]:
+    return {role: KeptReplies(backend) for role, backend in started.items()}
+
+
+@pytest.fixture
+def services(started: Services, kept: dict[str, KeptReplies], monkeypatch: pytest.MonkeyPatch) -> Services:
+    """The same servers, of which no test asks what another one has asked."""
+    for role, backend in started.items():
+        monkeypatch.setattr(backend._server, "post", kept[role].post)
+    return started
 
 
 class Other(LocalBackend):
@@ -278,7 +292,7 @@ async def test_the_noise_of_16_bits_is_measured_on_the_runs_own_prompts(services
 
 @with_backends
 async def test_attached_students_are_compared_once_they_hold_this_runs_weights(services: Services) -> None:
-    plan = await asyncio.to_thread(plan_training, load_config(Path("configs/quickstart.yaml")))
+    plan = await asyncio.to_thread(plan_training, load_config(Path("configs/quickstart.yaml"), FEW))
     student = services["student"]
     other = Shifted(student)
     pool: Any = Pool("student", student, other)
@@ -294,8 +308,8 @@ async def test_attached_students_are_compared_once_they_hold_this_runs_weights(s
 
 
 @with_backends
-async def test_two_honest_servers_are_safe_and_every_fact_is_known(services: Services) -> None:
-    found = await diagnosis_of(services)
+async def test_two_honest_servers_are_safe_and_every_fact_is_known(started: Services) -> None:
+    found = await diagnosis_of(started)
     assert (found.refusals, found.warnings) == ([], [])
     for facts in found.roles.values():
         assert {name for name, value in facts.items() if value is None} == set()
@@ -504,7 +518,7 @@ def test_prompts_full_of_unknown_tokens_are_a_warning_of_the_dry_run(tmp_path: P
     warned = CliRunner().invoke(app, [*dry, f"data.train={problems}"])
     assert warned.exit_code == 0, warned.output
     assert "of the prompts' tokens are the tokenizer's token for what it does not" in warned.output
-    assert "warning" not in CliRunner().invoke(app, dry).output
+    assert "warning" not in CliRunner().invoke(app, [*dry, *FEW]).output
 
 
 @pytest.mark.long
