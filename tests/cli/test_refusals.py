@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import arguments, assert_refused, invoke
+from problem_files import FEW
 from safetensors.numpy import load_file, save_file
 
 from spot_async.checks import machine as checked_room
@@ -35,7 +36,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_dry_run_finds_a_directory_that_cannot_be_made_and_may_leave_the_configuration_out(command, monkeypatch):
-    dry = [command, "configs/quickstart.yaml", "--dry-run", "--brief"]
+    dry = [command, "configs/quickstart.yaml", FEW, "--dry-run", "--brief"]
     shown = invoke(monkeypatch, *dry)
     assert shown.exit_code == 0, shown.stderr
     assert "would start" in shown.output

@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from command import (
     QUICK,
-    Command,
     arguments,
     assert_nothing_left,
     assert_refused,
@@ -26,6 +25,7 @@ from command import (
     invoke,
     train,
 )
+from problem_files import FEW
 
 from spot_async.base.processes.resources import available_cores
 
@@ -34,25 +34,29 @@ EXAMPLE = ROOT / "examples" / "running_sum"
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
+def finished_run(tmp_path_factory, few_problems, servers_on_threads):
+    """Of two trainer processes. The drills below have servers that are processes, too."""
     run = tmp_path_factory.mktemp("runs") / "finished"
-    command = Command(
-        "train",
-        "configs/quickstart.yaml",
-        f"run.directory={run}",
-        *QUICK[:-1],
-        "evaluation.samples=2",
-        "evaluation.eval_every=1",
-        f"evaluation.problems={few_problems(run.parent)}",
-        "training.ranks=2",
-    )
-    code, out, err = command.finish()
-    assert code == 0, err
-    command.assert_nothing_left()
-    return run, out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPOT_ASYNC_TEST", "finished")
+        done = invoke(
+            patch,
+            "train",
+            "configs/quickstart.yaml",
+            f"run.directory={run}",
+            f"data.train={few_problems}",
+            *QUICK[:-1],
+            "evaluation.samples=2",
+            "evaluation.eval_every=1",
+            f"evaluation.problems={held_out(run.parent)}",
+            "training.ranks=2",
+        )
+    assert done.exit_code == 0, done.stderr
+    assert_nothing_left("SPOT_ASYNC_TEST=finished", but=os.getpid())
+    return run, done.stdout
 
 
-CHECK = ("check", "configs/quickstart.yaml", "--no-servers", *QUICK[:-1])
+CHECK = ("check", "configs/quickstart.yaml", "--no-servers", FEW, *QUICK[:-1])
 
 
 def test_check_says_before_what_a_run_keeps(finished_run, monkeypatch):
@@ -119,7 +123,7 @@ def test_check_counts_weights_in_memory_apart_from_the_disk(monkeypatch, tmp_pat
     assert "memory: published in" in invoke(monkeypatch, *given).output
 
 
-def few_problems(folder: Path) -> Path:
+def held_out(folder: Path) -> Path:
     lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
     path = folder / "heldout.jsonl"
     path.write_text("\n".join(lines[:3] + lines[-3:]) + "\n")

@@ -223,7 +223,7 @@ MUTATIONS = [
     (rename_what_is_not_flushed, "I10", (7, None)),
     (prune_before_verifying, "I10", (9, [kill(0, 2, 50), kill(1, 1, 60), DiskFault(101, "bad commit", 0, None, None)])),
     (take_a_damaged_checkpoint, "I7", (8, None)),
-    (cut_a_batch_without_flushing, "I4|I10", (7, None)),
+    (cut_a_batch_without_flushing, "I4|I10", (20, None)),
     (cut_a_batch_after_it_is_trained_on, "I10", (0, None)),
     (forget_samples_before_the_commit, "I13", (76, None)),
     (keep_no_samples, "I13", (1, None)),

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from deadlines import soon
 from limits import same_limits
+from server_on_thread import serving
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.base import wire
@@ -53,8 +54,8 @@ SAMPLING = SamplingSettings(max_tokens=12, stop_token_ids=(1,), seed=3)
 
 
 @pytest.fixture(scope="module")
-def server(running_server: Callable[..., Any]) -> Iterator[tuple[str, int]]:
-    with running_server(MODEL) as url:
+def server() -> Iterator[tuple[str, int]]:
+    with serving(MODEL) as url:
         yield "127.0.0.1", int(url.rpartition(":")[2])
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from served_model import KEY, ServedModel, completing
+from server_on_thread import serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spot_async.base import wire
@@ -61,11 +62,11 @@ def save_byte_level_tokenizer(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(random_model: Callable[..., Path], running_server: Any) -> Iterator[Server]:
+def server(random_model: Callable[..., Path]) -> Iterator[Server]:
     model = random_model(vocab_size=VOCAB, max_position_embeddings=CONTEXT)
     tokenizer = save_byte_level_tokenizer(model)
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with running_server(model, key=KEY) as url:
+    with serving(model, key=KEY) as url:
         yield Server(url, model, tokenizer, reference)
 
 
