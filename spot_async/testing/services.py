@@ -150,22 +150,10 @@ class SimulatedStudent:
 
 
 @dataclass
-class SimulatedTeacher:
+class SimulatedTeacher(SimulatedStudent):
     """A simulated teacher: a scorer with exact entropy, which also writes responses. Others score otherwise."""
 
-    latency: Latency = field(default_factory=Latency)
     name: str = ""
-
-    async def generate(
-        self,
-        prompt_ids: IntArray,
-        sampling: SamplingSettings,
-        *,
-        top_k: int = 0,
-        session: str | None = None,
-        deadline: float,
-    ) -> Generation:
-        return await SimulatedStudent(self.latency).generate(prompt_ids, sampling, deadline=deadline)
 
     async def score(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         return whole_scores(await self._rows(request), request.response_ids, top_k)
@@ -188,9 +176,6 @@ class SimulatedTeacher:
         logits = rng.normal(scale=2.0, size=(len(request.response_ids), VOCAB_SIZE))
         rows: Float64Array = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         return rows
-
-    async def _work(self, tokens: int, rng: np.random.Generator) -> None:
-        await asyncio.sleep(self.latency.of(tokens, rng))
 
 
 @dataclass

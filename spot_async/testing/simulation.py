@@ -297,38 +297,18 @@ class ScriptedStages:
         names = teachers or {"": self.scores}
         self.teachers: Mapping[str, float] = {name: 1 / len(names) for name in names}
 
-    async def rollout(
-        self,
-        *,
-        n: int = 0,
-        top_k: int = 0,
-        prompt_ids: IntArray | None = None,
-        prefix_ids: IntArray | Sequence[int] = (),
-        max_tokens: int | None = None,
-        stop: Sequence[int] = (),
-    ) -> Generation:
+    async def rollout(self, **asked: Any) -> Generation:
         return self.response
 
     def teacher_prompt(self, *turns: ChatTurn | str, teacher: str = "") -> IntArray:
         return simulated_turn_ids(turns)
 
-    async def teacher_response(
-        self,
-        *,
-        n: int = 0,
-        prompt_ids: IntArray | None = None,
-        prefix_ids: IntArray | Sequence[int] = (),
-        max_tokens: int | None = None,
-        stop: Sequence[int] = (),
-        teacher: str = "",
-    ) -> Generation:
-        self._scores_of(teacher, prompt_ids)
+    async def teacher_response(self, **asked: Any) -> Generation:
+        self._scores_of(**asked)
         return foreign(self.response)
 
-    async def score(
-        self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None, teacher: str = ""
-    ) -> TokenScores:
-        scores = self._scores_of(teacher, prompt_ids)
+    async def score(self, response_ids: IntArray, *, top_k: int, **asked: Any) -> TokenScores:
+        scores = self._scores_of(**asked)
         logprobs = scores.topk_logprobs
         return msgspec.structs.replace(
             scores,
@@ -338,15 +318,9 @@ class ScriptedStages:
         )
 
     async def score_at(
-        self,
-        response_ids: IntArray,
-        positions: IntArray,
-        *,
-        top_k: int,
-        prompt_ids: IntArray | None = None,
-        teacher: str = "",
+        self, response_ids: IntArray, positions: IntArray, *, top_k: int, **asked: Any
     ) -> ScoredPositions:
-        scores = self._scores_of(teacher, prompt_ids)
+        scores = self._scores_of(**asked)
         return ScoredPositions(
             topk_ids=scores.topk_ids[positions, :top_k],
             topk_logprobs=scores.topk_logprobs[positions, :top_k],
@@ -355,19 +329,13 @@ class ScriptedStages:
         )
 
     async def teacher_candidates(
-        self,
-        response_ids: IntArray,
-        positions: IntArray,
-        candidate_ids: IntArray,
-        *,
-        prompt_ids: IntArray | None = None,
-        teacher: str = "",
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, **asked: Any
     ) -> FloatArray:
         """Return a probability of one in ten for every candidate."""
-        self._scores_of(teacher, prompt_ids)
+        self._scores_of(**asked)
         return np.full(candidate_ids.shape, np.log(0.1), np.float32)
 
-    def _scores_of(self, teacher: str, prompt_ids: IntArray | None) -> TokenScores:
+    def _scores_of(self, *, teacher: str = "", prompt_ids: IntArray | None = None, **others: Any) -> TokenScores:
         """Note a request to a teacher, and return its scores."""
         self.read_by_teacher.append(prompt_ids)
         self.teachers_asked.append(teacher)
@@ -377,12 +345,7 @@ class ScriptedStages:
         return self.response.logprobs
 
     async def candidate_logprobs(
-        self,
-        response_ids: IntArray,
-        positions: IntArray,
-        candidate_ids: IntArray,
-        *,
-        version: WeightVersion | None = None,
+        self, response_ids: IntArray, positions: IntArray, candidate_ids: IntArray, version: WeightVersion | None = None
     ) -> FloatArray:
         """Return a probability of one in twenty for every candidate."""
         assert version is None or version == self.response.version_spans[-1].version

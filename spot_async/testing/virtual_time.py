@@ -5,18 +5,15 @@ run of a seeded program is the same. A program that waits for something that can
 instead of hanging.
 
 Tasks that could continue at the same moment do so in the order in which they became ready, as asyncio has them. A
-program must not rely on it: in a real run that order follows from the network. With a seed the loop shuffles them.
+program must not rely on it: in a real run that order follows from the network.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import selectors
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -63,15 +60,10 @@ class _NumberedTask(asyncio.Task[T]):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` is simulated seconds since its start. It is for one thread, without sockets.
+    """An event loop whose `time()` is simulated seconds since its start. It is for one thread, without sockets."""
 
-    With `ready_order` it shuffles the tasks that are ready at the same moment, by that seed. Plain callbacks
-    (`call_soon`) keep their order, which asyncio promises.
-    """
-
-    def __init__(self, ready_order: int | None = None) -> None:
+    def __init__(self) -> None:
         self._jumping = _JumpingSelector()
-        self._shuffled = None if ready_order is None else random.Random(ready_order)
         super().__init__(self._jumping)
         self._jumping.loop = self
         numbers = itertools.count()
@@ -101,23 +93,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.call_later(THREAD_S, do)
         return done
 
-    def _run_once(self) -> None:
-        # asyncio has no hook for the order of what is ready, so this uses the queue that `call_soon` fills.
-        if self._shuffled is not None:
-            ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
-            places = [i for i, handle in enumerate(ready) if _is_task_step(handle)]
-            steps = [ready[i] for i in places]
-            self._shuffled.shuffle(steps)
-            for i, step in zip(places, steps, strict=True):
-                ready[i] = step
-        super()._run_once()  # type: ignore[misc]
 
-
-def _is_task_step(handle: asyncio.Handle) -> bool:
-    return isinstance(getattr(handle._callback, "__self__", None), asyncio.Task)  # type: ignore[attr-defined]
-
-
-def run_on_virtual_time(main: Coroutine[Any, Any, T], *, ready_order: int | None = None) -> T:
-    """Run a coroutine as `asyncio.run` does, but on a `VirtualTimeLoop`, which explains `ready_order`."""
-    with asyncio.Runner(loop_factory=partial(VirtualTimeLoop, ready_order)) as runner:
+def run_on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as `asyncio.run` does, but on a `VirtualTimeLoop`."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

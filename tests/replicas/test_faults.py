@@ -13,6 +13,7 @@ import pytest
 from faults.servers import Rates, SimulatedReplica, SimulatedServer, SimulatedTeacherReplica
 from limits import same_limits
 from only_teacher import only
+from ready_order import run_shuffled
 from simulated_replicas import BATCH, ITERATIONS, SLOW, at_random, pool_of_servers, servers, train
 
 from spot_async.base.retry import RetryPolicy
@@ -104,7 +105,7 @@ def test_replies_that_fail_or_never_come_cost_no_prompt_and_leave_the_limit_as_i
             await watched(train(), [pool.watch])
         return run, min(limits)
 
-    run, lowest = run_on_virtual_time(scenario(), ready_order=seed)
+    run, lowest = run_shuffled(scenario(), seed)
     assert run.journal.dead == {}
     assert len(run.batches) == 100
     assert lowest > 16

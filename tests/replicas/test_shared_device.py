@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from ready_order import run_shuffled
 from replica_incidents import ask
 from shared_device import GIB, Device, Sglang, Trainer, Vllm
 
@@ -131,7 +132,7 @@ def test_all_of_one_gpu_starts_whoever_is_ready_first_and_has_what_was_planned(k
             await gpu.iteration()
             gpu.check()
 
-    run_on_virtual_time(scenario(), ready_order=seed)
+    run_shuffled(scenario(), seed)
 
 
 @pytest.mark.parametrize("victims", [["student"], ["teacher"], ["student", "teacher"]], ids="+".join)
@@ -248,7 +249,7 @@ def test_two_teachers_take_turns_around_one_trainer_and_one_is_killed(kind, mome
         assert gpu.device.most_gib <= CARD_GIB < 2 * gpu.servers[0].gib + gpu.rank.resting  # together they do not fit
         assert all(each.fits for each in per_device(gpu.servers, gpu.rank, 1, CARD_GIB))
 
-    run_on_virtual_time(scenario(), ready_order=seed)
+    run_shuffled(scenario(), seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from functools import partial
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from ready_order import run_shuffled
 from replica_incidents import Server, ask
 
 from spot_async.base.tasks import alongside, leaves
@@ -18,7 +19,6 @@ from spot_async.loop.publishing import SleepingServers
 from spot_async.replicas.leasing import Errand
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.replicas.shifts import Shifts
-from spot_async.testing.virtual_time import run_on_virtual_time
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -87,7 +87,7 @@ def in_shifts(scenario, *names: str, make=Teacher, seed: int | None = None):
             card.events.clear()
             await scenario(pools, card)
 
-    run_on_virtual_time(run(), ready_order=seed)
+    run_shuffled(run(), seed)
 
 
 def errand(ordinal: int) -> Errand:

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from ready_order import run_shuffled
 
 from spot_async.base.waiting_room import Turns
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -44,7 +45,7 @@ def test_at_first_all_start_in_the_given_order_and_only_those_that_share_wait(se
         async with turns.turn("trainer"):  # nobody starts, so nobody is waited for
             assert asyncio.get_running_loop().time() == again
 
-    run_on_virtual_time(scenario(), ready_order=seed)
+    run_shuffled(scenario(), seed)
 
 
 def test_a_start_that_fails_or_is_cancelled_holds_up_nobody():

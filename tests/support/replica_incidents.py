@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from ready_order import run_shuffled
+
 from spot_async.base.tasks import watched
 from spot_async.config import ServingConfig
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, RequestError
 from spot_async.replicas.leasing import Errand
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.testing.services import capabilities
-from spot_async.testing.virtual_time import run_on_virtual_time
 
 OFFERS = capabilities(8)
 
@@ -67,4 +68,4 @@ def incident(scenario, *, make=Server, number=1, are_ours=True, ready_order=None
         async with ReplicaPool("teacher", factories, ServingConfig(**serving), are_ours=are_ours) as pool:
             await watched(scenario(pool, made), [pool.watch])
 
-    run_on_virtual_time(run(), ready_order=ready_order)
+    run_shuffled(run(), ready_order)

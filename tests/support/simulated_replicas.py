@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from faults.servers import Rates, SimulatedReplica, SimulatedServer
 from limits import same_limits
+from ready_order import run_shuffled
 
 from spot_async.base.tasks import gather, watched
 from spot_async.config import ServingConfig
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.testing.simulation import make_run, simulated_prompts
-from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import PolicyNeeds, Sample, Supervision
 
 BATCH, ITERATIONS = 8, 4
@@ -92,7 +92,7 @@ def train(servers, trouble, *, max_dead_share=0.1, listener=None, trainer=None, 
         assert not any(server.is_running for server in servers)
         return Outcome(training.batches, training.journal.dead, asyncio.get_running_loop().time())
 
-    return run_on_virtual_time(scenario(), ready_order=ready_order)
+    return run_shuffled(scenario(), ready_order)
 
 
 def servers(number, **settings):

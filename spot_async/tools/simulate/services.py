@@ -8,7 +8,6 @@ Rates and lengths are in grains here (`lengths.Workload`).
 from __future__ import annotations
 
 import asyncio
-import copy
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -79,10 +78,7 @@ class SharedProcessor:
         self._until_s = 0.0  # `_each_got` is counted up to here
         self._started = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._pauses: set[str] = set()  # why it is paused
-
-    def __len__(self) -> int:
-        return len(self._jobs)
+        self._is_paused = False
 
     @property
     def each_got(self) -> float:
@@ -106,21 +102,9 @@ class SharedProcessor:
             self._take(number)
             self._plan()
 
-    def pause(self, paused: bool, why: str = "frozen") -> None:
-        """Pause it for this reason, or end that pause. It continues once no reason is left."""
+    def pause(self, paused: bool) -> None:
         self._advance()
-        if paused:
-            self._pauses.add(why)
-        else:
-            self._pauses.discard(why)
-        self._plan()
-
-    def fail(self, error: Exception) -> None:
-        """End all jobs with an `error` of their own."""
-        for number in list(self._jobs):
-            job = self._take(number)
-            if job is not None and not job.done.done():
-                job.done.set_exception(copy.copy(error))
+        self._is_paused = paused
         self._plan()
 
     def _take(self, number: int) -> _Job | None:
@@ -132,7 +116,7 @@ class SharedProcessor:
 
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        if self._jobs and not self._pauses:
+        if self._jobs and not self._is_paused:
             self._each_got += self._rate(self._shares) * (now_s - self._until_s)
         self._until_s = now_s
 
@@ -142,7 +126,7 @@ class SharedProcessor:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._ends and not self._pauses:
+        if self._ends and not self._is_paused:
             left = max(0.0, self._ends[0][0] - self._each_got)
             self._timer = asyncio.get_running_loop().call_later(left / self._rate(self._shares), self._finish)
 

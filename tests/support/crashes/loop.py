@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from spot_async.testing.virtual_time import VirtualTimeLoop
+from ready_order import ShufflingLoop
 
 T = TypeVar("T")
 
 MOST_AWAITS = 20  # of a task that is torn down
 
 
-class CrashingLoop(VirtualTimeLoop):
+class CrashingLoop(ShufflingLoop):
     """Calls `crash` before the step `crash_at`, if that is not None. `crash` raises a KeyboardInterrupt."""
 
     def __init__(self, ready_order: int, crash: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 import structlog
 from limits import same_limits
+from ready_order import run_shuffled
 
 from faults.invariants import Invariants, OneUpdateAtATime, Witnessed, prefixes, require, whole_response
 from faults.plan import (
@@ -48,7 +49,6 @@ from spot_async.stages.services import TeacherService
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
 from spot_async.testing.simulation import SimulatedRun, make_run, simulated_prompts
-from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, IntArray, SamplingSettings, ScoreRequest, TokenScores
 
 LONGEST_S = 1e5  # of a run on virtual time: one that takes longer goes nowhere
@@ -85,7 +85,7 @@ def faulty_run(
     with scratch_directory() as directory, structlog.testing.capture_logs() as logs:
         drill = Drill(seed, policy, max_staleness, faults, directory, follows=follows)
         try:
-            return run_on_virtual_time(drill.run(listeners, logs), ready_order=seed)
+            return run_shuffled(drill.run(listeners, logs), seed)
         except Exception as error:
             error.add_note(f"  with faults {'; '.join(drill.scene.struck.values()) or 'none'}")
             raise

@@ -10,6 +10,7 @@ has tokens of several versions, and its spans say which.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,33 @@ ReplyFault = Literal["bad request", "server error", "throttled", "nonsense", "re
 UpdateFault = Literal["refused", "reset", "unheard", "dies", "hangs"]
 
 
+class FaultyProcessor(SharedProcessor):
+    """One whose jobs may fail, and that may be paused for several reasons."""
+
+    def __init__(self, rate: Callable[[int], float]) -> None:
+        super().__init__(rate)
+        self._held_for: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def hold(self, held: bool, why: str) -> None:
+        """Pause it for this reason, or end that pause. It continues once no reason is left."""
+        if held:
+            self._held_for.add(why)
+        else:
+            self._held_for.discard(why)
+        self.pause(bool(self._held_for))
+
+    def fail(self, error: Exception) -> None:
+        """End all jobs with an `error` of their own."""
+        for number in list(self._jobs):
+            job = self._take(number)
+            if job is not None and not job.done.done():
+                job.done.set_exception(copy.copy(error))
+        self._plan()
+
+
 @dataclass(frozen=True)
 class Rates:
     """A server's capacity. Each request gets `tokens_per_s_each`, or its share of `tokens_per_s` if that is less."""
@@ -110,7 +138,7 @@ class SimulatedServer:
     has_weights: bool = True  # which wake before the rest
 
     def __post_init__(self) -> None:
-        self.processor = SharedProcessor(self.rates.each)
+        self.processor = FaultyProcessor(self.rates.each)
         self.luck = rng_of("faults of", self.name)  # not a request's, whose answer does not depend on faults
         self.held = [Held(0.0, INITIAL_VERSION, "")]  # oldest first
         self.is_running = False
@@ -138,7 +166,7 @@ class SimulatedServer:
         self.is_asleep, self.has_weights = False, True
         self._is_updating = False
         self.processor.fail(self.failure(TransientError, "connection reset"))
-        self.processor.pause(False, "update")
+        self.processor.hold(False, "update")
         self.thaw()
 
     def kill(self) -> None:
@@ -148,11 +176,11 @@ class SimulatedServer:
 
     def freeze(self) -> None:
         self._thawed.clear()
-        self.processor.pause(True)
+        self.processor.hold(True, "frozen")
 
     def thaw(self) -> None:
         self._thawed.set()
-        self.processor.pause(False)
+        self.processor.hold(False, "frozen")
 
     def connect(self) -> None:
         if not self.is_running:
@@ -181,7 +209,7 @@ class SimulatedServer:
         if self.update == "abort":
             self.processor.fail(TransientError(f"{self.name}: the server aborted the request"))
         self._is_updating = True
-        self.processor.pause(True, "update")
+        self.processor.hold(True, "update")
         try:
             contents = self.read(snapshot.directory)
             if fault == "hangs":
@@ -199,7 +227,7 @@ class SimulatedServer:
         finally:
             if self.starts == process:
                 self._is_updating = False
-                self.processor.pause(False, "update")
+                self.processor.hold(False, "update")
         if fault == "unheard":
             raise self.failure(TransientError, "connection reset")
 
