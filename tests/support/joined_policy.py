@@ -1,4 +1,4 @@
-"""Policies whose responses others write too, for tests of whatever reads who wrote which tokens."""
+"""Policies of unusual wishes: whose responses others write too, or whose teacher reads what they say."""
 
 from __future__ import annotations
 
@@ -49,3 +49,20 @@ class Reads:
         response = stages.written_response()
         targets = (written(response.token_ids),)
         return [Sample(supervision=on_policy(prompt, response, soft_targets=targets), metrics={}, record={})]
+
+
+class Hints:
+    """Pulls towards a teacher that reads a prompt which the policy makes."""
+
+    class Settings(PluginSettings):
+        kind: str
+
+    needs = PolicyNeeds(teacher_top_k=1, teacher_prompt_tokens=16, outcomes=False)
+
+    def __init__(self, settings: Settings, context: PolicyContext) -> None:
+        """Ignore both: there is nothing to set."""
+
+    async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
+        rollout, read = await stages.rollout(), stages.teacher_prompt("a hint")
+        scores = await stages.score(rollout.token_ids, top_k=0, prompt_ids=read)
+        return [Sample(supervision=on_policy(prompt, rollout, pulls=(pull(scores),)), metrics={}, record={})]

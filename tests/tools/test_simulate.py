@@ -132,6 +132,26 @@ def test_a_run_on_written_responses_takes_the_time_of_its_trainer(tmp_path):
         assert each.iteration_s == pytest.approx(each.bound.seconds, rel=0.05)
 
 
+def test_a_teacher_may_read_a_prompt_that_the_policy_makes(tmp_path):
+    hinted, plain = (outcomes(configuration(kind), tmp_path)[0] for kind in ({"kind": "joined_policy:Hints"}, "opd"))
+    assert hinted.iteration_s == pytest.approx(plain.iteration_s, rel=0.05)
+
+
+def test_with_a_route_each_prompt_asks_one_teacher_and_without_one_all_of_them(tmp_path):
+    def scored_s(policy: Any) -> list[float]:
+        url = "http://localhost:800"
+        teachers = {
+            name: {"model": f"a/{name}", "backend": {"kind": "vllm", "url": f"{url}{n}"}}
+            for n, name in enumerate(("math", "code"), 1)
+        }
+        found = outcomes(configuration(policy, teacher=None, teachers=teachers), tmp_path)[0]
+        return [found.bound.parts[f"teachers.{name}"] for name in teachers]
+
+    each, route = scored_s("opd"), {"to": {"sums": "math"}, "default": "code"}
+    assert sum(scored_s({"kind": "opd", "route": route})) == pytest.approx(sum(each) / 2)
+    assert min(scored_s({"kind": "opd", "route": route})) > 0.3 * each[0]
+
+
 def test_more_servers_make_no_run_slower(tmp_path):
     slow = "student.tokens_per_s=500"
     times = [outcomes(configuration(), tmp_path, slow, f"student.replicas={number}") for number in (1, 2, 4)]

@@ -148,12 +148,16 @@ WRITTEN = " ".join(["2"] * GRAINS)  # a response in the data, which is as long a
 FIRST_TOKEN, BASE = 2, VOCAB_SIZE - 2  # the two before it are special
 
 
-def prompts() -> Iterator[Prompt]:
-    """Return prompts without end. The tokens of each are the digits of its ordinal, so that servers know it."""
+def prompts(teachers: Sequence[str] = ("",)) -> Iterator[Prompt]:
+    """Return prompts without end, which ask one of these teachers each, by turns; empty: all that there are.
+
+    The tokens of each are the digits of its ordinal, so that servers know it.
+    """
     for ordinal in count():
         digits = [ordinal // BASE**place % BASE for place in range(PROMPT_TOKENS)]
         token_ids = np.array(digits, np.int32) + FIRST_TOKEN
-        problem = Problem(id=f"p{ordinal}", text="", answer="1", response=WRITTEN)
+        teacher = teachers[ordinal % len(teachers)]
+        problem = Problem(id=f"p{ordinal}", text="", answer="1", response=WRITTEN, teacher=teacher)
         yield Prompt(ordinal=ordinal, problem=problem, token_ids=token_ids)
 
 

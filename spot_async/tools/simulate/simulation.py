@@ -31,7 +31,7 @@ from spot_async.telemetry.bottleneck import Bottleneck
 from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.run_log import tokens_by_lag
 from spot_async.testing.services import VOCAB_SIZE
-from spot_async.testing.simulation import make_run, policy_context
+from spot_async.testing.simulation import make_run, policy_context, simulated_turn_ids
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.simulate.lengths import Asked, Workload
 from spot_async.tools.simulate.rates import ClusterRates, reference_is_base, served_roles
@@ -150,7 +150,9 @@ def make_policy(config: Config) -> Policy:
     }
     settings = config.policy.model_copy(update=narrow)
     context = policy_context(
-        run_seed=config.run.seed, reference_kl=config.training.reference_kl > 0, teachers=tuple(config.teachers)
+        run_seed=config.run.seed,
+        reference_kl=config.training.reference_kl > 0,
+        teachers=() if config.route is not None else tuple(config.teachers),
     )
     policy: Policy = registry.load("policies", config.policy.kind)(settings, context)
     return policy
@@ -227,7 +229,7 @@ async def _finished(
             policy,
             student=pools["student"],
             teachers={
-                teacher_name(role) or "": TeacherService(server=pools[by])
+                teacher_name(role) or "": TeacherService(server=pools[by], render_turns=simulated_turn_ids)
                 for role, by in answering(config).items()
                 if by in pools
             },
@@ -236,7 +238,7 @@ async def _finished(
             verifier=RatedVerifier(rates),
             trainer=RatedTrainer(rates.trainer, workload.grain),
             capabilities={"student": await pools["student"].capabilities(deadline=0.0)},
-            prompts=prompts(),
+            prompts=prompts([""] if config.route is None else [*config.teachers]),
             limits=config.stages,
             sampling=config.sampling.model_copy(update={"max_response_tokens": workload.most}),
             seed=config.run.seed,

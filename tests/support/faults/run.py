@@ -48,7 +48,7 @@ from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.services import TeacherService
 from spot_async.stages.stage import Stage, StageLimits
 from spot_async.testing.services import END_TOKEN, VOCAB_SIZE, capabilities
-from spot_async.testing.simulation import SimulatedRun, make_run, simulated_prompts
+from spot_async.testing.simulation import SimulatedRun, make_run, simulated_prompts, simulated_turn_ids
 from spot_async.types import Generation, IntArray, SamplingSettings, ScoreRequest, TokenScores
 
 LONGEST_S = 1e5  # of a run on virtual time: one that takes longer goes nowhere
@@ -287,7 +287,10 @@ class Drill:
         return make_run(
             self.policy,
             student=student,
-            teachers={teacher_name(role) or "": TeacherService(server=each) for role, each in teachers.items()},
+            teachers={
+                teacher_name(role) or "": TeacherService(server=each, render_turns=simulated_turn_ids)
+                for role, each in teachers.items()
+            },
             verifier=self.scene.verifier,
             trainer=self.trainer,
             weight_sinks=[OneUpdateAtATime(student)],
