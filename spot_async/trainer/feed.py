@@ -7,13 +7,15 @@ again gets its answer again, and is not trained on again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import zmq
 
 from spot_async.base import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer.messages import (
+    PUBLISHED,
+    SAVED,
     Answer,
     Batch,
     Failure,
@@ -25,11 +27,7 @@ from spot_async.trainer.messages import (
     Saved,
     Share,
     Trained,
-    decode_order,
-    decode_request,
     endpoint,
-    published_endpoint,
-    saved_endpoint,
 )
 from spot_async.trainer.parallel import idle_group, rank_count, receive_bytes, send_bytes, wait_for_all
 from spot_async.types import TrainReport, WeightFile
@@ -51,8 +49,8 @@ class BatchFeed:
         self._saved_socket: zmq.Socket[bytes] | None = None
         if rank == 0:
             self._socket = _connected(endpoint(channel_directory))
-            self._published_socket = _connected(published_endpoint(channel_directory))
-            self._saved_socket = _connected(saved_endpoint(channel_directory))
+            self._published_socket = _connected(endpoint(channel_directory, PUBLISHED))
+            self._saved_socket = _connected(endpoint(channel_directory, SAVED))
         # Its own, since ranks wait here for as long as rollouts take. Training's collectives end a rank that hangs.
         self._group = idle_group()
         self._due = step
@@ -69,7 +67,7 @@ class BatchFeed:
         Raises `TrainerError` on all ranks for a batch or step that is not due, or that cannot be divided.
         """
         if self._socket is None:
-            order = decode_order(receive_bytes(self._group))
+            order: Order = wire.decode(receive_bytes(self._group), cast(Any, Order))
         else:
             order, *others = self._orders(self._receive(self._socket), divide)
             for rank, each in enumerate(others, start=1):
@@ -98,7 +96,7 @@ class BatchFeed:
     def _receive(self, socket: zmq.Socket[bytes]) -> Request:
         """Wait for a request that is no trained batch. For one that is, send its answer again."""
         while True:
-            request = decode_request(socket.recv())
+            request: Request = wire.decode(socket.recv(), cast(Any, Request))
             if isinstance(request, Save) or self._last is None or request.iteration != self._last.iteration:
                 return request
             self._say(self._last)

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zmq
 import zmq.asyncio
@@ -20,6 +20,8 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import Opened
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.messages import (
+    PUBLISHED,
+    SAVED,
     Answer,
     Batch,
     Failure,
@@ -28,10 +30,7 @@ from spot_async.trainer.messages import (
     Save,
     Saved,
     Trained,
-    decode_answer,
     endpoint,
-    published_endpoint,
-    saved_endpoint,
 )
 from spot_async.trainer.nodes.joined import JoinedNodes
 from spot_async.trainer.settings import TrainerSettings
@@ -67,8 +66,8 @@ class TrainerProcess(Opened):
             return socket
 
         self._socket = bound(endpoint(channel_directory))
-        self._published_socket = bound(published_endpoint(channel_directory))
-        self._saved_socket = bound(saved_endpoint(channel_directory))
+        self._published_socket = bound(endpoint(channel_directory, PUBLISHED))
+        self._saved_socket = bound(endpoint(channel_directory, SAVED))
         if self._nodes is not None:
             await self._nodes.begin(self._settings.model_dump_json())
         self._child = await self._start(channel_directory)
@@ -151,7 +150,8 @@ class TrainerProcess(Opened):
         return "the trainer was stopped"
 
     async def _receive(self) -> Answer:
-        return decode_answer(await self._socket.recv())
+        answer: Answer = wire.decode(await self._socket.recv(), cast(Any, Answer))
+        return answer
 
     async def _ready(self) -> Ready | Failure:
         while True:

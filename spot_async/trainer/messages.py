@@ -20,11 +20,10 @@ orchestrator ends the ranks by signal, at any time, because whatever they have p
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import msgspec
 
-from spot_async.base import wire
 from spot_async.types import Supervision, TrainReport, WeightFile
 
 # The launcher sets these variables of the environment for ranks on several nodes.
@@ -95,34 +94,10 @@ Order: TypeAlias = Share | Save | Failure
 Answer: TypeAlias = Ready | Trained | Failure
 
 
-def decode_request(frame: bytes) -> Request:
-    """Decode a request. Raises as `wire.decode` does."""
-    request: Request = wire.decode(frame, cast(Any, Request))
-    return request
+# The names of the sockets: that of `Published` and that of `Saved` are their own.
+MESSAGES, PUBLISHED, SAVED = "trainer", "published", "saved"
 
 
-def decode_order(frame: bytes) -> Order:
-    """Decode what rank 0 tells a rank. Raises as `wire.decode` does."""
-    order: Order = wire.decode(frame, cast(Any, Order))
-    return order
-
-
-def decode_answer(frame: bytes) -> Answer:
-    """Decode an answer. Raises as `wire.decode` does."""
-    answer: Answer = wire.decode(frame, cast(Any, Answer))
-    return answer
-
-
-def endpoint(channel_directory: str) -> str:
-    """Return the socket's address, inside the private directory that both ends know."""
-    return f"ipc://{channel_directory}/trainer.sock"
-
-
-def published_endpoint(channel_directory: str) -> str:
-    """Return the address of the socket for `Published`."""
-    return f"ipc://{channel_directory}/published.sock"
-
-
-def saved_endpoint(channel_directory: str) -> str:
-    """Return the address of the socket for `Saved`."""
-    return f"ipc://{channel_directory}/saved.sock"
+def endpoint(channel_directory: str, socket: str = MESSAGES) -> str:
+    """Return a socket's address, inside the private directory that both ends know."""
+    return f"ipc://{channel_directory}/{socket}.sock"

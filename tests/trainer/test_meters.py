@@ -37,7 +37,7 @@ from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.totals import performance_words, run_performance
 from spot_async.tools.inspect.report import read_report
 from spot_async.trainer import metrics
-from spot_async.trainer.messages import Batch, Trained, UpdateShare, decode_answer
+from spot_async.trainer.messages import Batch, Trained, UpdateShare
 from spot_async.trainer.metrics import Meters
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
@@ -261,7 +261,7 @@ def test_a_gpus_figures_arrive_in_console_report_and_every_sink(
     card()
     trainer = of_gpu(make_trainer(student, tmp_path / "trainer"), student)
     report = trainer.train(Batch(0, (supervision(1, 6),)))
-    arrived = decode_answer(wire.encode(Trained(0, report)))
+    arrived = wire.decode(wire.encode(Trained(0, report)), Trained)
     assert isinstance(arrived, Trained)
     figures = {"tokens_per_s_per_rank": 12345.6, "tflops_per_rank": 350.0, "mfu": 0.354}  # of a larger student
     report = msgspec.structs.replace(arrived.report, performance=arrived.report.performance | figures)

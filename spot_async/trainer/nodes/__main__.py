@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import sys
 
@@ -16,21 +16,10 @@ from spot_async.trainer.nodes.topology import Topology
 
 def main() -> int:
     exit_with_parent()
-    parser = argparse.ArgumentParser(prog="python -m spot_async.trainer.nodes", description=__doc__)
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--node-rank", type=int, required=True)
-    parser.add_argument("--address", required=True, help="node 0's")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--join-timeout-s", type=float, default=ClusterConfig().join_timeout_s)
-    parser.add_argument("--heartbeat-timeout-s", type=float, default=ClusterConfig().heartbeat_timeout_s)
-    given = parser.parse_args()
-    cluster = ClusterConfig(join_timeout_s=given.join_timeout_s, heartbeat_timeout_s=given.heartbeat_timeout_s)
+    told = json.loads(sys.argv[1])  # by `agent_command`
+    cluster = ClusterConfig(**told["cluster"])
     try:
-        secret = cluster_secret(os.environ, cluster)
-        topology = Topology(
-            given.nodes, given.node_rank, given.address, given.port, given.run_id, "its command", secret
-        )
+        topology = Topology(**told["place"], secret=cluster_secret(os.environ, cluster))
         return run_agent(topology, cluster, None, _say, leaves_at_once=True)  # only who placed it stops it
     except SpotError as error:
         _say(f"error: {error}")

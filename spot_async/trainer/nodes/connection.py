@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, Self, TypeVar
 
@@ -40,36 +39,27 @@ class Connection(Generic[T]):
         writer: asyncio.StreamWriter,
         seals: Seals,
         timeout_s: float,
-        decode: Callable[[bytes], T],
-        encode: Callable[[Any], bytes],
+        kind: Any,
     ) -> None:
         """Use `open`."""
         self._reader = reader
         self._writer = writer
         self._seals = seals
-        self._decode = decode
-        self._encode = encode
+        self._kind = kind
         self._timeout_s = timeout_s
         self.peer = str((writer.get_extra_info("peername") or ["unknown"])[0])
 
     @classmethod
-    async def open(
-        cls,
-        connected: socket.socket,
-        seals: Seals,
-        timeout_s: float,
-        decode: Callable[[bytes], T],
-        encode: Callable[[Any], bytes] = wire.encode,
-    ) -> Self:
-        """Take over a connection whose ends have shown each other the secret."""
-        connection = cls(*await asyncio.open_connection(sock=connected), seals, timeout_s, decode, encode)
+    async def open(cls, connected: socket.socket, seals: Seals, timeout_s: float, kind: Any) -> Self:
+        """Take over a connection whose ends have shown each other the secret. `kind` is T."""
+        connection = cls(*await asyncio.open_connection(sock=connected), seals, timeout_s, kind)
         with suppress(OSError):  # it is closed already, as `receive` will say
             _notice_silence(connected, timeout_s)
         return connection
 
     def send(self, message: object) -> None:
         """Send a message soon. A loss is noticed by `receive`."""
-        frame = self._encode(message)
+        frame = wire.encode(message)
         self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "big") + frame + self._seals.sending.tag(frame))
 
     async def drain(self) -> None:
@@ -87,7 +77,8 @@ class Connection(Generic[T]):
                 raise LostConnectionError(f"said what is no message of spot-async ({size} bytes)")
             frame = await self._reader.readexactly(size)
             self._seals.receiving.check(frame, await self._reader.readexactly(TAG_BYTES))
-            return self._decode(frame)
+            message: T = wire.decode(frame, self._kind)
+            return message
         except asyncio.IncompleteReadError:
             raise LostConnectionError("closed the connection") from None
         except ForgedError:

@@ -30,7 +30,6 @@ from spot_async.trainer.nodes.messages import (
     Refused,
     Stop,
     Welcome,
-    decode_from_node,
     hello_of,
     refusal,
 )
@@ -212,9 +211,9 @@ class JoinedNodes:
         """Attend to somebody who knows the secret for as long as they are there."""
         timeout_s = self._cluster.heartbeat_timeout_s
         if purpose is Purpose.STORE:
-            await self._bring(await Connection[bytes].open(connected, seals, timeout_s, bytes, bytes))
+            await self._bring(await Connection[bytes].open(connected, seals, timeout_s, bytes))
         else:
-            await self._meet(await Connection[FromNode].open(connected, seals, timeout_s, decode_from_node))
+            await self._meet(await Connection[FromNode].open(connected, seals, timeout_s, FromNode))
 
     async def _bring(self, connection: Connection[bytes]) -> None:
         """Bring a rank of another node to the store, if it is of this round."""

@@ -7,6 +7,7 @@ this side as one process, whose own command is `__main__.py`.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import socket
@@ -36,7 +37,6 @@ from spot_async.trainer.nodes.messages import (
     Refused,
     Stop,
     ToNode,
-    decode_to_node,
     hello_of,
 )
 from spot_async.trainer.nodes.store_tunnel import tunnel
@@ -106,9 +106,7 @@ class JoiningNode:
     async def _connect(self) -> Connection[ToNode]:
         connected, seals = await self._knock(Purpose.NODE)
         async with AsyncExitStack() as stack:
-            connection = await Connection[ToNode].open(
-                connected, seals, self._cluster.heartbeat_timeout_s, decode_to_node
-            )
+            connection = await Connection[ToNode].open(connected, seals, self._cluster.heartbeat_timeout_s, ToNode)
             stack.push_async_callback(connection.close)
             connection.send(self._hello)
             answer = await connection.receive()
@@ -125,7 +123,7 @@ class JoiningNode:
     async def _enter_store(self, number: int) -> Connection[bytes]:
         """Return a connection to the store of a round."""
         connected, seals = await self._knock(Purpose.STORE)
-        connection = await Connection[bytes].open(connected, seals, self._cluster.heartbeat_timeout_s, bytes, bytes)
+        connection = await Connection[bytes].open(connected, seals, self._cluster.heartbeat_timeout_s, bytes)
         connection.send(number.to_bytes(8, "big"))
         return connection
 
@@ -189,16 +187,9 @@ def agent_command(topology: Topology, cluster: ClusterConfig) -> list[str]:
 
     It needs no configuration: what to train it gets from node 0.
     """
-    return [
-        *(sys.executable, "-m", "spot_async.trainer.nodes"),
-        f"--nodes={topology.nodes}",
-        f"--node-rank={topology.node_rank}",
-        f"--address={topology.address}",
-        f"--port={topology.port}",
-        f"--run-id={topology.run_id}",
-        f"--join-timeout-s={cluster.join_timeout_s}",
-        f"--heartbeat-timeout-s={cluster.heartbeat_timeout_s}",
-    ]
+    place = {name: value for name, value in vars(topology).items() if name != "secret"}
+    timeouts = cluster.model_dump(include={"join_timeout_s", "heartbeat_timeout_s"})
+    return [sys.executable, "-m", "spot_async.trainer.nodes", json.dumps({"place": place, "cluster": timeouts})]
 
 
 def run_agent(

@@ -17,11 +17,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import msgspec
 
-from spot_async.base import wire
 from spot_async.config import Config, leaves
 from spot_async.trainer.nodes.topology import Topology
 
@@ -71,18 +70,6 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 FromNode: TypeAlias = Hello | Ended | Leaving
 ToNode: TypeAlias = Welcome | Refused | Begin | Stop | Over
-
-
-def decode_from_node(frame: bytes) -> FromNode:
-    """Decode what a node sends. Raises as `wire.decode` does."""
-    message: FromNode = wire.decode(frame, cast(type[FromNode], FromNode))
-    return message
-
-
-def decode_to_node(frame: bytes) -> ToNode:
-    """Decode what node 0 sends. Raises as `wire.decode` does."""
-    message: ToNode = wire.decode(frame, cast(type[ToNode], ToNode))
-    return message
 
 
 def hello_of(topology: Topology, config: Config | None) -> Hello:
