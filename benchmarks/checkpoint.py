@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM
 
 from spot_async.trainer.checkpoint import CheckpointSaver, load_checkpoint
 from spot_async.trainer.loading import new_student, read_parameters
-from spot_async.trainer.parallel import ReplicatedStrategy
+from spot_async.trainer.parallel import Strategy
 
 STUDENT = Path(__file__).parents[1] / "examples" / "running_sum" / "student"
 
 
 def measured(name: str, model: nn.Module, directory: Path, repeats: int, iteration_s: float | None) -> list[str]:
-    optimizer, strategy = torch.optim.AdamW(model.parameters(), fused=True), ReplicatedStrategy()
+    optimizer, strategy = torch.optim.AdamW(model.parameters(), fused=True), Strategy()
     saver = CheckpointSaver(strategy, torch.device("cpu"))
     saved_s, loaded_s = [], []
     for _ in range(repeats):

@@ -39,7 +39,7 @@ from spot_async.config import TrainingConfig
 from spot_async.run_directory import manifest
 from spot_async.run_directory.ledger import Ledger
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import ReplicatedStrategy
+from spot_async.trainer.parallel import Strategy
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Pull, Supervision, WeightVersion
@@ -122,7 +122,7 @@ def shape_row(directory: Path, size: str, threads: int, batch_size: int) -> tupl
         }
     )
     torch.set_num_threads(threads)
-    trainer = StudentTrainer(settings, ReplicatedStrategy(), torch.device("cpu"))
+    trainer = StudentTrainer(settings, Strategy(), torch.device("cpu"))
     trainer.train(Batch(0, trajectories(0, 2)))  # warms up, and makes the moments
     alone = trainer.train(Batch(1, trajectories(1, batch_size))).metrics
     said: list[float] = []

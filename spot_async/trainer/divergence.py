@@ -84,9 +84,9 @@ class Cells(NamedTuple):
 
 
 class DivergenceStatistics(NamedTuple):
-    """Of the targets with a divergence, as sums."""
+    """Of the targets with a divergence, as sums, by the names of `metrics.Tally`."""
 
-    targets: Tensor
+    divergences: Tensor  # how many
     student_mass: Tensor  # the student's probability of a target's own tokens
     teacher_mass: Tensor  # the target's, which is 1 without a tail
     cells: Tensor
@@ -103,7 +103,7 @@ def divergence_statistics(batch: MicroBatch, logprobs: Tensor, tail_logprobs: Te
     log_q = cells.log_q.masked_fill(~cells.exist, -torch.inf).log_softmax(dim=1)
     reverse = (log_q.exp() * (log_q.clamp(min=LEAST_NATS) - cells.log_p)).masked_fill(~cells.exist, 0.0).sum(dim=1)
     return DivergenceStatistics(
-        targets=of.sum(),
+        divergences=of.sum(),
         student_mass=_total(logprobs.exp().masked_fill(~soft.is_token, 0.0).sum(dim=1), of),
         teacher_mass=_total(soft.probabilities.sum(dim=1), of),
         cells=(cells.exist & of[:, None]).sum(),

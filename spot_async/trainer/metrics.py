@@ -127,15 +127,7 @@ class Tally:
                 first_pull=differences[0].masked_fill(~active[0], 0.0).sum(),
             )
         if batch.has_divergences:
-            found = divergence_statistics(batch, *of_soft_targets)
-            self.add(
-                divergences=found.targets,
-                student_mass=found.student_mass,
-                teacher_mass=found.teacher_mass,
-                cells=found.cells,
-                clipped_cells=found.clipped_cells,
-                reverse_kl=found.reverse_kl,
-            )
+            self.add(**divergence_statistics(batch, *of_soft_targets)._asdict())
 
     def count_mismatch(self, batch: MicroBatch, own: Tensor) -> None:
         """Compare the server's log-probabilities with the trainer's, which are of the iteration's first weights.
@@ -146,7 +138,7 @@ class Tally:
         is_stale = (batch.sampled_at >= 0) & (batch.sampled_at < self.step)
         mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & ~is_stale)
         staleness = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & is_stale)
-        weights = weight_statistics(own, batch.served_logprobs, batch.policy_mask)
+        self.add(**weight_statistics(own, batch.served_logprobs, batch.policy_mask)._asdict())
         self.add(
             mismatch_tokens=mismatch.tokens,
             mismatch=mismatch.difference_sum,
@@ -154,9 +146,6 @@ class Tally:
             stale_tokens=staleness.tokens,
             staleness=staleness.difference_sum,
             staleness_kl=staleness.kl_sum,
-            compared_tokens=weights.tokens,
-            sampling_weight=weights.weight_sum,
-            sampling_weight_squared=weights.square_sum,
         )
         self.see(mismatch=mismatch.difference_max, staleness=staleness.difference_max)
 

@@ -1,4 +1,4 @@
-"""The ranks' process group, and how the student is spread over it: `ReplicatedStrategy` or `ShardedStrategy`.
+"""The ranks' process group, and how the student is spread over it: by a `Strategy`, or a `ShardedStrategy`.
 
 All ranks call a `Strategy` alike, and make the same number of forward and backward passes, because sharded ranks wait
 for each other in each layer. Gradients are summed, never averaged: the loss already has the mini-batch's denominators.
@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -244,10 +243,10 @@ def factor_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if is_cast else tensor.dtype
 
 
-class Strategy(ABC):
-    """How the student is spread over the ranks.
+class Strategy:
+    """How the student is spread over the ranks: each holds all of it and of its optimiser state, and makes each step.
 
-    Each node has a whole student, so the first node's ranks can save it, and load it for all.
+    bfloat16 is by autocast. Each node has a whole student, so the first node's ranks can save it, and load it for all.
     """
 
     def __init__(self) -> None:
@@ -273,7 +272,6 @@ class Strategy(ABC):
         for group in groups:
             dist.destroy_process_group(group)
 
-    @abstractmethod
     def prepare(
         self,
         module: nn.Module,
@@ -287,13 +285,28 @@ class Strategy(ABC):
         `layers` are the parts that may be gathered one at a time. `fill` gives parameters on the meta device their
         values, on the device it is given, once it is known what this rank holds of them.
         """
+        fill(device)
+        module.to(device)
 
-    def before_pass(self, *, is_last: bool) -> None:  # noqa: B027 - most strategies have nothing to do
+        def forward(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+                logprobs: tuple[Tensor, Tensor, Tensor] = module(batch)
+                return logprobs
+
+        return forward
+
+    def before_pass(self, *, is_last: bool) -> None:
         """Prepare for one of an update's forward and backward passes; `is_last` says that no more of them follow."""
 
-    @abstractmethod
     def reduce_gradients(self, module: nn.Module) -> None:
-        """Sum gradients over ranks, unless the backward pass has done it."""
+        """Sum gradients over ranks. A parameter without a gradient on this rank adds zeros."""
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        works = [dist.all_reduce(p.grad, async_op=True) for p in parameters] if self.ranks > 1 else []
+        for work in works:
+            work.wait()
 
     def clip_grad_norm(self, module: nn.Module, max_norm: float) -> float:
         """Scale gradients down to `max_norm`; return their norm before that, over all ranks' parts together."""
@@ -311,38 +324,6 @@ class Strategy(ABC):
         if self.ranks > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
-
-
-class ReplicatedStrategy(Strategy):
-    """Every rank holds the whole student and its optimiser state, and makes the same steps. bfloat16 is by autocast."""
-
-    def prepare(
-        self,
-        module: nn.Module,
-        layers: Sequence[nn.Module],
-        device: torch.device,
-        dtype: Precision,
-        fill: Callable[[torch.device], None],
-    ) -> Forward:
-        fill(device)
-        module.to(device)
-
-        def forward(batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-                logprobs: tuple[Tensor, Tensor, Tensor] = module(batch)
-                return logprobs
-
-        return forward
-
-    def reduce_gradients(self, module: nn.Module) -> None:
-        """Sum gradients over ranks. A parameter without a gradient on this rank adds zeros."""
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        works = [dist.all_reduce(p.grad, async_op=True) for p in parameters] if self.ranks > 1 else []
-        for work in works:
-            work.wait()
 
 
 class ShardedStrategy(Strategy):
@@ -410,4 +391,4 @@ def strategy_of(training: TrainingConfig) -> Strategy:
     """Return the strategy that `training.sharding` names."""
     if training.sharding == "fsdp2":
         return ShardedStrategy(keeps_on_cpu=training.offload == "all")
-    return ReplicatedStrategy()
+    return Strategy()

@@ -24,7 +24,7 @@ from spot_async.config import SamplingConfig, TrainingConfig
 from spot_async.models.files import read_model
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.trainer.messages import Batch
-from spot_async.trainer.parallel import ReplicatedStrategy, process_group
+from spot_async.trainer.parallel import Strategy, process_group
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Generation, IntArray, Problem, Prompt, SamplingSettings, Supervision, Verdict
@@ -112,7 +112,7 @@ def first_loss(batch: Sequence[Supervision], student: Path, directory: Path) -> 
         iterations=1,
     )
     with _alone(directory):
-        trainer = StudentTrainer(settings, ReplicatedStrategy(), torch.device("cpu"))
+        trainer = StudentTrainer(settings, Strategy(), torch.device("cpu"))
         return trainer.train(Batch(iteration=0, samples=tuple(batch))).metrics
 
 

@@ -22,7 +22,7 @@ from spot_async.errors import DataError
 from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.lora import DOWN, UP, add_adapters
 from spot_async.trainer.model import ResponseLogprobs, decoder_layers
-from spot_async.trainer.parallel import ReplicatedStrategy, ShardedStrategy, local
+from spot_async.trainer.parallel import ShardedStrategy, Strategy, local
 
 CPU = torch.device("cpu")
 STUDENTS = {
@@ -83,7 +83,7 @@ def loaded(directory: Path, sharding: str, lora: bool, dtype: torch.dtype = torc
     model = new_student(str(directory))
     if lora:
         add_adapters(model, LoraConfig(rank=4), 0, dtype)
-    strategy = ShardedStrategy() if sharding == "fsdp2" else ReplicatedStrategy()
+    strategy = ShardedStrategy() if sharding == "fsdp2" else Strategy()
     module, layers = ResponseLogprobs(model, 1.0), decoder_layers(model)
     strategy.prepare(module, layers, CPU, "float32", fill=partial(read_parameters, model, str(directory)))
     return model
