@@ -28,7 +28,6 @@ from spot_async.errors import ConfigError, RequestError
 from spot_async.models.precision import SURE_NATS, logit_errors, noise_nats
 from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.replicas.pool import ReplicaPool
-from spot_async.spending.teacher_cache import ReplayedTeacher
 from spot_async.types import Capabilities, WeightVersion
 
 PROMPTS = 3
@@ -111,7 +110,7 @@ async def _measure_noise(
     """
     together, first = found.together, next(iter(servers.values()))
     stated = getattr(model.backend, "logprob_noise_nats", None)
-    is_measurable = together.max_top_k > 0 and isinstance(first, Scorer) and not isinstance(first, ReplayedTeacher)
+    is_measurable = together.max_top_k > 0 and isinstance(first, Scorer)
     if (
         stated is not None
         or found.refusals

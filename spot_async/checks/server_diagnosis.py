@@ -25,7 +25,6 @@ from spot_async.models.hub import local_path
 from spot_async.models.precision import FLOAT32, NOISE_MARGIN, precision
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Scorer, SharedAddress
-from spot_async.spending.teacher_cache import ReplayedTeacher
 from spot_async.types import Capabilities, FloatArray, LogprobTemperature
 
 RESPONSE_TOKENS = 24
@@ -356,17 +355,12 @@ class ServerDiagnosis:
 
     @property
     def _scores(self) -> bool:
-        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer) and not self._is_replayed
+        return self.said.max_top_k > 0 and isinstance(self.backend, Scorer)
 
     @property
     def _samples(self) -> bool:
         """Whether it generates. A teacher's backend may have no such method, and yet say that it can."""
-        return self.said.generation and isinstance(self.backend, Generator) and not self._is_replayed
-
-    @property
-    def _is_replayed(self) -> bool:
-        """Whether there is no server to ask, only what was found when there was one."""
-        return isinstance(self.backend, ReplayedTeacher)
+        return self.said.generation and isinstance(self.backend, Generator)
 
     @property
     def _model(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator, bottleneck.
+"""Makes a run's parts from its configuration and plan: accounts, stages, orchestrator.
 
 Nothing is started here. `services.py` opens the servers, `training.py` enters the rest.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from spot_async.base import registry
 from spot_async.base.events import Channel
@@ -28,7 +26,6 @@ from spot_async.spending.score_cache import ScoreCache
 from spot_async.spending.teacher_cache import TeacherCache
 from spot_async.stages.services import Services, StagesSettings, TeacherService
 from spot_async.stages.stages import Stages
-from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.types import Judgement, Problem, Verdict
 
 
@@ -86,8 +83,6 @@ def make_stages(
     bounds_prompts: bool = True,
 ) -> Stages:
     """Make the stages of a run whose servers have answered. The last argument is `StagesSettings.bounds_prompts`."""
-    # The student's backend is then a `BaseScorer`: the plan has seen to that.
-    reference: Any = services.student if plan.reference_is_base else services.reference
     teachers = {
         role: TeacherService(
             server=services.backends.get(plan.answering[role]),
@@ -107,7 +102,8 @@ def make_stages(
         verifier=verifier,
         vocabulary=plan.student.vocabulary,
         teachers={teacher_name(role) or "": teacher for role, teacher in teachers.items()},
-        reference=reference,
+        # As the base, the student's backend is a `BaseScorer`: the plan has seen to that.
+        reference=services.backends.get("student" if plan.reference_is_base else "reference"),
         are_base=are_base,
         following=[*config.following],
         common=plan.common,
@@ -153,22 +149,4 @@ def make_orchestrator(
         trainer=trainer,
         student=LiveStudent([services.student], services.sleepers, evaluation, services.following(config)),
         records=records,
-    )
-
-
-def make_live_bottleneck(
-    config: Config,
-    orchestrator: Orchestrator,
-    backends: Mapping[str, object],
-    say: Callable[[str], None],
-    cores: int | None,
-) -> LiveBottleneck:
-    """Make the live search for what holds a run up. `backends` are by role; `cores` is how many the run may use."""
-    return LiveBottleneck(
-        orchestrator,
-        say,
-        config.model_dump(),
-        every_s=config.run.verdict_every_s,
-        cores=cores,
-        replicas=partial(replica_states, backends),
     )

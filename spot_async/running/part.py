@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from spot_async.base.events import Channel
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
@@ -24,13 +25,14 @@ from spot_async.protocols import Verifier, WeightSink
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.room import bytes_of_first
-from spot_async.running.assembly import make_live_bottleneck, make_orchestrator, make_stages
+from spot_async.running.assembly import make_orchestrator, make_stages
 from spot_async.running.checkpoints import RunCheckpoints
 from spot_async.running.resuming import Beginning
 from spot_async.running.run_evaluations import RunEvaluations
 from spot_async.running.run_trainer import RunTrainer, loss_of_trainer
 from spot_async.running.services import SENDING_WEIGHTS, OpenServices, initial_weights
 from spot_async.telemetry.console import RunConsole
+from spot_async.telemetry.live_bottleneck import LiveBottleneck, replica_states
 from spot_async.telemetry.meters import LoopLag, RunMeters
 from spot_async.telemetry.run_log import RunLog
 from spot_async.telemetry.side_sink import MetricSink
@@ -103,8 +105,13 @@ class Part:
             if self._began.lineage:
                 await self._catch_up()
             run.begin(f"training with {run.config.policy.kind}", self)
-            bottlenecks = make_live_bottleneck(
-                run.config, orchestrator, run.services.backends, run.screen.say, run.directory.cores
+            bottlenecks = LiveBottleneck(
+                orchestrator,
+                run.screen.say,
+                run.config.model_dump(),
+                every_s=run.config.run.verdict_every_s,
+                cores=run.directory.cores,
+                replicas=partial(replica_states, run.services.backends),
             )
             with stop.heard_by(orchestrator.stop) if run.config.training.checkpoint_every else nullcontext():
                 async with alongside(run.trainer.watch, bottlenecks.speak):

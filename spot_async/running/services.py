@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from spot_async.base import registry
 from spot_async.base.processes.resources import CoreShares, available_cores, confined, share_cores
@@ -31,7 +31,7 @@ from spot_async.checks.plan import TrainPlan
 from spot_async.config import BackendSettings, ClusterConfig, Config, ModelConfig
 from spot_async.errors import ConfigError
 from spot_async.models.hub import local_path
-from spot_async.protocols import Backend, CandidateScorer, Generator, Replicated, Scorer, Sleeper, WeightSink
+from spot_async.protocols import Backend, Replicated, Sleeper, WeightSink
 from spot_async.replicas.pool import PeopleListener, ReplicaPool
 from spot_async.replicas.shifts import Shifts
 from spot_async.running.ray_places import placed
@@ -39,14 +39,6 @@ from spot_async.spending.account import Account
 from spot_async.spending.run_spending import RunSpending
 from spot_async.spending.teacher_cache import KeptScores
 from spot_async.types import Capabilities, WeightSnapshot, WeightVersion
-
-
-class StudentBackend(Backend, Generator, CandidateScorer, WeightSink, Protocol):
-    """What the student's backend must be."""
-
-
-class ReferenceBackend(Backend, Scorer, Protocol):
-    """What the frozen reference's backend must be."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +53,12 @@ class OpenServices:
     shifts: Shifts  # of those that are not awake together
 
     @property
-    def student(self) -> StudentBackend | ReplicaPool[StudentBackend]:
-        student: StudentBackend | ReplicaPool[StudentBackend] = self.backends["student"]
-        return student
+    def student(self) -> Any:
+        return self.backends["student"]
 
     def following(self, config: Config) -> dict[str, WeightSink]:
         """Return the servers of teachers that follow the student, by role."""
         return {role: self.backends[role] for role in config.following if role in self.backends}
-
-    @property
-    def reference(self) -> ReferenceBackend | ReplicaPool[ReferenceBackend] | None:
-        """The student's own servers where none was started for it: see `TrainPlan.reference_is_base`."""
-        return self.backends.get("reference")
 
     @property
     def sleepers(self) -> list[Sleeper]:

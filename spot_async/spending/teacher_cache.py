@@ -25,10 +25,10 @@ import numpy as np
 
 from spot_async.base.tasks import Opened
 from spot_async.config import TeacherConfig
-from spot_async.errors import ConfigError, ReplayMissError
+from spot_async.errors import ConfigError
 from spot_async.models.files import ModelFiles
 from spot_async.spending.score_cache import ScoreCache, digest
-from spot_async.types import Capabilities, IntArray, ScoredPositions, TokenScores
+from spot_async.types import Capabilities, IntArray
 
 T = TypeVar("T", bound=msgspec.Struct)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # of files that servers read weights from
@@ -89,7 +89,7 @@ class KeptScores:
 
 
 class ReplayedTeacher(Opened):
-    """The teacher's backend in a replay. It starts nothing, and refuses every request, since stages ask the cache."""
+    """The teacher's backend in a replay. It starts nothing, and takes no request, since stages ask the cache."""
 
     def __init__(self, cache: TeacherCache) -> None:
         self._cache = cache
@@ -102,20 +102,6 @@ class ReplayedTeacher(Opened):
 
     async def watch(self) -> None:
         await asyncio.get_running_loop().create_future()
-
-    async def score(self, *asked: Any, **settings: Any) -> TokenScores:
-        raise ReplayMissError(self._refusal)
-
-    async def score_at(self, *asked: Any, **settings: Any) -> ScoredPositions:
-        raise ReplayMissError(self._refusal)
-
-    async def generate(self, *asked: Any, **settings: Any) -> Any:
-        raise ReplayMissError(self._refusal)
-
-    @property
-    def _refusal(self) -> str:
-        cache = self._cache.cache
-        return f"{cache.role}.replay: no teacher is running, there are only its answers in {cache.path}"
 
 
 def teacher_identity(teacher: TeacherConfig, files: ModelFiles, weights: bytes | None) -> bytes:
