@@ -303,22 +303,6 @@ class Replica(Generic[B]):
 class HeldLease(Generic[B]):
     """A `Lease` on a replica. Its timeout is never due by itself; it is how the request is cancelled."""
 
-    __slots__ = (
-        "_is_entered",
-        "_reason",
-        "_released",
-        "_replica",
-        "_timeout",
-        "_was_leased",
-        "ended",
-        "errand",
-        "grant",
-        "granted_s",
-        "is_request",
-        "sent",
-        "service",
-    )
-
     def __init__(
         self,
         replica: Replica[B],

@@ -5,15 +5,17 @@ Below are the comparisons that checks make. Axes: T response positions, K served
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from spot_async.base.tasks import while_alive
 from spot_async.errors import SpotError
 from spot_async.types import Capabilities, Float64Array, Int64Array, TokenScores
 
@@ -123,12 +125,21 @@ class Check:
             raise Violation(f"raised {type(error).__name__}, which is none of ours: {error}") from error
 
 
-class Host(Protocol):
-    """Runs checks on a backend: the fixture `hosted` of `plugin.py`."""
+@dataclass(frozen=True)
+class Hosted:
+    """A running backend, and the event loop that it runs in: the fixture `hosted` of `plugin.py`."""
+
+    subject: Subject
+    runner: asyncio.Runner
+    task: asyncio.Task[None]  # in which it was entered, and will be left
 
     def run(self, check: Check) -> Finding:
         """Run a check. Raises the error of a server that ends meanwhile."""
-        ...
+
+        async def gone() -> None:
+            await asyncio.shield(self.task)
+
+        return self.runner.run(while_alive(check.run(self.subject), gone))
 
 
 CHECKS: dict[str, Check] = {}  # all that are defined, by name
@@ -143,7 +154,7 @@ def check(
         found = Check(ask.__name__.removeprefix("test_"), ask, of, after)
         CHECKS[found.name] = found
 
-        def test(hosted: Host, record_property: Callable[[str, object], None]) -> None:
+        def test(hosted: Hosted, record_property: Callable[[str, object], None]) -> None:
             broken = None
             try:
                 said: Finding | Violation = hosted.run(found)

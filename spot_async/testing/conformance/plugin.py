@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import pytest
 
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
-from spot_async.base.tasks import root_cause, while_alive
+from spot_async.base.tasks import root_cause
 from spot_async.config import ModelConfig
 from spot_async.config.loading import apply_override, validate_as
 from spot_async.errors import ConfigError, SpotError
 from spot_async.models.files import read_model
 from spot_async.running.services import open_services
-from spot_async.testing.conformance.contract import Check, Finding
+from spot_async.testing.conformance.contract import Hosted
 from spot_async.testing.conformance.subject import Subject
 from spot_async.types import WeightVersion
 
@@ -60,23 +59,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     except SpotError as error:
         raise pytest.UsageError(str(error)) from None
     session.config.stash[CHECKED] = config
-
-
-@dataclass(frozen=True)
-class Hosted:
-    """A running backend, and the event loop that it runs in."""
-
-    subject: Subject
-    runner: asyncio.Runner
-    task: asyncio.Task[None]  # in which it was entered, and will be left
-
-    def run(self, check: Check) -> Finding:
-        """Run a check. Raises the error of a server that ends meanwhile."""
-
-        async def gone() -> None:
-            await asyncio.shield(self.task)
-
-        return self.runner.run(while_alive(check.run(self.subject), gone))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,24 +23,9 @@ GRAINS = 64  # an average response has about so many grains
 Asked = Counter[tuple[int, bool]]  # what was asked for each prompt so far: responses, and probes (True)
 
 
-class Lengths(Protocol):
-    """Lengths in tokens, before they are cut."""
-
-    @property
-    def mean(self) -> float:
-        """About the mean length of a response."""
-        ...
-
-    def response(self, ordinal: int, seed: int, nth: int) -> float: ...
-
-    def probe(self, ordinal: int, seed: int, nth: int) -> float: ...
-
-    def prompt(self, ordinal: int) -> float: ...
-
-
 @dataclass(frozen=True)
 class LogNormalLengths:
-    """Responses and probes are drawn alike, each by itself."""
+    """Lengths in tokens, before they are cut. Responses and probes are drawn alike, each by itself."""
 
     median: float
     sigma: float
@@ -48,6 +33,7 @@ class LogNormalLengths:
 
     @property
     def mean(self) -> float:
+        """About the mean length of a response."""
         return self.median * math.exp(self.sigma**2 / 2)
 
     def response(self, ordinal: int, seed: int, nth: int) -> float:
@@ -98,6 +84,9 @@ class RecordedLengths:
     def _drawn(self, ordinal: int) -> RecordedPrompt:
         time, place = divmod(ordinal, len(self.prompts))
         return self.prompts[_shuffled(len(self.prompts), time)[place]]
+
+
+Lengths: TypeAlias = LogNormalLengths | RecordedLengths
 
 
 @lru_cache(maxsize=4)
