@@ -7,7 +7,7 @@ It has these tracks:
 * the prompts' coroutines, with an arrow from each to the training step that it ended in
 * each server that had something to do: requests in flight
 * each stage that had something to do: its requests, on as many lanes as were busy at once, and in these the
-  attempts that failed, with the pauses after them
+  attempts that failed, with the pauses after them; those done within `FOLDED_S` are only counted
 * counters: requests that wait and are in flight, finished supervision, tokens per second
 
 The file is a JSON array that is written as the run goes. The format allows the closing bracket to be missing, so a
@@ -45,6 +45,7 @@ SHARE_BYTES = 16 << 20
 BUFFER_BYTES = 1 << 18
 COUNTER_INTERVAL_S = 0.05
 RATE_INTERVAL_S = 0.5
+FOLDED_S = 0.001  # verdicts of an immediate verifier would be lanes that nobody can see, most of the file
 
 # Process ids, which stand for groups of tracks. They are far from thread ids, since viewers draw a thread with its
 # process's id as the main thread.
@@ -142,6 +143,7 @@ class TraceRecorder:
         self._book = book
         self._lanes: dict[int, Lanes] = {}
         self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(stages.all)}
+        self._folded: Counter[str] = Counter()  # requests so far that are counted alone, by stage
         self._used: set[str] = set()  # stages that have a track already
         self._servers: set[str] = set()  # servers that have a track already
         self._counters = Counters(file)
@@ -177,6 +179,9 @@ class TraceRecorder:
                 self._count_weights("served", event.iteration, event.at_s)
 
     def _add_request(self, span: RequestEnded) -> None:
+        if span.outcome == "done" and span.ended_s - span.started_s < FOLDED_S and not span.failed:
+            self._folded[span.stage] += 1
+            return
         ordinal, *rest = span.priority
         args: dict[str, Any] = {"prompt": ordinal, "waited_ms": round(1e3 * (span.started_s - span.asked_s), 3)}
         if rest:
@@ -281,8 +286,9 @@ class TraceRecorder:
         at = microseconds(at_s)
         at_servers: Counter[str] = Counter()
         for stage in self._stages.all:
-            if stage.open or stage.name in self._used:
+            if stage.open or stage.name in self._used or self._folded[stage.name]:
                 values = {"in flight": stage.in_flight, "waiting": stage.waiting}
+                values |= {"brief so far": folded} if (folded := self._folded[stage.name]) else {}
                 self._counters.set(self._process_of(stage.name), stage.name, at, values)
             at_servers.update(request.replica for request in stage.open if request.replica)
         if at_servers and not self._servers:

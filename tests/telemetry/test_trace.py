@@ -157,6 +157,24 @@ def test_every_span_of_a_small_run_is_where_it_must_be(tmp_path):
     assert run.journal.results[0].times_s.waited_for == {"rollout": 2.0, "score": 0.5}
 
 
+def test_verdicts_of_an_immediate_verifier_are_counted_and_not_drawn(tmp_path):
+    services = Timed()
+
+    class Immediate(Timed):
+        async def verify(self, problem, text, **settings):
+            return Verdict.CORRECT
+
+    run = make_run(
+        make_policy(OpdPolicy), student=TwoServers(services), teachers=only(services), verifier=Immediate(),
+        weight_sinks=[services], iterations=1, batch_size=2,
+    )  # fmt: skip
+    events = record(tmp_path / "trace.json", run)
+    assert slices(events, "verifier: verify") == []
+    counted = [e["args"]["brief so far"] for e in events if e["ph"] == "C" and e["name"] == "verify"]
+    assert counted == [1, 2]
+    assert len(slices(events, "student: rollout")) == 2
+
+
 def test_slices_of_a_track_nest_or_follow_and_every_trained_prompt_has_its_arrow(tmp_path):
     events = record(tmp_path / "trace.json", spot_run(iterations=3, batch_size=16))
     tracks = {}
