@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.services import stage_kind, stage_server
@@ -23,20 +22,7 @@ MID_OR_AFTER = re.compile(r"evaluation-(?:after|(\d+))\.json")
 PUBLISHED = re.compile(r"(?:step|best)-(\d+)")
 
 
-@dataclass(frozen=True)
-class Compute:
-    """What one training run took."""
-
-    iterations: int
-    generated_tokens: float  # by rollouts, probes and the teacher's responses
-    probe_tokens: float  # the part of these by probes
-    scored_tokens: float  # tokens of responses that the teacher scored, without prompts
-    trained_tokens: float
-    hours: float  # wall time
-    trainer_s: float
-    request_s: Mapping[str, float]  # request-seconds by role: student, teacher, reference
-    money: Mapping[str, float]  # by currency; empty if nothing had a price
-    domains: Mapping[str, float]  # means over the last quarter of the iterations, by words; empty for a single domain
+Compute: TypeAlias = dict[str, float]  # what one training run took, by headings of the table
 
 
 def read_compute(figures: Path, model: Path) -> Compute | None:
@@ -77,23 +63,23 @@ def compute_of(rows: Rows, money: Mapping[str, float]) -> Compute:
         if role is not None:
             busy = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows)
             request_s[role] = request_s.get(role, 0.0) + busy
-    return Compute(
-        iterations=len(rows),
-        generated_tokens=sum(row.get("throughput/generated_tokens_per_s", 0.0) * training_s(row) for row in rows),
-        probe_tokens=sum(row.get("probe/tokens", 0.0) * row.get("train/trajectories", 0.0) for row in rows),
-        scored_tokens=sum(
+    return {
+        "iterations": len(rows),
+        "tokens generated": sum(row.get("throughput/generated_tokens_per_s", 0.0) * training_s(row) for row in rows),
+        "by probes": sum(row.get("probe/tokens", 0.0) * row.get("train/trajectories", 0.0) for row in rows),
+        "scored": sum(  # of responses, by the teacher, without prompts
             row.get(f"stage/{stage}/requests", 0.0) * row.get("rollout/tokens", row.get("teacher/tokens", 0.0))
             for row in rows
             for stage in stage_names(rows)
             if stage_kind(stage) == "score"
         ),
-        trained_tokens=total(rows, "train/tokens"),
-        hours=sum(map(training_s, rows)) / 3600,
-        trainer_s=total(rows, "time/train_s"),
-        request_s=request_s,
-        money=money,
-        domains=_domains(rows[3 * len(rows) // 4 :]),
-    )
+        "trained": total(rows, "train/tokens"),
+        "hours": sum(map(training_s, rows)) / 3600,
+        "trainer s": total(rows, "time/train_s"),
+        **{f"{role} request-s": busy_s for role, busy_s in request_s.items()},
+        **money,
+        **_domains(rows[3 * len(rows) // 4 :]),
+    }
 
 
 def _domains(rows: Rows) -> dict[str, float]:
@@ -122,31 +108,12 @@ def _money(spending: Sequence[Mapping[str, Any]], iteration: int | None) -> dict
 
 
 def compute_rows(computed: Sequence[tuple[str, Compute]]) -> tuple[list[str], list[list[str]]]:
-    """Return headings, and a row of texts for each method."""
-    currencies = list(dict.fromkeys(currency for _, each in computed for currency in each.money))
-    roles = list(dict.fromkeys(role for _, each in computed for role in each.request_s))
-    headings = ["method", "iterations", "tokens generated", "by probes", "scored", "trained", "hours", "trainer s"]
-    domains = list(dict.fromkeys(words for _, each in computed for words in each.domains))
-    headings += [f"{role} request-s" for role in roles] + currencies + domains
-    rows = [
-        [
-            name,
-            f"{each.iterations:,}",
-            *(
-                f"{tokens:,.0f}"
-                for tokens in (each.generated_tokens, each.probe_tokens, each.scored_tokens, each.trained_tokens)
-            ),
-            _rounded(each.hours),
-            _rounded(each.trainer_s),
-            *(_rounded(each.request_s.get(role, 0.0)) for role in roles),
-            *(f"{each.money.get(currency, 0.0):,.4g}" for currency in currencies),
-            *(f"{each.domains[words]:.3g}" if words in each.domains else "" for words in domains),
-        ]
-        for name, each in computed
-    ]
-    return headings, rows
+    """Return headings, and a row of texts for each method; empty ones for what it did not have."""
+    headings = list(dict.fromkeys(heading for _, each in computed for heading in each))
+    rows = [[name, *(_rounded(each[key]) if key in each else "" for key in headings)] for name, each in computed]
+    return ["method", *headings], rows
 
 
 def _rounded(amount: float) -> str:
-    """Return an amount with three digits, or with all digits before the point."""
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+    """Return an amount with four digits, or with all digits before the point."""
+    return f"{amount:,.0f}" if amount >= 1000 else f"{amount:.4g}"

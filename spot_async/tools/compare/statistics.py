@@ -40,7 +40,6 @@ class Comparison:
     baseline: int
     columns: Sequence[Column]
     samples: int
-    k: int
     values: Float64Array
     intervals: Interval
     differences: Float64Array  # from the baseline; 0 in its own row
@@ -104,7 +103,6 @@ def compare(
         baseline=baseline,
         columns=[Column(metric, name) for metric in metric_names(samples, k) for name in names],
         samples=samples,
-        k=k,
         values=table(figures),
         intervals=interval(draws_of),
         differences=table(change),
