@@ -145,7 +145,6 @@ class MachineMemory:
     """What servers and trainer keep on the devices of one machine."""
 
     training: TrainingConfig  # with the ranks of this machine
-    trainer: TrainerMemory
     devices: list[DeviceMemory]
     servers: list[ServerOnDevice]
     order: list[str]  # of starting, a line for each device that is shared
@@ -170,7 +169,6 @@ def machine_memory(config: Config, plan: TrainPlan, *, nodes: int = 1) -> Machin
     trainer = trainer_memory(student, training, longest_tokens=longest_tokens, copies=config.copies)
     return MachineMemory(
         training=training,
-        trainer=trainer,
         devices=per_device(servers, trainer, ranks, total_gib),
         servers=servers,
         order=taking_turns(starting_order(plan.served, ranks)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -301,26 +302,13 @@ def verdict_text(verdict: str) -> str:
 
 
 LONG_TEXT = 600  # a probe with more characters is folded
-ON_PAGES = (
-    branch_legend,
-    branch_state,
-    candidate_name,
-    framed_words,
-    is_sampled,
-    probability,
-    remarks,
-    sampled_shares,
-    score_parts,
-    verdict_text,
-    verdict_tone,
-)
 
 
 def sample_page(number: int, sample: SampleRecord, found: Sequence[Colouring], policy: PolicySettings = GUIDED) -> str:
     """Return the page of one rollout: problem, response in every colouring, branches."""
     return filled(
         "sample.html",
-        **{each.__name__: each for each in ON_PAGES},
+        view=sys.modules[__name__],
         number=number,
         sample=sample,
         colourings=found,
