@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -64,16 +65,23 @@ def _cell(said: Mapping[str, str]) -> str:
     return "\n".join(f"{', '.join(those)}: {words}" for words, those in names.items())
 
 
+def _known(name: str, form: Callable[[Any], str] = str, absent: str = "unknown") -> Callable[[Facts], str]:
+    """Return what says a fact in words: `absent` where nobody asked for it, `unknown` where nobody could tell."""
+
+    def words(facts: Facts) -> str:
+        if name not in facts:
+            return absent
+        return "unknown" if facts[name] is None else form(facts[name])
+
+    return words
+
+
 def _yes(value: Fact) -> str:
-    return "unknown" if value is None else "yes" if value else "no"
+    return "yes" if value else "no"
 
 
-def _plain(value: Fact) -> str:
-    return "unknown" if value is None else str(value)
-
-
-def _nats(value: Fact) -> str:
-    return "unknown" if value is None else f"{value:.1e} nats"
+def _nats(value: Any) -> str:
+    return f"{value:.1e} nats"
 
 
 def _fingerprint(facts: Facts) -> str:
@@ -101,20 +109,6 @@ def _temperature(name: str, feature: str) -> Callable[[Facts], str]:
     return words
 
 
-def _masked(facts: Facts) -> str:
-    if "masked_share" not in facts:
-        return "scores nothing"
-    share = facts["masked_share"]
-    return "unknown" if share is None else percent(float(share))
-
-
-def _score_rows(facts: Facts) -> str:
-    if "score_rows" not in facts:
-        return "scores nothing"
-    order = facts["score_rows"]
-    return "unknown" if order is None else "yes (probed)" if order == RIGHT else "NO"
-
-
 def _behind_own_prompt(name: str) -> Callable[[Facts], str]:
     def words(facts: Facts) -> str:
         own, students = facts.get(name), facts.get(f"{name}_students_prompt")
@@ -135,15 +129,10 @@ def _disagreement(facts: Facts) -> str:
     return f"{_nats(facts['disagreement_nats'])}, {facts['disagreement_limit_nats']:.2g} at most"
 
 
-def _samples(facts: Facts) -> str:
-    p_value = facts.get("truncation_p_value")
-    return "unknown" if p_value is None else _yes(float(p_value) >= UNLIKELY)
-
-
 def _seeds(facts: Facts) -> str:
     if facts["seeds"] is None:
         return "samples nothing"
-    return f"{_yes(facts.get('seeds_probed'))} (probed)" if facts.get("seeds_probed") is not None else "unknown"
+    return _known("seeds_probed", lambda seen: f"{_yes(seen)} (probed)")(facts)
 
 
 def _end_tokens(facts: Facts) -> str:
@@ -167,12 +156,7 @@ def _weights(facts: Facts) -> str:
     checked = {True: "checked when loaded", False: "not checked when loaded"}.get(facts["weights_checked"] is True)
     if facts["weights_checked"] is None:
         checked = "the first tell whether they can be checked"
-    return f"{_plain(facts['weight_transport'])}; {holds}; {checked}"
-
-
-def _milliseconds(facts: Facts) -> str:
-    seconds = facts["round_trip_s"]
-    return "unknown" if seconds is None else f"{float(seconds) * 1000:.1f} ms"
+    return f"{_known('weight_transport')(facts)}; {holds}; {checked}"
 
 
 def _behind(facts: Facts) -> str:
@@ -188,35 +172,38 @@ def _behind(facts: Facts) -> str:
 
 
 ROWS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
-    ("backend", lambda facts: _plain(facts["backend"])),
-    ("server", lambda facts: _plain(facts["server"])),
+    ("backend", _known("backend")),
+    ("server", _known("server")),
     ("servers behind the url", _behind),
-    ("model", lambda facts: _plain(facts["model"])),
+    ("model", _known("model")),
     ("vocabulary", _fingerprint),
     ("end token", _end_tokens),
     ("chat template", _template),
     ("context", lambda facts: f"{facts['context_tokens']}, {facts['context_tokens_needed']} needed"),
     ("top-K of scores", lambda facts: f"{facts['score_top_k']}, {facts['score_top_k_needed']} needed"),
-    ("top-K of samples", lambda facts: _plain(facts["generation_top_k"])),
-    ("top-K of single positions", lambda facts: _plain(facts["position_top_k"])),
+    ("top-K of samples", _known("generation_top_k")),
+    ("top-K of single positions", _known("position_top_k")),
     ("entropy", _entropy),
-    ("candidates", lambda facts: _plain(facts["candidate_logprobs"])),
-    ("token-id prompts", lambda facts: _yes(facts["token_id_prompts"])),
+    ("candidates", _known("candidate_logprobs")),
+    ("token-id prompts", _known("token_id_prompts", _yes)),
     ("log-probabilities", lambda facts: f"of the {facts['logprob_convention']} distribution"),
     ("temperature of scores", _temperature("score_temperature", "scores nothing")),
     ("temperature of samples", _temperature("generation_temperature", "samples nothing")),
-    ("masked positions", _masked),
-    ("scores of the right rows", _score_rows),
+    ("masked positions", _known("masked_share", percent, "scores nothing")),
+    (
+        "scores of the right rows",
+        _known("score_rows", lambda order: "yes (probed)" if order == RIGHT else "NO", "scores nothing"),
+    ),
     ("first token, own prompt", _behind_own_prompt("first_token_logprob")),
     ("other tokens, own prompt", _behind_own_prompt("other_tokens_logprob")),
     ("repeatability", _repeatability),
-    ("servers apart", lambda facts: _nats(facts["servers_differ_nats"]) if "servers_differ_nats" in facts else ""),
-    ("samples of the whole", _samples),
+    ("servers apart", _known("servers_differ_nats", _nats, "")),
+    ("samples of the whole", _known("truncation_p_value", lambda p: _yes(p >= UNLIKELY))),
     ("samples against scores", _disagreement),
     ("seeds honoured", _seeds),
-    ("prefix caching", lambda facts: _yes(facts["prefix_caching"])),
-    ("frees abandoned requests", lambda facts: _yes(facts["abort"])),
+    ("prefix caching", _known("prefix_caching", _yes)),
+    ("frees abandoned requests", _known("abort", _yes)),
     ("new weights", _weights),
-    ("updates in flight", lambda facts: _yes(facts["in_flight_updates"])),
-    ("round trip", _milliseconds),
+    ("updates in flight", _known("in_flight_updates", _yes)),
+    ("round trip", _known("round_trip_s", lambda seconds: f"{seconds * 1000:.1f} ms")),
 )
