@@ -88,17 +88,12 @@ def check_adapter(directory: Path, layers: Layers, lora: LoraConfig, *, numbers:
             types = {key: each.get_dtype() for key, each in slices.items()}
             fault = _fault(config, shapes, types, layers, lora)
             if fault is None and numbers:
-                fault = next(
-                    (f"{key} has numbers that are not finite" for key in shapes if not _finite(file, key)), None
-                )
+                broken = (key for key in shapes if not np.isfinite(file.get_tensor(key)).all())
+                fault = next((f"{key} has numbers that are not finite" for key in broken), None)
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"adapter {name or directory}: cannot be read ({error})") from error
     if fault:
         raise DataError(f"adapter {name or directory}: {fault}")
-
-
-def _finite(file: Any, key: str) -> bool:
-    return bool(np.isfinite(file.get_tensor(key)).all())
 
 
 def _fault(

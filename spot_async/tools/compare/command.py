@@ -60,7 +60,8 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
         seed=options.seed,
         confidence=options.confidence,
     )
-    computed = _computed(runs)
+    took = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
+    computed = [(name, compute) for name, compute in took if compute is not None]  # of training runs that are there
     notes = _notes(comparison, benchmarks, runs)
     told = []
     if options.output is not None:
@@ -155,12 +156,6 @@ def _baseline(methods: Sequence[str], wanted: str | None) -> int:
     if wanted not in methods:
         raise DataError(f"--baseline {wanted}: no such row; there are {', '.join(methods)}")
     return methods.index(wanted)
-
-
-def _computed(runs: Sequence[Evaluated]) -> list[tuple[str, Compute]]:
-    """Return what each run's training took, by name, if its training run is still there."""
-    found = [(run.name, read_compute(run.path, Path(run.figures.model))) for run in runs]
-    return [(name, compute) for name, compute in found if compute is not None]
 
 
 def _notes(comparison: Comparison, benchmarks: Sequence[PairedBenchmark], runs: Sequence[Evaluated]) -> list[str]:

@@ -40,7 +40,8 @@ def value_variance(prior: Float64Array, correct: Int64Array, judged: Int64Array)
     V (1 - V) / n. That adds `sum p (1 - p) V (1 - V) / n` to the expectation, and is taken off.
     """
     share = shares(correct, judged)
-    observed = _variance(prior, share)
+    mean = (prior * share).sum(axis=-1, keepdims=True)
+    observed = (prior * (share - mean) ** 2).sum(axis=-1)
     noise = (prior * (1.0 - prior) * probe_variance(correct, judged) / judged).sum(axis=-1)
     return np.asarray(observed - noise)
 
@@ -94,11 +95,6 @@ def tilted(prior: Float64Array, values: Float64Array, gamma: float) -> Float64Ar
     """Return `p(v) exp(gamma V(v)) / Z` (..., k), as the policy computes it (equation 10)."""
     weights = prior * np.exp(gamma * (values - values.max(axis=-1, keepdims=True)))
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
-
-
-def _variance(prior: Float64Array, values: Float64Array) -> Float64Array:
-    mean = (prior * values).sum(axis=-1, keepdims=True)
-    return np.asarray((prior * (values - mean) ** 2).sum(axis=-1))
 
 
 def _drawn(correct: Int64Array, judged: Int64Array, probes: int) -> Float64Array:

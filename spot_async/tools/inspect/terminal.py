@@ -15,7 +15,6 @@ from spot_async.tools.inspect.view import (
     GUIDED,
     Colouring,
     PolicySettings,
-    TokenView,
     branch_legend,
     branch_state,
     candidate_name,
@@ -107,7 +106,8 @@ def response_text(colouring: Colouring) -> Text:
     """Return the response's tokens on their colours, with the chosen ones underlined and the probed ones numbered."""
     text = Text()
     for token in colouring.tokens:
-        text.append(token.text, style=_token_style(colouring, token))
+        style = _style(colouring, token.level)
+        text.append(token.text, style=f"bold underline {style}".strip() if token.is_framed else style)
         if token.mark is not None:
             text.append(mark_symbol(token.mark), style="bold")
     return text
@@ -176,11 +176,6 @@ def bar(share: float, symbol: str) -> str:
 
 def _verdict(verdict: str) -> Text:
     return Text(visible(verdict_text(verdict)), style=VERDICT_STYLES.get(verdict, "yellow"))
-
-
-def _token_style(colouring: Colouring, token: TokenView) -> str:
-    style = _style(colouring, token.level)
-    return f"bold underline {style}".strip() if token.is_framed else style
 
 
 def _style(colouring: Colouring, level: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from markupsafe import Markup
 
@@ -120,11 +121,7 @@ def _levels(
     series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
 ) -> tuple[list[Series], list[Markup]]:
     """Return the series and marks that `level_plot` draws; none without data."""
-    by_power = [
-        Series(each.name, [(math.log2(x), y) for x, y in each.points], each.colour, errors=each.errors)
-        for each in series
-    ]
-    drawn = drawn_series(by_power)
+    drawn = drawn_series([replace(each, points=[(math.log2(x), y) for x, y in each.points]) for each in series])
     if not drawn:
         return [], []
     low, high = extent([x for each in drawn for x, _ in each.points])

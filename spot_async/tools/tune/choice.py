@@ -82,13 +82,15 @@ def choose(
     if decides:
         advice = [staleness_words(outcomes), *advice]
         reason = f"with the trainer and the lengths of {run}: {advice[0]}"
-        found = [_recommended("max_staleness", config.max_staleness, chosen.max_staleness, reason)]
+        now, best = config.max_staleness, chosen.max_staleness
+        found = [Recommendation(key="max_staleness", configured=now, recommended=best, reason=reason)]
     before_s = simulate_one(config, rates, workload, chosen.max_staleness, ITERATIONS).iteration_s
     times = f"a simulated iteration takes {seconds(chosen.iteration_s)}, and {seconds(before_s)} as configured"
     reasons = {ramp.server: _measured(ramp, limits[ramp.server]) for ramp in ramps if ramp.server in limits}
     for stage, limit in stage_limits(config, ramps, limits).items():
         now, reason = getattr(config.stages, stage).concurrency, reasons[STAGE_SERVERS[stage]]
-        found.append(_recommended(f"stages.{stage}.concurrency", now, limit, f"{reason}; {times}"))
+        key, reason = f"stages.{stage}.concurrency", f"{reason}; {times}"
+        found.append(Recommendation(key=key, configured=now, recommended=limit, reason=reason))
     if unknown:
         advice.append(f"simulated as if it took no time, since nobody has measured it: {', '.join(unknown)}")
     advice += [f"the {ramp.server} answers at once: no limit of its stages matters" for ramp in ramps
@@ -163,10 +165,6 @@ def _measured(ramp: Ramp, chosen: int) -> str:
         f"the {ramp.server} answers {short_number(level.throughput)} requests a second with {chosen} in flight, half "
         f"of them within {seconds(level.p50_s)}, and {short_number(last.throughput)} with {last.concurrency}"
     )
-
-
-def _recommended(key: str, configured: int, recommended: int, reason: str) -> Recommendation:
-    return Recommendation(key=key, configured=configured, recommended=recommended, reason=reason)
 
 
 def warnings(ramp: Ramp, config: Config) -> list[str]:
