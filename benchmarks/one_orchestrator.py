@@ -81,7 +81,9 @@ def measure(staleness: int, arguments: argparse.Namespace) -> Measured:
     workload = Workload.of(lengths, config.sampling.max_response_tokens)
     counted_from = WARM_UP * (staleness + 1)
     began_s = time.process_time()
-    observed = observe(config, rates, workload, staleness, counted_from + COUNTED + staleness, set())
+    observed = run_on_virtual_time(
+        observe(config, rates, workload, staleness, counted_from + COUNTED + staleness, set())
+    )
     whole_s = (time.process_time() - began_s) / sum(each.responses for each in observed)
     first, last = observed[counted_from - 1], observed[counted_from + COUNTED - 1]
     seconds = last.ended_s - first.ended_s

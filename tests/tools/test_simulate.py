@@ -341,12 +341,15 @@ def test_seconds_that_say_nothing_of_tokens_give_rates_all_the_same(seed):
     assert found is None or (0 < found.tokens_per_s_each < np.inf and 0 < found.tokens_per_s < np.inf)
 
 
-def test_lengths_of_another_model_are_refused(tmp_path):
+def test_a_run_of_another_model_or_without_a_trace_is_refused(tmp_path):
     config = configuration()
     recorded_run(tmp_path / "run", config)
     other = configuration(student={"model": "b/student"})
     with pytest.raises(DataError, match=r"^--from .*: that run trained a/student, .* b/student: give a run of this"):
         outcomes(other, tmp_path, run=tmp_path / "run")
+    (tmp_path / "run" / "trace.json").unlink()
+    with pytest.raises(DataError, match=r"^--from .*run: has no trace\.json \(run\.trace=false\)"):
+        outcomes(config, tmp_path, run=tmp_path / "run")
 
 
 def ramp(server: str, stage: str, tokens_per_s: float) -> Ramp:

@@ -20,6 +20,7 @@ from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import SpotError
 from spot_async.tools.pages.page import write_files
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
+from spot_async.tools.simulate.measured import rates_of_ramps, read_tuning
 from spot_async.tools.simulate.rates import (
     ClusterRates,
     Tree,
@@ -28,7 +29,7 @@ from spot_async.tools.simulate.rates import (
     data_sheet_rates,
     data_sheet_words,
 )
-from spot_async.tools.simulate.reading import Recorded, read_run, read_tune, tune_beside
+from spot_async.tools.simulate.reading import Recorded, read_run, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
 from spot_async.tools.simulate.view import (
     binding,
@@ -121,7 +122,7 @@ def gathered(source: Path, config: Config, options: SimulateOptions) -> tuple[Cl
     told = []
     tuning = options.tuning or tune_beside(source)
     if tuning is not None:
-        sources.append(read_tune(tuning))
+        sources.append(rates_of_ramps(read_tuning(tuning).ramps))
         told.append(f"servers as spot-async tune measured them: {tuning}")
     recorded = Recorded({}, None)
     if options.run is not None:

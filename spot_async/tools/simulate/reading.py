@@ -1,15 +1,10 @@
-"""Reads rates and lengths from what a run left: metrics and trace. `tune`'s file has rates as well.
-
-The trace says how long each request took and how many tokens it had. Without it, means over iterations must do, and
-the lengths of samples.
-"""
+"""Reads rates and lengths from what a run left: metrics, which know the trainer, and a trace of the requests."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +14,11 @@ from spot_async.base.files import lines_of, reading
 from spot_async.config import Config, model_sections
 from spot_async.errors import DataError
 from spot_async.models.hub import is_same_model
-from spot_async.run_directory.reading import RunFiles, SampleRecord
+from spot_async.run_directory.reading import RunFiles
 from spot_async.stages.services import stage_kind, stage_server
-from spot_async.telemetry.totals import Rows, stage_names, total, training_s
+from spot_async.telemetry.totals import Rows, total
 from spot_async.tools.simulate.fit import Speed, Timed, speed
 from spot_async.tools.simulate.lengths import RecordedLengths, RecordedPrompt
-from spot_async.tools.simulate.measured import rates_of_ramps, read_tuning
 from spot_async.tools.simulate.rates import Tree, by_section
 
 RESPONSES = ("rollout", "teacher_response")  # stages whose answers are the responses of samples
@@ -51,7 +45,7 @@ class Recorded:
 
 
 def read_run(path: Path, config: Config) -> Recorded:
-    """Return what a run has measured. Raises DataError where it is none of this student's."""
+    """Return what a run has measured. Raises DataError where it is none of this student's, or has no trace."""
     files = RunFiles(path)
     if files.is_evaluation:
         raise DataError(f"--from {path}: is an evaluation; give a training run")
@@ -67,23 +61,17 @@ def read_run(path: Path, config: Config) -> Recorded:
         raise DataError(f"--from {path}: no iteration has finished, so nothing was measured")
     rows = rows[1:] if len(rows) > 2 else rows  # in the first one, servers and trainer warm up
     slices = _slices(files.path / "trace.json")
-    prompts = _traced_prompts(slices) or _sampled_prompts(list(files.samples_as(SampleRecord)), rows)
-    requests = _requests(slices)
+    prompts, requests = _traced_prompts(slices), _requests(slices)
     rates = _trainer(rows) | _stage_seconds(requests)
     servers: Tree = {}
     for role in ("student", *config.teachers_by_role, "reference"):
         if role != "student" and not _same_role(trained, config, role):
             continue
         backend = model_sections(trained).get(role, {}).get("backend") or {}
-        found = _of_requests(requests, role, backend.get("slots")) or _of_means(rows, role, _replicas(backend))
+        found = _of_requests(requests, role, backend.get("slots"))
         if found is not None:
             servers[role] = {key: value for key, value in found._asdict().items() if value is not None}
     return Recorded(rates | by_section(servers), RecordedLengths(prompts) if prompts else None)
-
-
-def read_tune(path: Path) -> Tree:
-    """Return the rates that `tune` measured. Raises DataError."""
-    return rates_of_ramps(read_tuning(path).ramps)
 
 
 def tune_beside(config: Path) -> Path | None:
@@ -91,36 +79,6 @@ def tune_beside(config: Path) -> Path | None:
     name = config.stem if config.stem.endswith(".tuned") else f"{config.stem}.tuned"
     path = config.with_name(f"{name}.json")
     return path if path.exists() else None
-
-
-def _sampled_prompts(samples: Sequence[SampleRecord], rows: Rows) -> list[RecordedPrompt]:
-    """Return what was generated for each prompt, of whose own tokens samples say nothing. The samples of one prompt
-    follow each other.
-    """
-    each_character = _tokens_per_character(samples, rows)
-    return [
-        RecordedPrompt(
-            tuple(len(sample.response_ids) for sample in group),
-            tuple(each_character * len(text) for sample in group for text in _texts(sample)),
-        )
-        for _, group in ((key, list(found)) for key, found in groupby(samples, lambda s: (s.iteration, s.problem_id)))
-    ]
-
-
-def _texts(sample: SampleRecord) -> Iterator[str]:
-    """Yield the texts of a sample's probes. An empty one needed no request."""
-    for branch in sample.branches:
-        for candidate in branch.candidates:
-            yield from (text for text in candidate.continuations if text)
-
-
-def _tokens_per_character(samples: Sequence[SampleRecord], rows: Rows) -> float:
-    """Return the tokens of a probe for each character of its text, since samples have no other length of it."""
-    characters = sum(len(text) for sample in samples for text in _texts(sample))
-    tokens = [row["probe/tokens"] for row in rows if "probe/tokens" in row]
-    if not characters or not tokens:
-        return 1.0
-    return sum(tokens) / len(tokens) * len(samples) / characters
 
 
 def _trainer(rows: Rows) -> Tree:
@@ -185,7 +143,7 @@ def _slices(path: Path) -> list[Slice]:
     """Return the spans of a trace, of one that was cut short too, as long as it has those of every request."""
     found: list[Slice] = []
     if not path.exists():
-        return found
+        raise DataError(f"--from {path.parent}: has no trace.json (run.trace=false), which says what servers did")
     decoder = msgspec.json.Decoder(Slice)
     with reading(path):
         for line in lines_of(path):
@@ -210,40 +168,12 @@ def _stage_seconds(requests: Mapping[str, Sequence[Timed]]) -> Tree:
     }
 
 
-def _loading(role: str, stages: Iterable[str]) -> list[str]:
-    """Return those of the stages whose requests load the role's servers."""
-    own = [stage for stage in stages if stage_server(stage) == role]
-    return [stage for kind in LOADING for stage in own if stage_kind(stage) == kind]
-
-
 def _of_requests(requests: Mapping[str, Sequence[Timed]], role: str, slots: int | None) -> Speed | None:
     """Return the speed that a role's requests show. Only those that generate need one of the configured `slots`."""
-    stages = _loading(role, requests)
+    own = [stage for stage in requests if stage_server(stage) == role]
+    stages = [stage for kind in LOADING for stage in own if stage_kind(stage) == kind]
     generates = not {stage_kind(stage) for stage in stages} <= set(SCORES)
     return speed([each for stage in stages for each in requests[stage]], slots if generates else None)
-
-
-def _of_means(rows: Rows, role: str, replicas: int) -> Speed | None:
-    """Return a speed from means over iterations: what a request had, and what all had together while they were waited
-    for.
-    """
-    stages = _loading(role, stage_names(rows))
-    busy_s = sum(row.get(f"stage/{stage}/mean_in_flight", 0.0) * training_s(row) for row in rows for stage in stages)
-    wait_s = total(rows, "time/wait_for_batch_s")
-    if role == "student":
-        tokens = sum(row.get("throughput/generated_tokens_per_s", 0.0) * training_s(row) for row in rows)
-    else:
-        tokens = total(rows, "train/tokens")
-    if busy_s <= 0 or wait_s <= 0 or tokens <= 0:
-        return None
-    each = tokens / busy_s
-    return Speed(max(each, tokens / wait_s / replicas), each, 0.0, None)
-
-
-def _replicas(backend: Mapping[str, Any]) -> int:
-    """Return how many servers a resolved backend section has: a number, or a list of addresses or of launches."""
-    lists = [len(value) for value in (backend.get("url"), backend.get("launch")) if isinstance(value, list)]
-    return max([int(backend.get("replicas") or 1), *lists])
 
 
 def _same_role(trained: Mapping[str, Any], config: Config, role: str) -> bool:

@@ -191,7 +191,7 @@ def simulate_one(
     counted = max(1, iterations // (staleness + 1)) * (staleness + 1)
     first = 1 + WARM_UP * staleness
     last = first + counted
-    observed = observe(config, rates, workload, staleness, last + staleness, {first, last})
+    observed = run_on_virtual_time(observe(config, rates, workload, staleness, last + staleness, {first, last}))
     return _outcome(staleness, rates, workload, observed[first - 1 : last], strict_s)
 
 
@@ -201,16 +201,10 @@ def sufficient(outcomes: Sequence[Outcome]) -> Outcome:
     return next(each for each in outcomes if each.iteration_s <= NEARLY * fastest_s)
 
 
-def observe(
+async def observe(
     config: Config, rates: ClusterRates, workload: Workload, staleness: int, iterations: int, judged: set[int]
 ) -> list[Observed]:
-    """Run on virtual time to the end, and return all iterations."""
-    return run_on_virtual_time(_finished(config, rates, workload, staleness, iterations, judged))
-
-
-async def _finished(
-    config: Config, rates: ClusterRates, workload: Workload, staleness: int, iterations: int, judged: set[int]
-) -> list[Observed]:
+    """Run to the end, and return all iterations."""
     policy, batch_size = make_policy(config), config.training.batch_size
     servers = {
         role: _servers(role, rates, workload)

@@ -53,7 +53,7 @@ def check_run(run: Path, config: Config) -> None:
     """Raise DataError unless the run has what a simulation needs besides the servers."""
     recorded = read_run(run, config)
     if "trainer" not in recorded.rates or recorded.lengths is None:
-        missing = "trained" if "trainer" not in recorded.rates else "has samples"
+        missing = "trained" if "trainer" not in recorded.rates else "is in its trace"
         raise DataError(
             f"--from {run}: no iteration of it {missing}: give a run that has the trainer's rate and lengths"
         )
