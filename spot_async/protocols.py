@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
-from spot_async.models.common_vocabulary import EndTokens
 from spot_async.types import (
     BehindUrl,
     Capabilities,
@@ -232,7 +231,10 @@ class Verifier(Protocol):
 
 
 class PromptStages(Protocol):
-    """The stages as one prompt's coroutine sees them. Priority, seed and deadline are already set for the prompt."""
+    """The stages as one prompt's coroutine sees them. Priority, seed and deadline are already set for the prompt.
+
+    Tokens that stages take and return end as the student's do, also a teacher's.
+    """
 
     @property
     def student(self) -> Capabilities | None:
@@ -247,14 +249,6 @@ class PromptStages(Protocol):
     @property
     def teacher(self) -> Capabilities | None:
         """What the prompt's teacher's server offers, or None as for the student; of several, what all of them offer."""
-        ...
-
-    @property
-    def ends(self) -> EndTokens:
-        """What ends a response. Tokens that stages take and return end as the student's do, also a teacher's.
-
-        Of several teachers each has its own, so there is no answer then.
-        """
         ...
 
     async def rollout(

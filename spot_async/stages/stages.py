@@ -179,10 +179,6 @@ class BoundStages:
         known = [each for each in offered if each is not None]
         return combined(known) if known else None
 
-    @property
-    def ends(self) -> EndTokens:
-        return self._stages.teacher(self._prompt.problem.teacher).ends
-
     async def rollout(
         self,
         *,

@@ -30,7 +30,7 @@ from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, Ru
 from spot_async.loop.orchestrator import Orchestrator, OrchestratorSettings
 from spot_async.loop.publishing import LiveStudent
 from spot_async.loop.resuming import Records
-from spot_async.models.common_vocabulary import EndTokens, tails_with
+from spot_async.models.common_vocabulary import tails_with
 from spot_async.models.responses import foreign
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Policy, Trainer
@@ -269,7 +269,6 @@ class ScriptedStages:
 
     student: Capabilities | None = None  # None: nobody said what servers offer, so a policy asks for exact values
     teacher: Capabilities | None = None
-    ends = EndTokens((END_TOKEN,), (END_TOKEN,), "replace")
 
     def __init__(
         self,

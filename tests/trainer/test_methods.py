@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spot_async.models.common_vocabulary import EndTokens
 from spot_async.policies.eopd import EopdPolicy
 from spot_async.policies.grpo import GrpoPolicy
 from spot_async.policies.kd import KdPolicy
@@ -66,7 +65,6 @@ def rows(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
 class ModelStages(ScriptedStages):
     """`PromptStages` of one prompt over real models; served log-probabilities are a little off, as after an update."""
 
-    ends = EndTokens((2,), (2,), "replace")
 
     def __init__(self, prompt: Prompt, student: Any, teacher: Any) -> None:
         super().__init__()
