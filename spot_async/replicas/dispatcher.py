@@ -100,11 +100,6 @@ class Dispatcher(Generic[B]):
         grant = None if self._rate_limit is None else self._rate_limit.grant(errand.tokens)
         return HeldLease(replica, errand, now_s, self._released, grant=grant)
 
-    def _forgo(self, lease: HeldLease[B]) -> None:
-        """Give back the room under the rate limit, unless the lease's request was sent."""
-        if self._rate_limit is not None and lease.grant is not None:
-            self._rate_limit.give_back(lease.grant)
-
     def _admit_in(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
         if self._timer is not None:
@@ -130,7 +125,8 @@ class Dispatcher(Generic[B]):
             lease.errand.failed_on |= {lease.replica}
         if not lease.was_revoked:
             self._learn(lease, error)
-        self._forgo(lease)
+        if self._rate_limit is not None and lease.grant is not None:
+            self._rate_limit.give_back(lease.grant)  # unless the request was sent
         self.admit()
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:

@@ -17,30 +17,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
 from operator import itemgetter
-from typing import Protocol, TypeVar
+
+from spot_async.replicas.replica import B, Replica
 
 SESSIONS = 1 << 14  # how many are remembered: more than a run has prompts at a time, in 2 MiB
 NEW_SESSIONS = 128  # how many of the last new ones are divided evenly
 OVERTAKEN = 2.0  # a home loses its session above so many times the load of the least loaded,
 SLACK = 8  # and so many requests more
-
-
-class Load(Protocol):
-    """What the router sees of a replica that serves."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    @property
-    def most_in_flight(self) -> int:
-        """The limit on its requests now, at least 1."""
-        ...
-
-
-L = TypeVar("L", bound=Load)
 
 
 class Router:
@@ -53,7 +36,9 @@ class Router:
         self._newest: deque[str] = deque()
         self._new_at: Counter[str] = Counter()
 
-    def choose(self, session: str | None, serving: Sequence[L], avoid: Collection[str] = ()) -> L | None:
+    def choose(
+        self, session: str | None, serving: Sequence[Replica[B]], avoid: Collection[str] = ()
+    ) -> Replica[B] | None:
         """Return the replica for a request, one of those that serve; None when all of them are full.
 
         `avoid` names the replicas that failed the request before.
@@ -71,7 +56,7 @@ class Router:
             return home
         return min(wanted, key=itemgetter(0))[1]
 
-    def _home(self, session: str, serving: Sequence[L], loads: Sequence[float]) -> L:
+    def _home(self, session: str, serving: Sequence[Replica[B]], loads: Sequence[float]) -> Replica[B]:
         """Return the home of a session among the replicas that serve, which have these loads, and remember it."""
         least = min(loads)
         name = self._homes.get(session)
@@ -99,5 +84,5 @@ class Router:
             self._new_at[self._newest.popleft()] -= 1
 
 
-def _is_overtaken(load: float, least: float, replica: Load) -> bool:
+def _is_overtaken(load: float, least: float, replica: Replica[B]) -> bool:
     return load > OVERTAKEN * least + SLACK / replica.most_in_flight

@@ -158,23 +158,16 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BranchTerm:
-    """The soft-target losses of one micro-batch, flattened over its trajectories. N may be 0."""
-
-    losses: Tensor  # (N,)
-    weights: Tensor  # (N,) factor of each loss in its trajectory's loss, e.g. beta / max(1, |B+|)
-    rows: Tensor  # (N,) int64: the trajectory (a row of the mask) of each position
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """The terms of one micro-batch. Absent terms are None."""
+    """The terms of one micro-batch. Soft targets are flattened over its trajectories, and N may be 0."""
 
     mask: Tensor  # (B, T) bool, true on response tokens
-    policy: Tensor | None = None  # (B, T)
-    reference_kl: Tensor | None = None  # (B, T), multiplied by `reference_coefficient`
+    policy: Tensor  # (B, T)
+    reference_kl: Tensor | None = None  # (B, T), multiplied by `reference_coefficient`; None: there is no such term
     reference_coefficient: float
-    branch: BranchTerm | None = None
+    branch: Tensor  # (N,) losses of soft targets
+    branch_weights: Tensor  # (N,) factor of each in its trajectory's loss, e.g. beta / max(1, |B+|)
+    branch_rows: Tensor  # (N,) int64: the trajectory (a row of the mask) of each
 
 
 class LossParts(NamedTuple):
@@ -203,18 +196,12 @@ def minibatch_share(
         trajectory_weights = lengths / minibatch_tokens
     token_weights = (trajectory_weights / lengths.clamp(min=1.0))[:, None] * terms.mask  # (B, T)
 
-    def over_tokens(losses: Tensor | None) -> Tensor:
-        if losses is None:
-            return lengths.new_zeros((), dtype=torch.float32)
+    def over_tokens(losses: Tensor) -> Tensor:
         return (token_weights.to(losses.dtype) * losses).sum()
 
-    def over_positions(branch: BranchTerm | None) -> Tensor:
-        if branch is None:
-            return lengths.new_zeros((), dtype=torch.float32)
-        weights = trajectory_weights[branch.rows] * branch.weights
-        return (weights.to(branch.losses.dtype) * branch.losses).sum()
-
-    policy = over_tokens(terms.policy)
-    reference = terms.reference_coefficient * over_tokens(terms.reference_kl)
-    branch = over_positions(terms.branch)
+    policy, reference = over_tokens(terms.policy), lengths.new_zeros((), dtype=torch.float32)
+    if terms.reference_kl is not None:
+        reference = terms.reference_coefficient * over_tokens(terms.reference_kl)
+    branch_weights = trajectory_weights[terms.branch_rows] * terms.branch_weights
+    branch = (branch_weights.to(terms.branch.dtype) * terms.branch).sum()
     return LossParts(policy + branch + reference, policy.detach(), branch.detach(), reference.detach())

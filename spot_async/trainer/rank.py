@@ -34,7 +34,6 @@ from spot_async.trainer.following import FollowingTeachers
 from spot_async.trainer.loading import new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
 from spot_async.trainer.loss import (
-    BranchTerm,
     LossParts,
     LossTerms,
     clipped_policy_loss,
@@ -297,11 +296,9 @@ class StudentTrainer:
             policy=weights * policy,
             reference_kl=reference_kl(logprobs, batch.reference_logprobs) if training.reference_kl > 0 else None,
             reference_coefficient=training.reference_kl,
-            branch=BranchTerm(
-                losses=soft_losses,
-                weights=batch.soft.weights,
-                rows=batch.soft.trajectories,
-            ),
+            branch=soft_losses,
+            branch_weights=batch.soft.weights,
+            branch_rows=batch.soft.trajectories,
         )
 
     def _tally_loss(self, batch: MicroBatch, logprobs: Tensor, weights: Tensor, parts: LossParts, tally: Tally) -> None:

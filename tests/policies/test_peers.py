@@ -25,7 +25,6 @@ from spot_async.testing.services import whole_scores
 from spot_async.trainer.batching import collate
 from spot_async.trainer.divergence import soft_target_losses
 from spot_async.trainer.loss import (
-    BranchTerm,
     LossTerms,
     clipped_policy_loss,
     minibatch_share,
@@ -122,9 +121,9 @@ def ours(
         mask=batch.mask,
         policy=weights * clipped_policy_loss(logprobs, batch.behavior_logprobs, batch.advantages, clip=0.2),
         reference_coefficient=0.0,
-        branch=BranchTerm(
-            losses=soft_target_losses(batch, *of_soft_targets), weights=batch.soft.weights, rows=batch.soft.trajectories
-        ),
+        branch=soft_target_losses(batch, *of_soft_targets),
+        branch_weights=batch.soft.weights,
+        branch_rows=batch.soft.trajectories,
     )
     loss = minibatch_share(
         terms, aggregation="token_mean", minibatch_trajectories=len(LENGTHS), minibatch_tokens=sum(LENGTHS)

@@ -65,7 +65,6 @@ def rows(model: Any, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
 class ModelStages(ScriptedStages):
     """`PromptStages` of one prompt over real models; served log-probabilities are a little off, as after an update."""
 
-
     def __init__(self, prompt: Prompt, student: Any, teacher: Any) -> None:
         super().__init__()
         self.prompt, self.models = prompt, (student, teacher)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from spot_async.trainer.divergence import soft_target_loss
 from spot_async.trainer.loss import (
-    BranchTerm,
     LossTerms,
     clipped_policy_loss,
     minibatch_share,
@@ -107,17 +106,15 @@ def padded_share(micro_batch, logits, aggregation, trajectories, tokens, *, side
     positions = torch.tensor([micro_batch[b].positions[n] for b, n in flat], dtype=torch.int64)
     ids = np.array([micro_batch[b].candidates[n] for b, n in flat], dtype=np.int64).reshape(-1, CANDIDATES)
     targets = np.array([micro_batch[b].targets[n] for b, n in flat]).reshape(-1, CANDIDATES)
-    branch = BranchTerm(
-        losses=soft_target_loss(
-            row_logprobs[rows, positions].gather(1, torch.tensor(ids)), torch.tensor(targets).to(logits.dtype)
-        ),
-        weights=torch.tensor([micro_batch[b].weight for b, _ in flat], dtype=logits.dtype),
-        rows=rows,
+    branch = soft_target_loss(
+        row_logprobs[rows, positions].gather(1, torch.tensor(ids)), torch.tensor(targets).to(logits.dtype)
     )
     terms = LossTerms(
         mask=mask,
-        policy=policy if "policy" in sides else None,
-        branch=branch if "branch" in sides else None,
+        policy=policy if "policy" in sides else torch.zeros_like(policy),
+        branch=branch if "branch" in sides else torch.zeros_like(branch),
+        branch_weights=torch.tensor([micro_batch[b].weight for b, _ in flat], dtype=logits.dtype),
+        branch_rows=rows,
         reference_kl=kl if "reference" in sides else None,
         reference_coefficient=COEFFICIENT,
     )
@@ -230,7 +227,15 @@ def test_soft_targets_alone_weighted_by_one_over_length_give_the_mean_over_token
 @aggregations
 def test_a_micro_batch_of_padding_alone_adds_nothing(aggregation):
     losses = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-    terms = LossTerms(mask=torch.zeros(2, 3, dtype=torch.bool), policy=losses, reference_coefficient=0.0)
+    none = torch.zeros(0)
+    terms = LossTerms(
+        mask=torch.zeros(2, 3, dtype=torch.bool),
+        policy=losses,
+        reference_coefficient=0.0,
+        branch=none,
+        branch_weights=none,
+        branch_rows=none.long(),
+    )
     parts = minibatch_share(terms, aggregation=aggregation, minibatch_trajectories=4, minibatch_tokens=10)
     assert parts.total.item() == 0.0
     assert not gradient(parts.total, losses).any()
