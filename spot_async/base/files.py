@@ -98,10 +98,14 @@ def read_bounded(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     return data
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file. Raises OSError, also for a line of more than `MAX_LINE_BYTES`."""
+def lines_of(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a regular file, from the byte `start` on.
+
+    Raises OSError, also for a line of more than `MAX_LINE_BYTES`.
+    """
     number = 0
     with open_regular(path) as file:
+        file.seek(start)
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:

@@ -56,17 +56,20 @@ def report(
     run: RunPath,
     html: PagePath = None,
     tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="also show this .json file of `tune`")] = None,
+    watch: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="write it again as often, until the run ends")
+    ] = None,
 ) -> None:
     """Write one page about a run: curves, what was probed, where the time went and what to change about it.
 
-    It goes to RUN/report.html unless --html says otherwise.
+    It goes to RUN/report.html unless --html says otherwise. With --watch the page also loads itself again.
     """
     from spot_async.tools.inspect import command as commands
     from spot_async.tools.simulate.measured import read_tuning
     from spot_async.tools.tune.results import tuning_section
 
     more = [] if tuning is None else [tuning_section(read_tuning(tuning))]
-    commands.write_report(screen, run, html, more)
+    commands.write_report(screen, run, html, more, watch)
 
 
 def simulate(

@@ -195,6 +195,15 @@ class RunFiles:
         path = self.path / "summary.json"
         return read_json(path, dict[str, Any]) if path.exists() else None
 
+    def is_going_on(self) -> bool:
+        """Return whether a process of this machine is at work on the run."""
+        return self.summary() is None and self._directory.is_in_use()
+
+    def size_bytes(self) -> int:
+        """Return the size of what grows with each iteration."""
+        found = (self.path / "metrics.jsonl", self.path / "samples.jsonl")
+        return sum(path.stat().st_size for path in found if path.exists())
+
     def early_end(self) -> str | None:
         """Return one line that says that the run ended early, and why; None if it came to its end or continues."""
         summary = self.summary()
@@ -254,6 +263,13 @@ class RunFiles:
     def samples(self) -> Iterator[SampleSummary]:
         """Return all samples, in the order in which they were trained."""
         return self.samples_as(SampleSummary)
+
+    def samples_after(self, start: int) -> Iterator[tuple[int, SampleSummary]]:
+        """Return the samples that begin at the byte `start` or later, each with the byte where the next one begins."""
+        return (
+            (offset + size, sample)
+            for offset, size, sample in _lines(self.path / "samples.jsonl", SampleSummary, start)
+        )
 
     def samples_as(self, kind: type[T]) -> Iterator[T]:
         """Return all samples in that order, with the fields that `kind` has. The rest of a line is skipped."""
@@ -350,21 +366,29 @@ def _rows(path: Path, kind: type[T]) -> list[T]:
 def _lines_at(
     path: Path, kind: type[T], goes_on: Callable[[bytes], bool] = lambda line: True
 ) -> Iterator[tuple[int, T]]:
-    """Return each line with its offset; none if there is no file. A last line that was cut short is left out.
+    """Return each line with its offset, as `_lines`."""
+    return ((offset, value) for offset, _, value in _lines(path, kind, goes_on=goes_on))
 
-    It ends before the first line for which `goes_on` is false.
+
+def _lines(
+    path: Path, kind: type[T], start: int = 0, goes_on: Callable[[bytes], bool] = lambda line: True
+) -> Iterator[tuple[int, int, T]]:
+    """Return each line from the byte `start` on with its offset and size; none if there is no file.
+
+    A last line that was cut short is left out. It ends before the first line for which `goes_on` is false.
     """
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
-    offset = 0
+    offset = start
     with reading(path):
-        for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path)), start=1):
+        for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path, start)), start=1):
+            where = f"{path}:{number}" if start == 0 else f"{path}, byte {offset}"
             try:
-                yield offset, decoder.decode(line)
+                yield offset, len(line), decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 if line.endswith(b"\n"):
-                    raise DataError(f"{path}:{number}: {error}") from None
+                    raise DataError(f"{where}: {error}") from None
             except RecursionError:
-                raise DataError(f"{path}:{number}: lists or objects stand too deep within each other") from None
+                raise DataError(f"{where}: lists or objects stand too deep within each other") from None
             offset += len(line)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
+import threading
+import time
 
 import msgspec
 import pytest
@@ -13,13 +16,14 @@ from run_files import CONFIG, Tags, make_run, metrics_row, spot_sample
 from spot_async.cli.runs import show_outcome
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures
+from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.summary import TrainOutcome
 from spot_async.stages.services import STAGE_SERVERS
 from spot_async.telemetry.bottleneck import RunTimes, StageUse, judge
 from spot_async.telemetry.totals import limit_use, run_times, stage_slots
 from spot_async.tools.inspect.command import write_report
 from spot_async.tools.inspect.held_out import ResultRow, ResultTable
-from spot_async.tools.inspect.report import length_histogram, read_report, report_page
+from spot_async.tools.inspect.report import SamplesSoFar, length_histogram, read_report, report_page
 
 
 def write_evaluation(run, when, avg=None, error=None, pass_at=None, settings=None):
@@ -56,6 +60,48 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
         "Calibration shift"
     }
     assert "8 trained, 1 left over" in Tags(report_page(report)).text
+
+
+def test_a_watched_report_is_written_again_as_the_run_grows_and_for_the_last_time_when_it_ends(tmp_path):
+    files, page = make_run(tmp_path / "run", [], [metrics_row(1)]), tmp_path / "run" / "report.html"
+    directory = RunDirectory.open(files.path)
+    watching = threading.Thread(
+        target=write_report, args=(Console(file=io.StringIO()), files.path, None), kwargs={"watch_s": 0.02}
+    )
+    end_s = time.monotonic() + 60
+    with directory.locked():
+        watching.start()
+        for iteration in (1, 2, 3):
+            while not (page.exists() and f"iterations: {iteration} of 4" in (text := Tags(page.read_text())).text):
+                assert watching.is_alive()
+                assert time.monotonic() < end_s
+            assert ("meta", {"http-equiv": "refresh", "content": "0"}) in text.tags
+            assert re.search(r"left: about \d+ s.*written: \d\d:\d\d:\d\d, and every 0 s", text.text)
+            directory.append("metrics.jsonl", [metrics_row(iteration + 1)])
+        (files.path / "summary.json").write_text("{}")
+    watching.join(timeout=60)
+    assert not watching.is_alive()
+    ended = Tags(page.read_text())
+    assert "iterations: 4 of 4" in ended.text
+    assert not [attributes for _, attributes in ended.tags if attributes.get("http-equiv") == "refresh"]
+
+
+def test_samples_are_read_once_and_anew_if_the_run_went_back(tmp_path):
+    files = make_run(tmp_path / "run", [spot_sample(i) for i in (1, 1, 2)])
+    path, samples = tmp_path / "run" / "samples.jsonl", SamplesSoFar(files)
+    first, *_ = path.read_bytes().splitlines(keepends=True)
+    assert len(samples.read().lengths) == 3
+    with path.open("ab") as file:
+        file.write(first + first[:9])  # another one, and the beginning of the next
+    assert len(samples.read().lengths) == 4
+    whole = path.read_bytes()
+    path.write_bytes(b"x" * (len(whole) - 9) + first)  # what was read is not looked at again
+    assert len(samples.read().lengths) == 5
+    path.write_bytes(first)
+    assert len(samples.read().lengths) == 1
+    path.write_bytes(first + b"{}\n{]\n")
+    with pytest.raises(DataError, match=rf"samples.jsonl, byte {len(first)}"):
+        samples.read()
 
 
 def test_evaluations_during_a_run_are_a_curve_with_errors_and_the_best_is_named(tmp_path):

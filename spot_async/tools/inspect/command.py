@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -73,14 +75,27 @@ def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> N
     write_page(screen, path, sample_page(number, sample, found, policy), is_named=html is not None)
 
 
-def write_report(screen: Console, run: Path, html: Path | None, more: Sequence[Section] = ()) -> None:
-    """Write a run's report, by default into the run directory; the sections `more` follow its own. Raises DataError."""
-    from spot_async.tools.inspect.report import read_report, report_page
+def write_report(
+    screen: Console, run: Path, html: Path | None, more: Sequence[Section] = (), watch_s: float | None = None
+) -> None:
+    """Write a run's report, by default into the run directory; the sections `more` follow its own. Raises DataError.
+
+    With `watch_s` it is written again as often, if the run has grown, until the run ends.
+    """
+    from spot_async.tools.inspect.report import SamplesSoFar, read_report, report_page
 
     files = RunFiles(run)
     refuse_evaluation(files)
-    path = page_path(run, "report.html", html)
-    report = read_report(files, more)
+    path, samples = page_path(run, "report.html", html), SamplesSoFar(files)
+    told = screen
+    while watch_s is not None and files.is_going_on():
+        size = files.size_bytes()
+        page = report_page(read_report(files, more, samples), written=f"{datetime.now():%H:%M:%S}", reload_s=watch_s)
+        write_page(told, path, page, is_named=html is not None)
+        told = Console(quiet=True)  # the path is said once
+        while files.is_going_on() and files.size_bytes() == size:
+            time.sleep(watch_s)
+    report = read_report(files, more, samples)
     screen.print(Text(report.bottleneck.sentence), *(Text(f"* {line}") for line in report.bottleneck.advice), sep="\n")
     for name, fact in report.facts:
         if name in ("outcome slope", "trainer", "staleness"):

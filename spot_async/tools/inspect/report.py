@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from spot_async.base.text import visible
+from spot_async.base.text import rough_time, visible
 from spot_async.config import model_sections
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.layout import name_of_run
@@ -66,12 +66,31 @@ class Report:
     sections: tuple[Section, ...]
 
 
-def read_report(files: RunFiles, more: Sequence[Section] = ()) -> Report:
-    """Return a run's report; the sections `more` follow its own. Raises DataError for damaged files only."""
+class SamplesSoFar:
+    """The statistics of a run's samples. Each is read once, however often the report is made."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._read_bytes = 0
+        self._statistics = SampleStatistics()
+
+    def read(self) -> SampleStatistics:
+        path = self._files.path / "samples.jsonl"
+        if path.exists() and path.stat().st_size < self._read_bytes:  # the run went back to a checkpoint
+            self._read_bytes, self._statistics = 0, SampleStatistics()
+        for end, sample in self._files.samples_after(self._read_bytes):
+            self._statistics.add(sample)
+            self._read_bytes = end
+        return self._statistics
+
+
+def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesSoFar | None = None) -> Report:
+    """Return a run's report; the sections `more` follow its own. Raises DataError for damaged files only.
+
+    `samples` are those that an earlier report has read.
+    """
     config, rows, summary = files.config(), files.metrics(), files.summary()
-    statistics = SampleStatistics()
-    for sample in files.samples():
-        statistics.add(sample)
+    statistics = (samples or SamplesSoFar(files)).read()
     before, after = figures_of(files, "before"), figures_of(files, "after")
     evaluated = held_out(rows, config, before, after)
     failed = files.failed_attempts()
@@ -353,12 +372,20 @@ def facts(
         "masked": None if masked is None else f"{percent(masked)} of the positions, by the teacher's server",
         "batch": f"{training.get('batch_size')} prompts, {training.get('mini_batch_size')} per update",
         "time": f"{seconds:.0f} s of training" if rows else None,
+        "left": None if summary is not None else time_left(rows, training.get("iterations")),
         "trainer": performance_words(run_performance(rows)) or None,
         "prompts": ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in prompts.items()) or None,
         **{f"{role} spent": spending_words(spent) for role, spent in (summary or {}).get("spending", {}).items()},
         "ended early": (summary or {}).get("ended_early"),
     }
     return tuple((name, visible(str(value))) for name, value in found.items() if value is not None)
+
+
+def time_left(rows: Rows, iterations: int | None) -> str | None:
+    """Return how long a run will still train at its pace so far; None where nobody knows."""
+    if not rows or not iterations or len(rows) >= iterations:
+        return None
+    return f"about {rough_time(total(rows, 'time/iteration_s') / len(rows) * (iterations - len(rows)))}"
 
 
 def notes(
@@ -401,6 +428,6 @@ def notes(
     return tuple(found)
 
 
-def report_page(report: Report) -> str:
-    """Return the page of a whole run."""
-    return filled("report.html", report=report)
+def report_page(report: Report, *, written: str = "", reload_s: float | None = None) -> str:
+    """Return the page of a whole run, `written` at a time of day, which loads itself again after `reload_s`."""
+    return filled("report.html", report=report, written=written, reload_s=reload_s)
