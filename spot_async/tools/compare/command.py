@@ -113,11 +113,8 @@ def show(
             for name, row, values in zip(comparison.methods, ranks, comparison.values, strict=True)
         ]
         _show_table(screen, metric, ["method", *(comparison.columns[i].benchmark for i in places)], rows)
-    for number, name in enumerate(comparison.methods):
-        if number != comparison.baseline:
-            title = f"{name} minus {comparison.methods[comparison.baseline]}"
-            rows = [[*map(shown, cells)] for cells in tables.difference_rows(comparison, number)]
-            _show_table(screen, title, ["benchmark", *comparison.metrics, tables.EXACT_P], rows)
+    for title, headings, differences in tables.difference_tables(comparison):
+        _show_table(screen, title, headings, [[*map(shown, cells)] for cells in differences])
     if computed:
         headings, of_methods = compute_rows(computed)
         _, *lines = zip(headings, *of_methods, strict=True)  # methods become columns, since they are fewer than figures

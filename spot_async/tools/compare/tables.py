@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,7 +20,6 @@ from spot_async.tools.pages.series import Series
 from spot_async.types import Float64Array
 
 DECIMALS = 2
-EXACT_P = "exact p"
 Mark = Literal["best", "second", ""]
 
 _LATEX = str.maketrans({c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}",
@@ -59,21 +58,25 @@ def change(difference: float, low: float, high: float) -> str:
     return f"{100 * difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]{star}"
 
 
-def difference_rows(comparison: Comparison, method: int) -> list[list[str]]:
-    """Return the rows of one method: a benchmark, its difference in each metric, and the exact p."""
+def difference_tables(comparison: Comparison) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield a title, headings and rows for each method but the baseline: its differences, and the exact p of each."""
     low, high = comparison.difference_intervals
     at = {column: number for number, column in enumerate(comparison.columns)}
-    return [
-        [
-            name,
-            *(
-                change(comparison.differences[method, i], low[method, i], high[method, i])
-                for i in (at[Column(metric, name)] for metric in comparison.metrics)
-            ),
-            f"{comparison.p_values[method, number]:.2g}",
+    for method, of in enumerate(comparison.methods):
+        rows = [
+            [
+                name,
+                *(
+                    change(comparison.differences[method, i], low[method, i], high[method, i])
+                    for i in (at[Column(metric, name)] for metric in comparison.metrics)
+                ),
+                f"{comparison.p_values[method, number]:.2g}",
+            ]
+            for number, name in enumerate(comparison.benchmarks)
         ]
-        for number, name in enumerate(comparison.benchmarks)
-    ]
+        if method != comparison.baseline:
+            title = f"{of} minus {comparison.methods[comparison.baseline]}"
+            yield title, ["benchmark", *comparison.metrics, "exact p"], rows
 
 
 def undetectable(comparison: Comparison, method: int) -> str | None:
@@ -99,12 +102,8 @@ def markdown(
         for name, row, values in zip(comparison.methods, marks(comparison.values), comparison.values, strict=True)
     ]
     parts = [markdown_table(["method", *columns], rows), *notes]
-    for number, name in enumerate(comparison.methods):
-        if number != comparison.baseline:
-            parts += [
-                f"## {name} minus {comparison.methods[comparison.baseline]}",
-                markdown_table(["benchmark", *comparison.metrics, EXACT_P], difference_rows(comparison, number)),
-            ]
+    for title, headings, cells in difference_tables(comparison):
+        parts += [f"## {title}", markdown_table(headings, cells)]
     if compute[1]:
         parts += ["## Compute of training", markdown_table(*compute)]
     return "\n\n".join(parts) + "\n"
