@@ -141,22 +141,17 @@ class EndTokens:
         return self._others if self._ends_foreign(response_ids) else self._others[:0]
 
     def swapped(self, token_ids: IntArray) -> IntArray:
-        """Return the ids with the two models' end tokens swapped: the teacher's candidates, targets or responses."""
-        return swap_tokens(token_ids, self.ours, self.theirs)
+        """Return ids of any shape with the two end tokens swapped: the teacher's candidates, targets or responses.
+
+        Swapping, unlike replacing, keeps candidates distinct. Applied twice it is the identity.
+        """
+        if self.ours == self.theirs:
+            return token_ids
+        others = np.where(token_ids == self.ours, self.theirs, token_ids)
+        return np.where(token_ids == self.theirs, self.ours, others).astype(np.int32)
 
     def _ends_foreign(self, response_ids: IntArray) -> bool:
         return len(response_ids) > 0 and int(response_ids[-1]) in self._foreign
-
-
-def swap_tokens(token_ids: IntArray, one: int, other: int) -> IntArray:
-    """Swap two token ids in an array of any shape.
-
-    Swapping, unlike replacing, keeps candidates distinct. Applied twice it is the identity.
-    """
-    if one == other:
-        return token_ids
-    others = np.where(token_ids == one, other, token_ids)
-    return np.where(token_ids == other, one, others).astype(np.int32)
 
 
 def with_summed_last(scores: TokenScores, logprobs: FloatArray) -> TokenScores:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from decimal import Decimal
 
 from spot_async.types import Problem, Verdict
-from spot_async.verification.math_verify import MathVerify, numbers_equal
+from spot_async.verification.math_verify import FUNCTIONS, MathVerify, numbers_equal
 from spot_async.verification.normalization import (
     APART,
     COMMAND,
@@ -44,7 +44,6 @@ _SIGNS = str.maketrans(
     | {"π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty ", "∈": r"\in ", "∪": r"\cup ", "∧": r"\land ", "∨": r"\lor "}
     | {"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "–": "-"}
 )
-_FUNCTION = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|sqrt|frac|pi|infty"
 _RESPELLINGS = tuple(
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -52,14 +51,14 @@ _RESPELLINGS = tuple(
         (r",?\s*(?:\\text\s*\{)?\s*for (?:all|every|any)\b.*\Z", ""),
         (r"<sup>(.*?)</sup>", r"^{\1}"),
         (r"<sub>(.*?)</sub>", r"_{\1}"),
-        (rf"(?<![0-9)}}])(?<![0-9)}}] )\\text\s*\{{\s*([A-Za-z]|{_FUNCTION})\s*\}}", r" \1 "),  # no unit
+        (rf"(?<![0-9)}}])(?<![0-9)}}] )\\text\s*\{{\s*([A-Za-z]|{FUNCTIONS})\s*\}}", r" \1 "),  # no unit
         (r"\\text\s*\{([^{}]*[0-9(,+=][^{}]*)\}", r"\1"),  # mathematics in bold type
         (r"(?<![A-Za-z\\])(?:np|numpy|math)\.log(?![0-9A-Za-z])", r"\\ln "),
         (r"(?<![A-Za-z\\])(?:np|numpy|math)\.log(2|10)(?=\()", r"\\log_{\1}"),
         (r"(?<![A-Za-z\\])(?:np|numpy|math|sympy)\.(?=[a-z])", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<![A-Za-z\\])a(?=(?:sin|cos|tan)(?![A-Za-z]))", "arc"),
-        (rf"(?<![A-Za-z\\])({_FUNCTION})(?![A-Za-z])", r"\\\1"),
+        (rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])", r"\\\1"),
         (r"(?<![A-Za-z\\])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty"),
         (r"\\sqrt\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"\\sqrt{\1}"),
         (r"<=|=<", r"\\le "),

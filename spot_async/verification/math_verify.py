@@ -35,7 +35,8 @@ _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 _MIB = 1 << 20
-_BARE_FUNCTION = re.compile(r"(?<![A-Za-z\\])(?:sqrt|frac|sin|cos|tan|log|ln|exp|pi|infty)(?![A-Za-z])")
+FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|sqrt|frac|pi|infty"
+_BARE_FUNCTION = re.compile(rf"(?<![A-Za-z\\])(?:{FUNCTIONS})(?![A-Za-z])")
 
 
 class MathVerify(Opened):

@@ -294,7 +294,9 @@ def changes_to_try(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list
         (each.judged for prompt in measured for position in prompt.positions for each in position.candidates), default=0
     )
     tokens = [length for prompt in measured for length in prompt.rollout_tokens]
-    beta = beta_by_rule(sum(tokens) / len(tokens), keys.positions) if tokens else keys.beta
+    # With this beta, beta T / M is as in the paper's setting.
+    beta = float(f"{PAPER_WEIGHT * keys.positions * len(tokens) / sum(tokens):.2g}") if tokens else keys.beta
+    is_scored = any("score" in position.score_parts for prompt in measured for position in prompt.positions)
     gammas = [{"gamma": gamma} for gamma in (1.0, 2.0, 4.0, 8.0) if gamma > keys.gamma]
     betas = [{"beta": beta}] if beta > keys.beta else []
     return [
@@ -303,18 +305,8 @@ def changes_to_try(measured: Sequence[MeasuredPrompt], keys: PolicyKeys) -> list
         *({**gamma, **each} for gamma in gammas for each in betas),
         *({"probes": probes} for probes in (2, 4) if keys.probes < probes < most_probes),
         *({"probe_top_k": k} for k in (2,) if k < keys.probe_top_k),
-        *({"positions": count} for count in (1,) if count < keys.positions and is_scored(measured)),
+        *({"positions": count} for count in (1,) if count < keys.positions and is_scored),
     ]
-
-
-def beta_by_rule(tokens: float, positions: int) -> float:
-    """Return the beta at which beta T / M is as in the paper's setting, to two digits."""
-    return float(f"{PAPER_WEIGHT * positions / tokens:.2g}")
-
-
-def is_scored(measured: Sequence[MeasuredPrompt]) -> bool:
-    """Whether the positions have scores, by which the best are known."""
-    return any("score" in position.score_parts for prompt in measured for position in prompt.positions)
 
 
 def token_rows(measured: Sequence[MeasuredPrompt], keys: PolicyKeys, most: int = 14) -> list[TokenRow]:

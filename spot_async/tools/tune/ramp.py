@@ -38,11 +38,6 @@ class RampLimits:
     requests: int | None = None  # most requests to send, warm-up included; None: no limit
 
     @property
-    def window_s(self) -> float:
-        """The time over which answers are counted at one level."""
-        return self.seconds / LEVELS
-
-    @property
     def answers(self) -> int:
         """The number of answers after which a level ends before its time."""
         return MAX_ANSWERS if self.requests is None else min(MAX_ANSWERS, max(MIN_ANSWERS, self.requests // LEVELS))
@@ -209,7 +204,7 @@ async def _measure(closed: ClosedLoop, limits: RampLimits, box_ends_s: float) ->
         return None
     closed.count_anew()
     started_s = loop.time()
-    await closed.answered(limits.answers, until_s=min(started_s + limits.window_s, box_ends_s))
+    await closed.answered(limits.answers, until_s=min(started_s + limits.seconds / LEVELS, box_ends_s))
     # Slow servers get more than the window. With less than one answer of each worker, only short requests would count.
     await closed.answered(max(MIN_ANSWERS, closed.concurrency), until_s=box_ends_s)
     return _level(closed, loop.time() - started_s)
