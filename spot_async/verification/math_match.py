@@ -52,6 +52,7 @@ _RESPELLINGS = tuple(
         (r"<sup>(.*?)</sup>", r"^{\1}"),
         (r"<sub>(.*?)</sub>", r"_{\1}"),
         (rf"(?<![0-9)}}])(?<![0-9)}}] )\\text\s*\{{\s*([A-Za-z]|{FUNCTIONS})\s*\}}", r" \1 "),  # no unit
+        (r"\\text\s*\{([^{}]*\w) (and|or)\s*\}", r"\\text{\1}\\text{ \2 }"),
         (r"\\text\s*\{([^{}]*[0-9(,+=][^{}]*)\}", r"\1"),  # mathematics in bold type
         (r"(?<![A-Za-z\\])(?:np|numpy|math)\.log(?![0-9A-Za-z])", r"\\ln "),
         (r"(?<![A-Za-z\\])(?:np|numpy|math)\.log(2|10)(?=\()", r"\\log_{\1}"),
@@ -72,7 +73,7 @@ _RESPELLINGS = tuple(
         (r"(?<![A-Za-z\\])([EI])_(?:\{(\w+)\}|(\w))", r"\\text{\1\2\3}"),  # not Euler's number, nor the imaginary unit
         (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
         (r"\\(?:land|wedge)(?![A-Za-z])", r"\\text{ and }"),
-        (r"(?<=\\in) ?R(?![A-Za-z])", r" \\mathbb{R}"),
+        (r"(?<=\\in) ?([RNZQC])(?![A-Za-z])", r" \\mathbb{\1}"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"\A\{([^{}]*\|[^{}]*)\}\Z", r"\\{\1\\}"),

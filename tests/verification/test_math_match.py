@@ -112,6 +112,7 @@ RIGHT = {
         ("1,2", "1; 2"),
         (r"40\text{ a}, 60\text{ b}", r"60\text{ b},\ 40\text{ a}"),
         (r"40\text{ cm}, 60\text{ cm}", "40, 60"),
+        (r"3\text{ cats}, 4\text{ dogs}", r"3\text{ cats and }4\text{ dogs}"),
         ("(1,2),(3,4)", "(3,4),(1,2)"),
         ("(1,2),(3,4)", r"(1,2)\text{ and }(3,4)"),
         ("x=1,y=2", "y=2, x=1"),
@@ -216,6 +217,7 @@ RIGHT = {
         ("−7", "-7"),
         ("∀x∈R, x<sup>2</sup>≥0", r"\forall x \in \mathbb{R}, x^2 \ge 0"),
         ("∃x＞0, x<sup>2</sup>≤x", r"\exists x > 0, x^2 \le x"),
+        ("∃n∈N, n<sup>2</sup>＞2<sup>n</sup>", r"\exists n\in \mathbb{N}, n^2>2^n"),
         ("np.log10(5)", r"\log_{10} 5"),
     ],
     "equations": [
@@ -263,6 +265,7 @@ WRONG = {
         (r"x=4\text{ cm}, y=6\text{ cm}", r"x=4\text{ cm}, y=7\text{ cm}"),
         (r"12\text{ boys}; 15\text{ girls}", r"12\text{ boys}; 16\text{ girls}"),
         (r"7\text{ red and }8\text{ blue}", r"7\text{ red and }9\text{ blue}"),
+        (r"3\text{ cats}, 4\text{ dogs}", r"3\text{ cats and }5\text{ dogs}"),
         (r"30^\circ, 60^\circ, 90^\circ", r"30^\circ, 60^\circ, 80^\circ"),
         (r"30^\circ, 60^\circ", r"30^\circ"),
         (r"\$5, \$10", r"\$5, \$11"),
