@@ -22,7 +22,7 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -58,10 +58,15 @@ hypothesis.settings.register_profile("explore", hypothesis.settings.get_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported by now stays: looking through it for garbage again and again takes a tenth of the time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported now stays: looking through it for garbage again and again takes a tenth of the time."""
+    gc.disable()
+    collected = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return collected
 
 
 @pytest.fixture(scope="session", autouse=True)
