@@ -26,8 +26,9 @@ from spot_async.telemetry.run_log import SpendingLog
 SEEDS = range(300)
 
 
+# The first five shards have one method each.
 LONG, NIGHTLY = [pytest.mark.long], [pytest.mark.long, pytest.mark.nightly]
-OTHERS = [pytest.param(each, marks=LONG if each < 8 else NIGHTLY) for each in range(1, 15)]
+OTHERS = [pytest.param(each, marks=LONG if each < 5 else NIGHTLY) for each in range(1, 15)]
 
 
 @pytest.mark.parametrize("shard", [0, *OTHERS])

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from crashes.run import crashing_run
 from kill_drill import ROOT, command, weights
+from problem_files import FEW
 from recipes import RECIPES, recipe, simulated_recipe
 
+import spot_async
 from spot_async.run_directory.manifest import committed
 from spot_async.testing.simulation import make_policy, policy_context
 
 KEYS = (
+    FEW,
     "training.iterations=6",
     "training.checkpoint_every=2",
     "training.batch_size=8",
@@ -45,16 +48,15 @@ def test_crashes_change_nothing_of_what_several_teachers_said() -> None:
 
 @pytest.mark.long
 def test_real_processes_train_a_recipe_and_continue_to_the_same_bits_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_on_threads: None, trainer_on_thread: None
 ) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.setenv("PYTHONPATH", "examples/recipes")
     whole, run = tmp_path / "whole", tmp_path / "run"
-
-    def begin(directory: Path) -> list[str]:
-        return command("train", str(RECIPES / "speculative_kd.yaml"), f"run.directory={directory}", *KEYS)
-
-    subprocess.run(begin(whole), check=True, cwd=ROOT, capture_output=True)
-    with subprocess.Popen(begin(run), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    spot_async.run(RECIPES / "speculative_kd.yaml", [f"run.directory={whole}", *KEYS])  # on threads, undisturbed
+    begin = command("train", str(RECIPES / "speculative_kd.yaml"), f"run.directory={run}", *KEYS)
+    with subprocess.Popen(begin, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while not committed(run):
             assert process.poll() is None, f"it ended first: {process.communicate()[0]}"
             time.sleep(0.01)

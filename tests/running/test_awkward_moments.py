@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kill_drill import ROOT, command, rows, weights
 
+import spot_async
 from spot_async.run_directory.manifest import committed
 
 KEYS = (
@@ -21,8 +22,10 @@ KEYS = (
     "training.mini_batch_size=8",
     "evaluation.eval_every=3",
     "evaluation.samples=1",
-    "data.train=[{path: examples/running_sum/data/train.jsonl, share: 0.7, category: new}, "
-    "{path: examples/running_sum/data/heldout.jsonl, share: 0.3, verifier: math_verify}]",
+)
+TRAIN = (
+    "data.train=[{path: %s, share: 0.7, category: new}, "
+    "{path: examples/running_sum/data/heldout.jsonl, share: 0.3, verifier: math_verify}]"
 )
 
 
@@ -63,19 +66,23 @@ def damage_the_newest(run: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_strict_run_killed_at_the_most_awkward_moments_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_strict_run_killed_at_the_most_awkward_moments_ends_with_the_same_bits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    few_problems: Path,
+    servers_on_threads: None,
+    trainer_on_thread: None,
+) -> None:
+    monkeypatch.chdir(ROOT)
     few = tmp_path / "few.jsonl"
     lines = (ROOT / "examples/running_sum/data/heldout.jsonl").read_text().splitlines(keepends=True)
     few.write_text("".join(lines[:12]))
 
-    def begin(run: Path) -> list[str]:
-        keys = (f"run.directory={run}", f"evaluation.problems={few}", *KEYS)
-        return command("train", str(ROOT / "configs/quickstart.yaml"), *keys)
-
+    keys = [f"evaluation.problems={few}", TRAIN % few_problems, *KEYS]
     whole, run = tmp_path / "whole", tmp_path / "run"
-    subprocess.run(begin(whole), check=True, cwd=ROOT, capture_output=True)
+    spot_async.run("configs/quickstart.yaml", [f"run.directory={whole}", *keys])  # on threads, undisturbed
     again = command("train", "--resume", str(run))
-    kill_when(publishing, run, begin(run))
+    kill_when(publishing, run, command("train", "configs/quickstart.yaml", f"run.directory={run}", *keys))
     kill_when(evaluating, run, again)
     kill_when(saving, run, again)
     damage_the_newest(run)

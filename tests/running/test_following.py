@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engine_requests import dense_logprobs
 from kill_drill import command, weights
+from problem_files import FEW
 
 import spot_async
 from spot_async.checks.plan import plan_training, plan_warnings
@@ -187,20 +188,22 @@ def test_the_frozen_self_is_the_base_of_the_students_servers(tmp_path, servers_o
 
 @pytest.mark.long
 @pytest.mark.parametrize("follows", ["{decay: 0.7}", pytest.param("{every: 3}", marks=pytest.mark.nightly)])
-def test_real_processes_continue_after_a_kill_to_the_same_bits_the_teachers_weights_included(tmp_path, follows):
+def test_real_processes_continue_after_a_kill_to_the_same_bits_the_teachers_weights_included(
+    tmp_path, monkeypatch, servers_on_threads, trainer_on_thread, follows
+):
+    monkeypatch.chdir(ROOT)
     whole, run = tmp_path / "whole", tmp_path / "run"
     keys = [
+        FEW,
         f"teacher={{model: {STUDENT}, follows: {follows}}}",
         *("training.iterations=7", "training.checkpoint_every=2", "training.batch_size=8"),
         *("training.mini_batch_size=4", "training.keep_weights=8", "evaluation=null", "policy=opd"),
     ]
 
-    def begin(directory):
-        return command("train", "configs/quickstart.yaml", f"run.directory={directory}", *keys)
-
-    subprocess.run(begin(whole), check=True, cwd=ROOT, capture_output=True)
+    spot_async.run("configs/quickstart.yaml", [f"run.directory={whole}", *keys])  # on threads, undisturbed
+    begin = command("train", "configs/quickstart.yaml", f"run.directory={run}", *keys)
     for kill in count():
-        words = begin(run) if not kill else command("train", "--resume", str(run))
+        words = begin if not kill else command("train", "--resume", str(run))
         with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             if kill == 2:
                 assert process.wait() == 0, process.communicate()[0]

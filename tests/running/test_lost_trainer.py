@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 from kill_drill import ROOT, command, descendants, weights
+from problem_files import FEW
 
+import spot_async
 from spot_async.run_directory.reading import RunFiles
 
 ITERATIONS = 8
 KEYS = (
+    FEW,
     f"training.iterations={ITERATIONS}",
     "training.checkpoint_every=2",
     "training.batch_size=8",
@@ -69,13 +72,18 @@ def kill_after(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Return the weights that a run ends with which nobody disturbs, by the keys it is given."""
+def whole(tmp_path_factory, servers_on_threads):
+    """Return the weights that a run ends with which nobody disturbs, by the keys it is given.
+
+    Its servers are threads: they have the same bits.
+    """
 
     @functools.cache
     def train_undisturbed(keys: tuple[str, ...]) -> str:
         directory = tmp_path_factory.mktemp("whole") / "run"
-        subprocess.run(train(directory, *keys), check=True, cwd=ROOT, capture_output=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            spot_async.run("configs/quickstart.yaml", [f"run.directory={directory}", *KEYS, *keys])
         return weights(directory)
 
     return train_undisturbed

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from key_spellings import SPELLINGS, shown
 from kill_drill import ROOT, command, descendants, rows
+from problem_files import FEW
 
 TEACHER, TEAM, STUDENT = "tk-4f1Dq9/TeacherKey+77", "team-93.Zx~HeaderValue", "studentKey-0aB1cD2eF3"
 PLANTED = {
@@ -111,7 +112,7 @@ async def test_a_run_shows_and_saves_no_key_and_gives_none_to_who_does_not_need_
             backend = f"{{kind: openai, url: '{url}', {keys}}}"
             process = await asyncio.create_subprocess_exec(
                 *command("train", "configs/running_sum/opd.yaml", f"run.directory={run}", "training.iterations=400"),
-                *(f"teacher.backend={backend}", "training.ranks=2", "training.batch_size=8"),
+                *(FEW, f"teacher.backend={backend}", "training.ranks=2", "training.batch_size=8"),
                 *("training.mini_batch_size=8", "evaluation=null", "telemetry.wandb={project: p, mode: offline}"),
                 *("telemetry.tensorboard=true", "training.checkpoint_every=2"),
                 cwd=ROOT,

@@ -535,24 +535,34 @@ def test_the_command_shows_a_table_or_json_and_exits_by_what_it_found(
     )
     monkeypatch.syspath_prepend(tmp_path)
     frozen = "student.backend.kind=frozen_server:Frozen"
-    unsafe = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", frozen, f"--directory={tmp_path / 'logs'}"])
+    unsafe = CliRunner().invoke(
+        app, ["check", "configs/quickstart.yaml", *FEW, frozen, f"--directory={tmp_path / 'logs'}"]
+    )
     assert unsafe.exit_code == 1, unsafe.output
     assert "unsafe: student.backend takes no new weights" in unsafe.output
     assert "round trip" in unsafe.output
     assert (tmp_path / "logs" / "logs" / "student.log").exists()
     silent = "verifier={kind: http, url: http://127.0.0.1:1/judge}"
-    unjudged = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", silent])
+    unjudged = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", *FEW, silent])
     assert unjudged.exit_code == 1
     assert "error: verifier/judge: nothing answers at 127.0.0.1:1: " in unjudged.stderr
-    found = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", "--json"])
+    found = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", *FEW, "--json"])
     assert found.exit_code == 0, found.output
     roles = json.loads(found.stdout)["roles"]
     assert roles["teacher"]["score_top_k"] == 48
-    wrong = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", "teacher.modl=x"])
+    wrong = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", *FEW, "teacher.modl=x"])
     assert wrong.exit_code == 2
     assert "did you mean `model`?" in wrong.stderr
     refused = CliRunner().invoke(
-        app, ["train", "configs/quickstart.yaml", frozen, f"run.directory={tmp_path / 'run'}", "training.iterations=4"]
+        app,
+        [
+            "train",
+            "configs/quickstart.yaml",
+            *FEW,
+            frozen,
+            f"run.directory={tmp_path / 'run'}",
+            "training.iterations=4",
+        ],
     )
     assert refused.exit_code == 2, refused.output
     assert "error: student.backend takes no new weights" in refused.stderr

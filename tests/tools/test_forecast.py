@@ -504,7 +504,9 @@ def test_forecast_measures_real_servers(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_teacher_that_is_the_student_and_reads_the_same_gains_nothing_and_it_says_why(tmp_path, monkeypatch):
+def test_a_teacher_that_is_the_student_and_reads_the_same_gains_nothing_and_it_says_why(
+    tmp_path, monkeypatch, servers_on_threads
+):
     monkeypatch.chdir(ROOT)
     output = tmp_path / "self.forecast.json"
     itself = ["configs/quickstart.yaml", "teacher.model=examples/running_sum/student"]
