@@ -24,6 +24,7 @@ from spot_async.telemetry.totals import limit_use, run_times, stage_slots
 from spot_async.tools.inspect.command import write_report
 from spot_async.tools.inspect.held_out import ResultRow, ResultTable
 from spot_async.tools.inspect.report import SamplesSoFar, length_histogram, read_report, report_page
+from spot_async.tools.inspect.troubles import troubles_at
 
 
 def write_evaluation(run, when, avg=None, error=None, pass_at=None, settings=None):
@@ -55,6 +56,9 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     assert "(7 probe requests in flight" in report.bottleneck.advice[0]  # 5 over 10 s, in 7 s of waiting for them
     assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0", "+25.0 ±4.0")
     assert report.notes == ()
+    assert report.headline == "25.0 \N{RIGHTWARDS ARROW} 50.0 % held out (Avg@8), +25.0 ±4.0"
+    text = Tags(report_page(report)).text
+    assert text.index(report.headline) < text.index("Results on held-out") < text.index("Where the time went")
     titles = {plot.title for section in report.sections for plot in section.plots}
     assert {"Loss and its parts", "Calibration shift", "Which tokens were probed", "Time per phase"} - titles == {
         "Calibration shift"
@@ -84,6 +88,22 @@ def test_a_watched_report_is_written_again_as_the_run_grows_and_for_the_last_tim
     ended = Tags(page.read_text())
     assert "iterations: 4 of 4" in ended.text
     assert not [attributes for _, attributes in ended.tags if attributes.get("http-equiv") == "refresh"]
+
+
+def test_what_bent_an_iterations_times_is_marked_in_the_plots_of_servers(tmp_path):
+    rows = [metrics_row(i) for i in (1, 2, 3, 4)]
+    for row in rows:
+        row["replica/student-0/mean_in_flight"] = 3.0
+    rows[1]["replica/student-0/limit_decreases"] = 2.0
+    rows[2] |= {"replica/teachers.a-1/restarts": 1.0, "stage/probe/retried": 3.0}
+    rows[3] |= {"stage/probe/retried": 1.0, "replica/student-0/limit_decreases": 0.0}  # of 8 requests
+    assert troubles_at(rows) == {
+        2: "iteration 2: student-0: limit lowered 2 x",
+        3: "iteration 3: teachers.a-1: restarted 1 x, probe: 3 attempts made again",
+    }
+    page = report_page(read_report(make_run(tmp_path / "run", [], rows)))
+    assert page.count("<title>iteration 2: student-0: limit lowered 2 x</title>") >= 2
+    assert "Upright lines: limits lowered, restarts, many attempts made again." in page
 
 
 def test_samples_are_read_once_and_anew_if_the_run_went_back(tmp_path):

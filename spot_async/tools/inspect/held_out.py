@@ -50,6 +50,16 @@ class ResultTable:
         return table
 
     @property
+    def headline(self) -> str:
+        """Return what training came to over everything, such as `32.5 -> 51.2 % held out (Avg@8), +18.8 ±1.8`."""
+        figures = dict(zip(self.headings[2:], self.rows[-1].cells, strict=True))
+        name = self.headings[2].rpartition(" ")[0]
+        known = [figures[key] for when in ("before", "after") if (key := f"{name} {when}") in figures]
+        change = figures.get(f"{name} change")
+        values = " \N{RIGHTWARDS ARROW} ".join(each.partition(" ")[0] for each in known)
+        return f"{values} % held out ({name})" + (f", {change}" if change else f" {known[0].partition(' ')[2]}")
+
+    @property
     def line(self) -> str:
         """Return the last row, which is over everything, as a line for a terminal."""
         whole = self.rows[-1]
@@ -90,6 +100,13 @@ class HeldOut:
         return words + (", no better than before training" if first == 0 and value <= before else "")
 
     @property
+    def headline(self) -> str:
+        """Return the first and the newest figure."""
+        (_, first), *_, (iteration, last) = self.criterion.points * 2
+        at = f"{self.criterion.name}, iteration {iteration:g}"
+        return f"{percent(first)} \N{RIGHTWARDS ARROW} {percent(last)} held out so far ({at})"
+
+    @property
     def note(self) -> str:
         return (
             "All problems; bars: one standard error. "
@@ -99,7 +116,7 @@ class HeldOut:
 
     def figure(self) -> Markup:
         series = [Series(curve.name, curve.points, errors=curve.errors) for curve in self.curves]
-        marked = self.criterion.points[self.best][0]
+        marked = {self.criterion.points[self.best][0]: "the best"}
         return svg.line_plot(series, format_y=percent, most=1.0, marked=marked)
 
 

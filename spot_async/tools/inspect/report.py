@@ -39,9 +39,11 @@ from spot_async.tools.inspect.held_out import HeldOut, ResultTable, figures_of, 
 from spot_async.tools.inspect.troubles import (
     failures_by_stage,
     failures_section,
+    failures_words,
     missing_signal,
     staleness_section,
     staleness_words,
+    troubles_at,
 )
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
@@ -58,9 +60,11 @@ class Report:
     """Everything the page shows."""
 
     name: str
+    headline: str  # what it came to; empty where nothing was evaluated
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]  # what is missing, and why
     bottleneck: Bottleneck
+    failures: tuple[str, ...]  # a line for each stage whose attempts failed
     missing_signal: str | None
     results: ResultTable | None
     sections: tuple[Section, ...]
@@ -108,11 +112,13 @@ def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesS
     )
     return Report(
         name=" ".join(dict.fromkeys((name_of_run(files.path), files.path.resolve().name))),
+        headline="" if (found := results or evaluated) is None else found.headline,
         facts=facts(config, rows, summary, evaluated),
         notes=notes(
             files, config, rows, summary, statistics, was_evaluated=results is not None or evaluated is not None
         ),
         bottleneck=judge(run_times(rows, config, files.cores, failures_by_stage(failed))),
+        failures=tuple(failures_words(failed, rows)),
         missing_signal=missing_signal(rows),
         results=results,
         sections=tuple(section for section in sections if section.plots),
@@ -257,7 +263,9 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
         " For weight updates and evaluations it waits only until publishing is close enough behind it."
     )  # fmt: skip
     of_wait = " while the trainer waited for a batch" if is_strict(config) else ""
-    used = svg.line_plot(utilisation, format_y=percent, from_zero=True) if any(u.points for u in utilisation) else None
+    bent = troubles_at(rows)
+    used = svg.line_plot(utilisation, format_y=percent, from_zero=True, marked=bent)
+    told = " Upright lines: limits lowered, restarts, many attempts made again." if bent else ""
     return Section(
         "Time",
         present(
@@ -269,13 +277,14 @@ def time_section(rows: Rows, config: Mapping[str, Any]) -> Section:
             ("Stages: use of their limits", f"Mean requests in flight{of_wait}, over the "
              "stage's limit or, where it is less, what its servers let in. For the bottleneck above, only the time "
              "counts in which most prompts were at the stage.",
-             used),
+             used if any(each.points for each in utilisation) else None),
             ("Stages: queues", "Mean requests that waited for their turn.",
              lines(rows, {stage: f"stage/{stage}/mean_queued" for stage in stages}, from_zero=True)),
             ("Stages: latency", "Mean seconds of a request, from its turn to its answer.",
-             lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True)),
-            ("Servers: requests let in", "Of all stages: mean in flight during the iteration, the limit as it ended.",
-             svg.line_plot(servers, from_zero=True) if servers else None),
+             lines(rows, {stage: f"stage/{stage}/mean_latency_s" for stage in stages}, seconds, from_zero=True,
+                   marked=bent)),
+            ("Servers: requests let in", "Of all stages: mean in flight during the iteration, the limit as it ended."
+             + told, svg.line_plot(servers, from_zero=True, marked=bent) if servers else None),
             ("Event loop: lag", "How long an event waits for the loop: half of them, one in a hundred, the longest. "
              "Of few events the last two are one.",
              lines(rows, lags, seconds, from_zero=True)),

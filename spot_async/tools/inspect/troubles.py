@@ -6,7 +6,7 @@ A reason may quote a server, so it is cut, made visible and escaped.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -24,6 +24,7 @@ from spot_async.tools.pages.series import Series, seconds
 
 REASON_CHARACTERS = 200
 ROWS_SHOWN = 20
+STORM = 0.2  # attempts made again, as a share of an iteration's requests, that are worth a mark
 HEADINGS = ("stage", "class", "what happened", "attempts", "iterations", "time lost", "the newest reason")
 NOTE = (
     "Most were made again, so they cost time and no prompt. An iteration is the time until it ended. Time lost is "
@@ -51,6 +52,32 @@ def failures_section(failed: Sequence[FailedAttempts], rows: Rows) -> Section:
     return Section("Failures", tuple(plots))
 
 
+def troubles_at(rows: Rows) -> dict[float, str]:
+    """Return in words what bent an iteration's times: limits lowered, servers restarted, many attempts made again."""
+    found: dict[float, str] = {}
+    for row in rows:
+        said = []
+        for name, value in row.items():
+            area, _, figure = name.rpartition("/")
+            of = visible(area.partition("/")[2])
+            if area.startswith("replica/") and value and figure in ("limit_decreases", "restarts"):
+                said.append(f"{of}: {'limit lowered' if figure == 'limit_decreases' else 'restarted'} {value:.0f} x")
+            elif figure == "retried" and value > STORM * row.get(f"{area}/requests", 0.0):
+                said.append(f"{of}: {value:.0f} attempts made again")
+        if said:
+            found[row["iteration"]] = f"iteration {row['iteration']:.0f}: {', '.join(said)}"
+    return found
+
+
+def failures_words(failed: Sequence[FailedAttempts], rows: Rows) -> Iterator[str]:
+    """Yield how many attempts of each stage failed, and of what."""
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in failed:
+        kinds[each.stage][each.brief] += each.count
+    for stage, counts in kinds.items():
+        yield visible(f"{stage}: {_share(stage, counts, rows)}, {kinds_words(counts)}")
+
+
 def failures_by_stage(failed: Sequence[FailedAttempts]) -> Mapping[str, str]:
     """Return what happened at each stage in words. Throttled attempts have a verdict of their own."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
@@ -60,7 +87,7 @@ def failures_by_stage(failed: Sequence[FailedAttempts]) -> Mapping[str, str]:
     return {stage: kinds_words(counts) for stage, counts in kinds.items()}
 
 
-def _share(stage: str, counts: Counter[int], rows: Rows) -> str:
+def _share(stage: str, counts: Counter[int] | Counter[str], rows: Rows) -> str:
     """Return how many of a stage's attempts failed. Evaluations count no requests in `rows`, so they have no share."""
     failed, answered = counts.total(), total(rows, f"stage/{stage}/requests")
     return (

@@ -51,6 +51,7 @@ def lines(
     *,
     from_zero: bool = False,
     most: float = math.inf,
+    marked: Mapping[float, str] = svg.NOTHING,
     smooth: bool = True,
 ) -> Markup | None:
     """Return a plot with a line per metric that is there. Lines of zeros are drawn only if there are no others."""
@@ -59,7 +60,8 @@ def lines(
     moving = [each for each in series if any(value for _, value in each.points)]
     if not series:
         return None
-    return svg.line_plot(moving or series[:1], format_y=format_y, from_zero=from_zero, most=most, smooth=smooth)
+    drawn = moving or series[:1]
+    return svg.line_plot(drawn, format_y=format_y, from_zero=from_zero, most=most, marked=marked, smooth=smooth)
 
 
 def stacked(rows: Rows, names: Mapping[str, str]) -> Markup | None:

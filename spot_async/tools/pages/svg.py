@@ -8,8 +8,9 @@ pointer, through SVG's own `<title>`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from markupsafe import Markup
 
@@ -38,6 +39,7 @@ COLOURS = ("#1f6fb4", "#c8500a", "#22804f", "#8e4fa8", "#8a6d00", "#5d6167")
 DARK_COLOURS = ("#62aeea", "#ff9350", "#5cc48c", "#c795dd", "#d9b93b", "#a2a7ae")  # on dark screens
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 3")
 LEGEND_TOP = HEIGHT + 18
+NOTHING: Mapping[float, str] = MappingProxyType({})
 
 
 def line_plot(
@@ -46,12 +48,12 @@ def line_plot(
     format_y: Format = short_number,
     from_zero: bool = False,
     most: float = math.inf,
-    marked: float | None = None,
+    marked: Mapping[float, str] = NOTHING,
     smooth: bool = True,
 ) -> Markup:
     """Draw lines over iterations. With `smooth`, a long single line is drawn with its running mean.
 
-    `most` is the largest value there can be, `marked` the x of a vertical line.
+    `most` is the largest value there can be. `marked` says what happened at some x, where an upright line is.
     """
     drawn = drawn_series(series)
     if not drawn:
@@ -60,8 +62,7 @@ def line_plot(
     ys += [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
     x, y, frame = _axes(extent([x for each in drawn for x, _ in each.points]), extent(ys), format_y, most=most)
     marks = [frame]
-    if marked is not None:
-        marks.append(_upright("mark", x(marked), TOP, HEIGHT - BOTTOM))
+    marks += [_upright("mark", x(at), TOP, HEIGHT - BOTTOM, what) for at, what in marked.items()]
     smoothed = smooth and len(drawn) == 1 and len(drawn[0].points) >= SMOOTH_FROM
     keys = [_key(f"{_line(each)}{' raw' if smoothed else ''}", each.name) for each in drawn if each.name]
     for each in drawn:
@@ -280,9 +281,10 @@ def _titles(
     )
 
 
-def _upright(style: str, x: float, start: float, end: float) -> Markup:
-    return Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2:.1f}" y2="{3:.1f}"/>').format(
-        style, x, start, end)  # fmt: skip
+def _upright(style: str, x: float, start: float, end: float, title: str = "") -> Markup:
+    told = Markup("<title>{}</title>").format(title) if title else ""
+    return Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2:.1f}" y2="{3:.1f}">{4}</line>').format(
+        style, x, start, end, told)  # fmt: skip
 
 
 def _box(style: str, x: float, y: float, width: float, height: float, title: str) -> Markup:
