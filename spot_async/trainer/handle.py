@@ -17,7 +17,7 @@ import zmq.asyncio
 from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess, standing_still
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.base.tasks import Opened
+from spot_async.base.tasks import Opened, while_alive
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.messages import (
     PUBLISHED,
@@ -123,31 +123,18 @@ class TrainerProcess(Opened):
         """Return the conversation's result. Raises `TrainerError` on a failure, the trainer's end or the timeout."""
         timeout_s = self._settings.training.step_timeout_s
         try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                talking = group.create_task(conversation)
-                ending = group.create_task(self._end())
-                await asyncio.wait({talking, ending}, return_when=asyncio.FIRST_COMPLETED)
-                talking.cancel()
-                ending.cancel()
+            async with asyncio.timeout(timeout_s):
+                outcome = await while_alive(conversation, self.watch)
+        except ProcessDiedError as died:
+            raise TrainerLostError(str(died)) from None
         except TimeoutError:
             still = "".join(f"; {each}" for each in await asyncio.to_thread(lambda: [*standing_still(self._child.pid)]))
             raise TrainerError(
                 f"{otherwise} within training.step_timeout_s={timeout_s:g}{still} (log: {self._child.log_path})"
             ) from None
-        if talking.cancelled():
-            raise TrainerLostError(ending.result())
-        outcome = talking.result()
         if isinstance(outcome, Failure):
             raise TrainerError(outcome.message)
         return outcome
-
-    async def _end(self) -> str:
-        """Wait for the trainer's end and describe it."""
-        try:
-            await self.watch()
-        except ProcessDiedError as died:
-            return str(died)
-        return "the trainer was stopped"
 
     async def _receive(self) -> Answer:
         answer: Answer = wire.decode(await self._socket.recv(), cast(Any, Answer))
