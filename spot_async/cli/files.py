@@ -88,7 +88,6 @@ def simulate(
     ] = None,
     max_staleness: Annotated[int, typer.Option(min=0, max=16, help="simulate 0 to this many")] = 2,
     iterations: Annotated[int, typer.Option(min=1, help="of each simulation that count")] = 6,
-    page: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a page with plots")] = None,
     json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
     """Say how long an iteration of CONFIG would take with max_staleness 0, 1 and 2, and what binds it then.
@@ -98,7 +97,7 @@ def simulate(
     """
     from spot_async.tools.simulate import command
 
-    options = command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, page, json)
+    options = command.SimulateOptions(run, tuning, rates, rate or (), max_staleness, iterations, json)
     settings = load_config(config, overrides or ())
     if command.asks_data_sheet(config, settings, options):
         settings = downloaded(settings, weights=())

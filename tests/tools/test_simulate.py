@@ -398,21 +398,17 @@ def test_tune_leaves_the_staleness_alone_where_trainer_and_servers_share_cores(t
     assert "they slow each other down, which is not simulated" in tuned.advice[-1]
 
 
-def test_the_command_prints_json_and_writes_a_page(tmp_path):
-    config, rates, page = tmp_path / "c.yaml", tmp_path / "rates.yaml", tmp_path / "page.html"
+def test_the_command_prints_json(tmp_path):
+    config, rates = tmp_path / "c.yaml", tmp_path / "rates.yaml"
     config.write_text(yaml.safe_dump(configuration().model_dump(mode="json")))
     rates.write_text(yaml.safe_dump(RATES))
     command = ["simulate", str(config), "--rates", str(rates), "--rate", "teacher.replicas=3", "--max-staleness", "1",
-               "--iterations", "2", "--page", str(page), "--json"]  # fmt: skip
+               "--iterations", "2", "--json"]  # fmt: skip
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["rates"]["teacher"]["replicas"] == 3
     assert [each["max_staleness"] for each in found["outcomes"]] == [0, 1]
-    text = page.read_text()
-    assert "<li>* " not in text  # the terminal's bullets
-    assert "Simulation of c" in text
-    assert text.count('<svg class="plot"') == 6
 
 
 def test_a_student_that_sleeps_is_simulated_as_it_can_be_trained(tmp_path: Path) -> None:

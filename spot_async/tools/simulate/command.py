@@ -18,7 +18,6 @@ from spot_async.checks.served import served_models
 from spot_async.config import Config
 from spot_async.config.loading import apply_override, read_tree
 from spot_async.errors import SpotError
-from spot_async.tools.pages.page import write_files
 from spot_async.tools.simulate.lengths import Lengths, LogNormalLengths, Workload
 from spot_async.tools.simulate.measured import rates_of_ramps, read_tuning
 from spot_async.tools.simulate.rates import (
@@ -36,7 +35,6 @@ from spot_async.tools.simulate.view import (
     outcome_table,
     rate_lines,
     sharing_words,
-    simulation_page,
     staleness_words,
 )
 
@@ -51,7 +49,6 @@ class SimulateOptions:
     stated: Sequence[str] = ()  # single rates, key=value
     max_staleness: int = 2
     iterations: int = 6
-    page: Path | None = None
     is_json: bool = False
 
 
@@ -90,10 +87,6 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
         screen.print(outcome_table(outcomes))
         for line in lines:
             screen.print(Text(line), soft_wrap=True)
-    if options.page is not None:
-        write_files({options.page: simulation_page(source.stem, outcomes, lines).encode()}, "--page")
-        if not options.is_json:
-            screen.print(Text(f"page: {options.page}"))
 
 
 def asks_data_sheet(source: Path, config: Config, options: SimulateOptions) -> bool:
