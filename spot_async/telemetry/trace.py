@@ -143,7 +143,7 @@ class TraceRecorder:
         self._book = book
         self._lanes: dict[int, Lanes] = {}
         self._process_ids = {stage.name: FIRST_STAGE + i for i, stage in enumerate(stages.all)}
-        self._folded: Counter[str] = Counter()  # requests so far that are counted alone, by stage
+        self._folded: Counter[str] = Counter()  # the iteration's requests that are counted alone, by stage
         self._used: set[str] = set()  # stages that have a track already
         self._servers: set[str] = set()  # servers that have a track already
         self._counters = Counters(file)
@@ -245,6 +245,8 @@ class TraceRecorder:
 
     def _finish_iteration(self, span: PhaseEnded) -> None:
         args: dict[str, Any] = {"prompts": len(span.ordinals)}
+        if self._folded:
+            args["brief"], self._folded = dict(self._folded), Counter()
         if not self._recorded:
             args["requests"] = f"not recorded: by now the file keeps those of one iteration in {self._stride}"
         self._slice(TRAINER, ITERATIONS, f"iteration {span.iteration}", self._iteration_started_s, span.ended_s, args)
@@ -286,9 +288,8 @@ class TraceRecorder:
         at = microseconds(at_s)
         at_servers: Counter[str] = Counter()
         for stage in self._stages.all:
-            if stage.open or stage.name in self._used or self._folded[stage.name]:
+            if stage.open or stage.name in self._used:
                 values = {"in flight": stage.in_flight, "waiting": stage.waiting}
-                values |= {"brief so far": folded} if (folded := self._folded[stage.name]) else {}
                 self._counters.set(self._process_of(stage.name), stage.name, at, values)
             at_servers.update(request.replica for request in stage.open if request.replica)
         if at_servers and not self._servers:

@@ -170,8 +170,8 @@ def test_verdicts_of_an_immediate_verifier_are_counted_and_not_drawn(tmp_path):
     )  # fmt: skip
     events = record(tmp_path / "trace.json", run)
     assert slices(events, "verifier: verify") == []
-    counted = [e["args"]["brief so far"] for e in events if e["ph"] == "C" and e["name"] == "verify"]
-    assert counted == [1, 2]
+    (iteration,) = [e for e in events if e["name"] == "iteration 1"]
+    assert iteration["args"]["brief"] == {"verify": 2}
     assert len(slices(events, "student: rollout")) == 2
 
 

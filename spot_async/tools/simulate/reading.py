@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,10 @@ def read_run(path: Path, config: Config) -> Recorded:
     rows = rows[1:] if len(rows) > 2 else rows  # in the first one, servers and trainer warm up
     slices = _slices(files.path / "trace.json")
     prompts, requests = _traced_prompts(slices), _requests(slices)
-    rates = _trainer(rows) | _stage_seconds(requests)
+    brief: Counter[str] = Counter()  # requests of no time that have no slice
+    for each in slices:
+        brief.update(each.args.get("brief", {}))
+    rates = _trainer(rows) | _stage_seconds(requests, brief)
     servers: Tree = {}
     for role in ("student", *config.teachers_by_role, "reference"):
         if role != "student" and not _same_role(trained, config, role):
@@ -158,11 +161,12 @@ def _slices(path: Path) -> list[Slice]:
     return found
 
 
-def _stage_seconds(requests: Mapping[str, Sequence[Timed]]) -> Tree:
+def _stage_seconds(requests: Mapping[str, Sequence[Timed]], brief: Mapping[str, int]) -> Tree:
     """Return the mean seconds of requests that are not counted in tokens."""
     names = {"candidates": "candidates_s", "verify": "verdict_s"}
     return {
-        names[stage]: sum(each.ended_s - each.started_s for each in requests[stage]) / len(requests[stage])
+        names[stage]: sum(each.ended_s - each.started_s for each in requests[stage])
+        / (len(requests[stage]) + brief.get(stage, 0))
         for stage in names
         if requests.get(stage)
     }
