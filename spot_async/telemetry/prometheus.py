@@ -1,4 +1,4 @@
-"""Serves a run's newest metrics to Prometheus, and what its stages hold right now.
+"""Serves a run's newest metrics to Prometheus, and what its stages hold right now; to people, at `/`, its report.
 
 A name of docs/metrics.md such as `stage/probe/mean_latency_s` is `spot_async_stage_mean_latency_seconds{stage="probe"}`
 here: its first and its last part, with the unit spelled out, and what is between them as a label. Every sample has the
@@ -8,11 +8,17 @@ run's name as the label `run`.
 from __future__ import annotations
 
 import ipaddress
+import math
+import os
 import re
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from spot_async.base.addresses import host_of, is_loopback
@@ -29,6 +35,7 @@ PREFIX = "spot_async_"
 # What the middle of a name says, by its first part: a label's name.
 LABELS = {"stage": "stage", "replica": "replica", "spending": "role", "traffic": "role", "evaluation": "set"}
 OTHER_LABEL = "of"
+REPORT_EVERY_S, REPORT_TIMEOUT_S = 30.0, 60.0
 
 WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -44,21 +51,22 @@ def family_of(metric: str) -> tuple[str, str, str]:
 
 @contextmanager
 def prometheus_endpoint(
-    host: str, port: int, run: str, iterations: int, stages: Callable[[], Sequence[Stage[Any]]]
+    host: str, port: int, run: Path, iterations: int, stages: Callable[[], Sequence[Stage[Any]]]
 ) -> Iterator[MetricSink]:
-    """Serve `http://host:port/metrics` of the run named `run`, which plans so many `iterations`.
+    """Serve `http://host:port/metrics` of the run in the directory `run`, which plans so many `iterations`.
 
     Raises OSError if it cannot listen there.
     """
     from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
-    sink, registry = _Sink(run, iterations, stages), CollectorRegistry()
+    sink, registry = _Sink(run.name, iterations, stages), CollectorRegistry()
     registry.register(sink)
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise OSError(f"cannot listen on {host}: {error.strerror}; choose another port") from None
-    server.set_app(_for_known_names(make_wsgi_app(registry), is_open=not is_loopback(host)))
+    app = _with_report(make_wsgi_app(registry), run)
+    server.set_app(_for_known_names(app, is_open=not is_loopback(host)))
     try:
         yield sink
     finally:
@@ -117,6 +125,34 @@ class _Sink:
                 count, words = getattr(stage.counters, failure), "attempts of requests that failed, by failure"
                 add(CounterMetricFamily, f"{PREFIX}failed_attempts", words, {**named, "failure": failure}, count)
         yield from families.values()
+
+
+def _with_report(app: WsgiApp, run: Path) -> WsgiApp:
+    """Return the app with the run's report at `/`, which is made again if it is older than `REPORT_EVERY_S`.
+
+    A process of its own makes it, so that the run's own thread goes on.
+    """
+    command = [sys.executable, "-m", "spot_async", "report", str(run)]
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME", "LANG") if name in os.environ}
+    lock, made_s = threading.Lock(), -math.inf
+
+    def answered(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        nonlocal made_s
+        if environ.get("PATH_INFO") != "/":
+            return app(environ, start_response)
+        with lock:
+            if time.monotonic() - made_s >= REPORT_EVERY_S:
+                subprocess.run(command, env=environment, capture_output=True, timeout=REPORT_TIMEOUT_S, check=False)
+                made_s = time.monotonic()
+        page = run / "report.html"
+        if not page.exists():
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"there is no report yet: {' '.join(command[1:])} says why\n".encode()]
+        again = ("Refresh", f"{REPORT_EVERY_S:.0f}")
+        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8"), again])
+        return [page.read_bytes()]
+
+    return answered
 
 
 def _for_known_names(app: WsgiApp, *, is_open: bool) -> WsgiApp:

@@ -70,7 +70,7 @@ def open_sinks(
     sinks: list[SideSink] = []
     if (port := telemetry.prometheus_port) is not None:  # its sink only keeps numbers, so it needs no thread
         name = f"telemetry.prometheus_port={port}"
-        served = prometheus_endpoint(telemetry.prometheus_host, port, directory.name, iterations, stages)
+        served = prometheus_endpoint(telemetry.prometheus_host, port, directory, iterations, stages)
         sinks.append(SideSink(name, served, warn, waits=True))
     if telemetry.tensorboard:
         sinks.append(SideSink("telemetry.tensorboard", tensorboard_files(directory / "tensorboard"), warn))

@@ -25,6 +25,7 @@ import structlog
 from event_files import records, shown_steps
 from rich.console import Console
 from rich.text import Text
+from run_files import make_run, metrics_row
 
 from spot_async.backends.shared.launch import free_port
 from spot_async.config import TelemetryConfig
@@ -279,6 +280,25 @@ def test_prometheus_serves_the_newest_metrics_and_the_stages_as_they_are(tmp_pat
         assert checked.returncode == 0, checked.stdout + checked.stderr
     with pytest.raises(urllib.error.URLError):
         scrape(port)
+
+
+def test_the_metrics_port_has_the_runs_report_which_is_made_again_only_after_a_while(tmp_path):
+    files, port = make_run(tmp_path / "run", [], [metrics_row(1)]), free_port()
+
+    def page():
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as reply:
+            assert reply.headers["Refresh"] == "30"
+            return reply.read().decode()
+
+    with open_sinks(config(prometheus_port=port), files.path):
+        assert "iterations: 1 of 4" in page()
+        RunDirectory.open(files.path).append("metrics.jsonl", [metrics_row(2)])
+        assert "iterations: 1 of 4" in page()
+        assert "spot_async_iterations_total" in scrape(port)
+    (tmp_path / "none").mkdir()
+    with open_sinks(config(prometheus_port=port), tmp_path / "none"), pytest.raises(urllib.error.HTTPError) as refused:
+        page()
+    assert (refused.value.code, b"there is no report yet" in refused.value.read()) == (503, True)
 
 
 def test_prometheus_listens_on_loopback_only(tmp_path):
