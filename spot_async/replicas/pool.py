@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Self
+from typing import Generic, Self, TypeAlias
 
 from spot_async.base.tasks import gather, settle
 from spot_async.base.waiting_room import Turns
@@ -35,6 +35,7 @@ from spot_async.types import Capabilities, Traffic, WeightSnapshot
 
 ATTACH_INTERVAL_S = 0.5  # between two attempts to reach a server that is not there yet
 FIRST = (0,)  # the priority of what is asked before the first prompt
+Wake: TypeAlias = Callable[[Sleeper], Awaitable[None]]  # wakes a part of one server, or the rest
 LAST_SLEEP_TIMEOUT_S = 30.0  # for a server in trouble, which may not answer any more
 
 
@@ -254,16 +255,16 @@ class ReplicaPool(Generic[B]):
 
         From then on lost servers are brought back.
         """
-        await self._wake(self._asleep, "weights", deadline)
+        await self._wake(self._asleep, lambda backend: backend.wake_weights(deadline=deadline))
 
     async def wake(self, *, deadline: float) -> None:
         """Wake all servers. One that does not wake is brought back as if it had failed. Raises when all refuse to."""
         asleep, self._asleep = self._asleep, []
-        await self._wake(asleep, "all", deadline)
+        await self._wake(asleep, lambda backend: backend.wake(deadline=deadline))
 
-    async def _wake(self, asleep: Sequence[Replica[B]], part: Literal["weights", "all"], deadline: float) -> None:
+    async def _wake(self, asleep: Sequence[Replica[B]], wake: Wake) -> None:
         try:
-            errors = await gather(_wake(replica, part, deadline) for replica in asleep)
+            errors = await gather(_wake(replica, wake) for replica in asleep)
         finally:
             self._awake.set()
             self._replica_moved()
@@ -315,15 +316,12 @@ def _sleeps(backend: object) -> bool:
     return isinstance(backend, Sleeper) and backend.sleeps_while_training
 
 
-async def _wake(replica: Replica[B], part: Literal["weights", "all"], deadline: float) -> RequestError | None:
+async def _wake(replica: Replica[B], wake: Wake) -> RequestError | None:
     async with replica.entering:
         if not (replica.is_entered and isinstance(replica.backend, Sleeper)):
             return None  # it was left meanwhile, so there is nothing to wake
         try:
-            if part == "weights":
-                await replica.backend.wake_weights(deadline=deadline)
-            else:
-                await replica.backend.wake(deadline=deadline)
+            await wake(replica.backend)
         except RequestError as error:
             return error
     return None

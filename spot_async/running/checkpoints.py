@@ -110,11 +110,6 @@ def go_back(
     return Resumption(WeightVersion(beginning.lineage, step), settled, kept.get)
 
 
-def put_last_evaluation_aside(run: Path) -> None:
-    """Make room for the last evaluation of a run that continues behind its earlier end."""
-    _put_aside(run, evaluation_files(run, "after"))
-
-
 def _settled(row: PromptRow) -> PromptState | None:
     """Return the end that a prompt has come to; None if it is supervised once more, or its samples are used again."""
     match row.state:
@@ -206,7 +201,7 @@ def _move_aside(run: Path, step: int) -> None:
         *all_numbered(run / manifest.DIRECTORY, "step", above=step),
         *(path for when in later for path in evaluation_files(run, when)),
     ]
-    _put_aside(run, found)
+    put_aside(run, found)
     for half in all_numbered(run / "weights", ".best"):  # a kill cut its copying short
         shutil.rmtree(half, ignore_errors=True)
     for link in (run / "best", run / "student"):
@@ -214,7 +209,7 @@ def _move_aside(run: Path, step: int) -> None:
             link.unlink()
 
 
-def _put_aside(run: Path, paths: Iterable[Path]) -> None:
+def put_aside(run: Path, paths: Iterable[Path]) -> None:
     """Move files and directories of a run to `rolled-back/`, for good. Raise StorageError where the disk refuses."""
     found = sorted(paths)
     for each in found:

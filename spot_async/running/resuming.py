@@ -21,10 +21,10 @@ from spot_async.errors import ConfigError, DataError, TrainerLostError
 from spot_async.loop.resuming import Resumption
 from spot_async.models.hub import Say, with_downloads
 from spot_async.run_directory import manifest
-from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
+from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory, evaluation_files
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Checkpoint, Manifest
-from spot_async.running.checkpoints import go_back, put_last_evaluation_aside
+from spot_async.running.checkpoints import go_back, put_aside
 from spot_async.running.run_evaluations import RunEvaluations
 from spot_async.trainer.settings import TrainerSettings, seam_words
 
@@ -117,7 +117,8 @@ class Beginnings:
             remove_abandoned(earlier.weights_directory.parent)  # a killed process may have left some elsewhere
         beginning = self._go_back(begun, checkpoint)
         if begun.step < self._plan.schedule.iterations:
-            put_last_evaluation_aside(self._directory.path)
+            run = self._directory.path
+            put_aside(run, evaluation_files(run, "after"))  # room for another: the run continues behind its earlier end
         published = self._directory.weights.published
         if not numbered(published, "step", begun.step).exists():
             say(f"the weights of iteration {begun.step} are published again, from its checkpoint, to {published}")

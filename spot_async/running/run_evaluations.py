@@ -22,7 +22,7 @@ from spot_async.run_directory.layout import RunDirectory, evaluated
 from spot_async.run_directory.reading import RunFiles, evaluated_iteration, has_evaluation
 from spot_async.running.measuring import Occasion, finished_evaluation, measure, write_evaluation
 from spot_async.running.summary import RunResults
-from spot_async.telemetry.evaluations import BestCheckpoint, EvaluationHistory
+from spot_async.telemetry.evaluations import EvaluationHistory
 from spot_async.types import WeightSnapshot, WeightVersion
 
 Student: TypeAlias = Generator | ServicePool[Generator]
@@ -42,10 +42,6 @@ class RunEvaluations:
         self._events = events
         self._results = results
         self._untold: dict[int, EvaluationResult] = {}
-
-    @property
-    def best(self) -> BestCheckpoint | None:
-        return self.history.best
 
     def is_due(self, iteration: int) -> bool:
         """Return whether the weights of this iteration (the first one is 1) are evaluated during training."""

@@ -159,7 +159,7 @@ class TrainingRun:
         except* BudgetSpentError as spent:
             self._results.is_out_of_money(spent)
         return self._results.outcome(
-            self._directory.path, self._evaluations.best, self._spending.summary(), self._restarts.count
+            self._directory.path, self._evaluations.history.best, self._spending.summary(), self._restarts.count
         )
 
     def _open_services(self, places: RayPlaces) -> AbstractAsyncContextManager[OpenServices]:

@@ -13,7 +13,7 @@ from spot_async.models.weight_files import SINGLE_FILE
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory, evaluated, evaluation_files
 from spot_async.run_directory.manifest import Manifest
-from spot_async.running.checkpoints import _move_aside, put_last_evaluation_aside
+from spot_async.running.checkpoints import _move_aside, put_aside
 
 # Beside the directories of steps 3 and 6. Those of people hold a copy of the newest.
 COPIES = (
@@ -83,7 +83,7 @@ def test_going_back_moves_the_run_s_own_weights_checkpoints_and_evaluations(run:
     assert evaluated(run) == ["000006", "after"]
     assert [each.name for each in evaluation_files(run, "000006")] == own[:2]
     _move_aside(run, 3)
-    put_last_evaluation_aside(run)
+    put_aside(run, evaluation_files(run, "after"))
     aside = run / "rolled-back"
     assert sorted(each.name for each in aside.iterdir()) == ["checkpoints", *own, "weights"]
     assert [each.name for each in aside.glob("*/*")] == ["step-000006"] * 2

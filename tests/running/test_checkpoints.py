@@ -10,10 +10,10 @@ import pytest
 from spot_async.config import TrainingConfig
 from spot_async.errors import StorageError
 from spot_async.run_directory import room
-from spot_async.run_directory.layout import RunDirectory
+from spot_async.run_directory.layout import RunDirectory, evaluation_files
 from spot_async.run_directory.ledger import Ledger
 from spot_async.run_directory.manifest import Manifest, committed
-from spot_async.running.checkpoints import RunCheckpoints, put_last_evaluation_aside
+from spot_async.running.checkpoints import RunCheckpoints, put_aside
 
 
 async def test_a_checkpoint_that_would_not_fit_is_not_begun(tmp_path, monkeypatch):
@@ -54,5 +54,5 @@ def test_a_disk_that_takes_nothing_more_is_named_when_a_run_goes_back(tmp_path):
     (tmp_path / "evaluation-after.json").write_text("{}")
     (tmp_path / "rolled-back").touch()  # so that no directory can be made there
     with pytest.raises(StorageError, match=r"cannot move .*evaluation-after\.json to .*rolled-back/evaluation-after"):
-        put_last_evaluation_aside(tmp_path)
+        put_aside(tmp_path, evaluation_files(tmp_path, "after"))
     assert (tmp_path / "evaluation-after.json").exists()

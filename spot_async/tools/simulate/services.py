@@ -197,9 +197,6 @@ class RatedServer(Opened):
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def ping(self, *, deadline: float) -> None:
-        pass
-
     async def capabilities(self, *, deadline: float) -> Capabilities:
         return capabilities(VOCAB_SIZE, slots=self._rates.slots, in_flight_updates=self._in_flight_updates)
 
