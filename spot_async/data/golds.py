@@ -57,8 +57,7 @@ _WRAPPINGS = tuple(
 
 def as_boxed(answer: str) -> str:
     """Return an answer as a response would box it: without a wrapping, HTML and characters that models do not write."""
-    text = html.unescape(_TAG.sub("", _SCRIPT.sub(_script, answer))).translate(_CHARACTERS)
-    text = "".join(map(_ascii_digit, text))
+    text = _plain(html.unescape(_TAG.sub("", _SCRIPT.sub(_script, answer))))
     for _ in range(5):  # one may stand within another
         bare = text.strip()
         if (found := next(filter(None, (each.fullmatch(bare) for each in _WRAPPINGS)), None)) is not None:
@@ -77,9 +76,9 @@ def _script(match: re.Match[str]) -> str:
     return f"{'^' if match[1].lower() == 'sup' else '_'}{{{match[2]}}}"
 
 
-def _ascii_digit(character: str) -> str:
-    value = unicodedata.decimal(character, None)
-    return character if value is None else str(value)
+def _plain(text: str) -> str:
+    """Return a text with the digits and signs that models write."""
+    return "".join(str(unicodedata.decimal(each, each)) for each in text.translate(_CHARACTERS))
 
 
 def says_none(answer: str) -> bool:
@@ -93,8 +92,7 @@ def _is_badly_spelled(answer: str) -> bool:
     is_data = isinstance(found, dict) or (
         isinstance(found, list) and not all(isinstance(n, int | float) for n in found)
     )
-    has_other_characters = answer.translate(_CHARACTERS) != answer or "".join(map(_ascii_digit, answer)) != answer
-    return is_data or has_other_characters or not same_answer(answer, boxed)
+    return is_data or _plain(answer) != answer or not same_answer(answer, boxed)
 
 
 def gold_doubts(problems: Sequence[Problem], key: str) -> list[str]:

@@ -8,7 +8,7 @@ on, published and kept. How long all that takes is `simulate`'s.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -216,8 +216,9 @@ def requirements(
     """
     longest = config.sampling.max_response_tokens
     rows = () if earlier is None else RunFiles(earlier).metrics()
-    measured = mean_response_tokens(rows, of_teacher=plan.policy.needs.rollouts_per_prompt == 0)
-    expected = min(float(longest), ASSUMED_SHARE * longest if measured is None else measured)
+    name = "teacher/tokens" if plan.policy.needs.rollouts_per_prompt == 0 else "rollout/tokens"
+    measured = [float(row[name]) for row in rows if name in row]  # means of iterations
+    expected = min(float(longest), sum(measured) / len(measured) if measured else ASSUMED_SHARE * longest)
     size = read_size(plan.student.directory)
     parameters = count_parameters(plan.student.directory, size, config)
     machine = machine_memory(config, plan, nodes=nodes)
@@ -231,7 +232,7 @@ def requirements(
             f"the disk of {directory} has {free / 1e9:.1f} GB left, and the run keeps up to "
             f"{at_most.disk_bytes / 1e9:.1f} GB"
         )
-    why = f"half of sampling.max_response_tokens={longest}" if measured is None else "as in the run given"
+    why = "as in the run given" if measured else f"half of sampling.max_response_tokens={longest}"
     return Requirements(
         parameters=parameters,
         rank=None
@@ -249,13 +250,6 @@ def requirements(
         free_disk_bytes=free,
         warnings=warnings,
     )
-
-
-def mean_response_tokens(rows: Sequence[Mapping[str, Any]], *, of_teacher: bool) -> float | None:
-    """Return the mean length of responses over a run's iterations; None without iterations."""
-    name = "teacher/tokens" if of_teacher else "rollout/tokens"
-    found = [float(row[name]) for row in rows if name in row]
-    return sum(found) / len(found) if found else None
 
 
 def tokens(config: Config, plan: TrainPlan, response_tokens: float, evaluation_share: float) -> Tokens:

@@ -140,7 +140,8 @@ async def measure(
         teacher_writes = "teacher" in services.capabilities and services.capabilities["teacher"].generation
         policy = probing_policy(config, plan, options, teacher_writes=teacher_writes)
         stages = make_stages(config, dataclasses.replace(plan, policy=policy), services, verifier)
-        prompts = first_prompts(plan, options.prompts)
+        of_an_epoch = islice(plan.schedule, min(options.prompts, plan.problems - plan.filtered))
+        prompts = list({prompt.problem.id: prompt for prompt in of_an_epoch}.values())  # of different problems
         measured, notes = await measure_all(
             policy, stages, prompts, options,
             at_once=min(AT_ONCE, config.queue_capacity_prompts),
@@ -181,12 +182,6 @@ def probing_policy(config: Config, plan: TrainPlan, options: ForecastOptions, *,
         teacher_responses=int(teacher_writes),
     )
     return ProbingPolicy(policy, needs)
-
-
-def first_prompts(plan: TrainPlan, count: int) -> list[Prompt]:
-    """Return the first prompts of the run, of different problems."""
-    of_an_epoch = islice(plan.schedule, min(count, plan.problems - plan.filtered))
-    return list({prompt.problem.id: prompt for prompt in of_an_epoch}.values())
 
 
 async def measure_all(
