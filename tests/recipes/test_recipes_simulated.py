@@ -43,7 +43,8 @@ def test_simulate_foretells_its_run(name, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.chdir(RECIPES.parents[1])
     (tmp_path / "rates.yaml").write_text(RATES)
-    command = ["simulate", str(RECIPES / f"{name}.yaml"), "--rates", str(tmp_path / "rates.yaml")]
+    few = ["training.batch_size=16", "training.mini_batch_size=16"]
+    command = ["simulate", str(RECIPES / f"{name}.yaml"), *few, "--rates", str(tmp_path / "rates.yaml")]
     done = CliRunner().invoke(app, [*command, "--max-staleness", "1", "--iterations", "2", "--json"])
     assert done.exit_code == 0, done.output
     strict, stale = json.loads(done.stdout)["outcomes"]
