@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,10 @@ def test_greedy_responses_and_verdicts_are_the_same(tmp_path: Path) -> None:
          "evaluation.verifier=math_verify", "prompt.instruction=", f"run.directory={tmp_path / 'ours'}"],
         check=True,
     )  # fmt: skip
+    student = shutil.copytree(STUDENT, tmp_path / "student")  # lighteval keeps responses beside the model
     command = [PYTHON, Path(__file__).with_name("lighteval_task.py"), folder, "accelerate"]
     subprocess.run(
-        [*command, f"model_name={STUDENT},max_length=512,dtype=float32", "sums|0", "--save-details",
+        [*command, f"model_name={student},max_length=512,dtype=float32", "sums|0", "--save-details",
          "--output-dir", theirs],
         check=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
