@@ -18,6 +18,7 @@ from spot_async.evaluation.metrics import EvaluationFigures, read_figures
 
 HERE = Path(__file__).parent
 ROWS = {"one for all": "one", "routed by tier": "routed", "average of both": "average"}
+DIFFERENCES = (("routed by tier", "one for all"), ("routed by tier", "average of both"))
 TIERS = ("easy", "medium", "hard")
 FIRST_SEED = 200
 
@@ -41,12 +42,12 @@ def shares(figures: EvaluationFigures) -> list[float]:
     return [100 * each.avg.value for each in parts if each.avg is not None]
 
 
-def cells(runs: list[list[float]]) -> list[str]:
+def cells(runs: list[list[float]], sign: str = "") -> list[str]:
     """Return each column's mean over seeds, with its standard error where there are several."""
     found = []
     for values in zip(*runs, strict=True):
         error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.1f}" if len(values) > 1 else ""
-        found.append(f"{statistics.mean(values):.1f}{error}")
+        found.append(f"{statistics.mean(values):{sign}.1f}{error}")
     return found
 
 
@@ -57,13 +58,20 @@ def main() -> None:
     parser.add_argument("keys", nargs="*", help="section.key=value, of all runs")
     arguments = parser.parse_intermixed_args()
     lines = ["| | " + " | ".join((*TIERS, "all")) + " |", "|---|" + "---:|" * (len(TIERS) + 1)]
+    of_rows: dict[str, list[list[float]]] = {}
     for name, row in ROWS.items():
         seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
         found = [measured(row, seed, arguments.directory, arguments.keys) for seed in seeds]
         if len(lines) == 2:
             lines.append("| before | " + " | ".join(cells([shares(before) for before, _ in found[:1]])) + " |")
-        lines.append(f"| {name} | " + " | ".join(cells([shares(after) for _, after in found])) + " |")
+        of_rows[name] = [shares(after) for _, after in found]
+        lines.append(f"| {name} | " + " | ".join(cells(of_rows[name])) + " |")
         (arguments.directory / "table.md").write_text("\n".join(lines) + "\n")
+    for one, other in DIFFERENCES:
+        pairs = zip(of_rows[one], of_rows[other], strict=True)  # of equal seeds
+        apart = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
+        lines.append(f"| {one} - {other} | " + " | ".join(cells(apart, "+")) + " |")
+    (arguments.directory / "table.md").write_text("\n".join(lines) + "\n")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

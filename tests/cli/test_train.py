@@ -136,7 +136,7 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     run, out = finished_run
     assert re.search(r"before +after +before +after +change", out)
     assert re.search(r"all +6( +[+-]?[\d.]+ ±[\d.]+){5}", out)
-    assert "2 iterations; prompts: 16 trained" in out
+    assert re.search(r"2 iterations in \d+ s; prompts: 16 trained", out)
     log = (run / "logs" / "trainer.log").read_text()
     assert re.search(r"^rank 0 computes on .*torch ", log, re.MULTILINE)
     assert "attention: sdpa, one call for each document\n" in log
