@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -34,7 +33,6 @@ from safetensors.numpy import load_file, save_file
 from server_process import RunningServer
 from vllm_metrics import ENDED_BY_LENGTH, SAMPLED, UNDER_WAY, metric, until_metric
 
-from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import weights as vllm_weights
 from spot_async.backends.vllm.backend import VllmBackend
 from spot_async.backends.vllm.client import VllmClient
@@ -389,20 +387,3 @@ async def test_a_directory_with_another_tokenizer_is_refused(
     with pytest.raises(ConfigError, match=r"tokenizers of .* and of the served model .* differ"):
         async with VllmBackend(settings, role="teacher", model=str(other), run_directory=tmp_path):
             pass
-
-
-async def test_a_server_of_ours_starts_with_what_a_student_needs_and_ends_with_its_backend(
-    vllm_launch: LaunchSettings, models: TinyModels, snapshot: Callable[..., WeightSnapshot], tmp_path: Path
-) -> None:
-    settings = VllmBackend.Settings(launch=vllm_launch, top_k=80)
-    async with VllmBackend(settings, role="student", model=str(models.student), run_directory=tmp_path) as backend:
-        found = await backend.capabilities(deadline=soon())
-        assert (found.version, found.weight_update, found.max_generation_top_k) == (V0, True, 80)
-        await backend.update_weights(snapshot(), deadline=soon())
-        reply = await backend.generate(PROMPT, sampling(), deadline=soon())
-        assert {span.version for span in reply.version_spans} == {V1}
-        assert backend.traffic.requests
-        url = backend._server.endpoint._base_url
-    async with httpx.AsyncClient() as client:
-        with pytest.raises(httpx.ConnectError):
-            await client.get(url + "/health")

@@ -6,6 +6,7 @@ and the loading are vLLM's, the sender is ours. NCCL is not run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from parity import Dense, decisions, expect_rollout, soon
 from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.shared.weight_transport import WeightSender, WeightSettings
 from spot_async.backends.vllm.backend import VllmBackend
+from spot_async.base.processes.guard import process_tree
 from spot_async.errors import ProcessDiedError, SpotError, TransientError
 from spot_async.types import SamplingSettings, VersionSpan, WeightSnapshot, WeightVersion
 
@@ -41,8 +43,11 @@ def launch(request: pytest.FixtureRequest) -> LaunchSettings:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def backend(launch: LaunchSettings, models: TinyModels, tmp_path_factory: Any) -> AsyncIterator[VllmBackend]:
     settings, run = VllmBackend.Settings(launch=launch, weights=DISTRIBUTED), tmp_path_factory.mktemp("run")
+    others = process_tree(os.getpid()).keys()
     async with VllmBackend(settings, role="student", model=str(models.student), run_directory=run) as backend:
+        started = process_tree(os.getpid()).keys() - others
         yield backend
+    assert not process_tree(os.getpid()).keys() & started, "it ends with its backend"
 
 
 async def expect_weights(backend: VllmBackend, model: Path, version: WeightVersion, dense: Dense) -> None:
