@@ -25,16 +25,15 @@ def inspect_run(
 ) -> None:
     """List what a run sampled, or show one sample: scores, probed positions, probes, targets.
 
-    A sample is also written as a page, to RUN/inspect-NUMBER.html unless --html says otherwise.
+    A sample is also written as a page, to RUN/inspect-NUMBER.html unless --html says otherwise. With --html and
+    no SAMPLE, PATH is a page of all samples, to search and sort, and beside it are the pages of those that are listed.
     """
     from spot_async.tools.inspect import command as commands
 
-    if sample is None and html is not None:
-        raise ConfigError("--html: name a sample; a list has no page")
     if sample is not None and (iteration is not None or verdict is not None):
         raise ConfigError("--iteration and --verdict choose what is listed; leave them out to see one sample")
     if sample is None:
-        commands.list_samples(screen, run, iteration, verdict)
+        commands.list_samples(screen, run, iteration, verdict, html)
     else:
         commands.show_sample(screen, run, sample, html)
 

@@ -7,10 +7,11 @@ whoever renders it decides what to do without it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -31,6 +32,9 @@ from spot_async.run_directory.layout import (
     STALLED,
     RunDirectory,
 )
+
+if TYPE_CHECKING:
+    from spot_async.models.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -322,19 +326,24 @@ def token_texts(run: RunFiles, token_ids: list[int]) -> list[str]:
 
     The tokenizer is that of the trained student, or of the model that it began as.
     """
-    from spot_async.models.vocabulary import Vocabulary  # imports transformers
-
     begun_as = str(run.config().get("student", {}).get("model", ""))
     for directory in (run.path / "student", Path(local_path(begun_as))):
         if not (directory / "tokenizer_config.json").exists():
             continue
         try:
-            tokenizer = Vocabulary.load(directory).tokenizer
+            tokenizer = _vocabulary(directory.resolve()).tokenizer
         except DataError:
             continue
         texts: list[str] = tokenizer.batch_decode([[token_id] for token_id in token_ids])
         return texts
     return [f"⟨{token_id}⟩" for token_id in token_ids]
+
+
+@functools.lru_cache(maxsize=1)
+def _vocabulary(directory: Path) -> Vocabulary:
+    from spot_async.models.vocabulary import Vocabulary  # imports transformers
+
+    return Vocabulary.load(directory)
 
 
 def name_tokens(run: RunFiles, sample: SampleRecord) -> None:

@@ -21,6 +21,7 @@ from spot_async.cli import app
 from spot_async.errors import DataError
 from spot_async.run_directory.reading import RunFiles, token_texts
 from spot_async.tools.inspect.report import read_report, report_page
+from spot_async.tools.inspect.samples import samples_page
 from spot_async.tools.inspect.terminal import response_text, sample_view
 from spot_async.tools.inspect.view import PolicySettings, colourings, probability, sample_page, shortened, verdict_text
 
@@ -369,18 +370,57 @@ def test_candidates_that_are_special_tokens_are_named(tmp_path):
     assert "“<|end|>” value" in Tags((run / "inspect-0.html").read_text()).text
 
 
+def shown_by_a_browser(page, profile):
+    """The document that chromium makes of a page, its script run."""
+    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
+               "--disable-background-networking", "--disable-component-update",
+               f"--user-data-dir={profile}"]  # fmt: skip
+    command = [*browser, "--dump-dom", f"file://{page}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+
+
+def test_pages_of_samples_lead_to_each_other_and_to_the_list(tmp_path):
+    samples = [spot_sample(1), spot_sample(2), spot_sample(2), spot_sample(2)]
+    samples[2]["problem_id"] = "other"
+    make_run(tmp_path / "run", samples)
+    page = tmp_path / "pages" / "all.html"
+    page.parent.mkdir()
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    assert sorted(each.name for each in page.parent.iterdir()) == [
+        "all.html", "inspect-1.html", "inspect-2.html", "inspect-3.html",
+    ]  # fmt: skip
+
+    def links(name):
+        tags = Tags((page.parent / name).read_text()).tags
+        return [attributes["href"] for tag, attributes in tags if tag == "a" and attributes["href"][0] != "#"]
+
+    assert links("inspect-1.html") == ["all.html", "inspect-2.html", "inspect-3.html"]
+    assert links("inspect-2.html") == ["all.html", "inspect-1.html", "inspect-3.html"]
+    assert links("inspect-3.html") == ["all.html", "inspect-2.html", "inspect-1.html"]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_lists_all_samples_and_runs_the_pages_own_script_alone(tmp_path):
+    samples = [spot_sample(i) for i in (1, 2)]
+    samples[0]["problem_id"] = "</script><script>document.title='owned'</script>"
+    files = make_run(tmp_path / "run", samples)
+    page = tmp_path / "page.html"
+    page.write_text(samples_page("run", files.samples(), [1], "iteration 2"), encoding="utf-8")
+    shown = shown_by_a_browser(page, tmp_path / "profile")
+    assert "<title>Samples of run</title>" in shown
+    assert "2 of 2 samples" in shown
+    assert '<a href="inspect-1.html">1</a>' in shown
+    assert "<td>&lt;/script&gt;&lt;script&gt;document.title='owned'&lt;/script&gt;</td>" in shown
+    page.write_text(page.read_text().replace("show();", "show(); document.title = 'changed';"), encoding="utf-8")
+    assert "<title>Samples of run</title>" in shown_by_a_browser(page, tmp_path / "profile")
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_shows_hostile_text_and_runs_none_of_it(tmp_path):
     files = make_run(tmp_path / "run", [spot_sample(problem=HOSTILE)])
     (tmp_path / "page.html").write_text(page_of(files), encoding="utf-8")
-    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
-    browser += [
-        "--disable-background-networking",
-        "--disable-component-update",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command = [*browser, "--dump-dom", f"file://{tmp_path / 'page.html'}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    shown = shown_by_a_browser(tmp_path / "page.html", tmp_path / "profile")
     assert "<title>Sample 0: p0</title>" in shown
     assert "&lt;script&gt;document.title='owned'&lt;/script&gt;" in shown
 

@@ -29,7 +29,6 @@ def run(tmp_path: Path) -> Path:
         (["--verdict", "foo"], "one of correct, wrong, no_answer, timeout, error"),
         (["--iteration", "9"], "the run has 1 to 2"),
         (["--iteration", "0"], "the run has 1 to 2"),
-        (["--html", "page.html"], "name a sample"),
         (["p0", "--verdict", "wrong"], "leave them out to see one sample"),
     ],
 )

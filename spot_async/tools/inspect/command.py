@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +19,13 @@ from spot_async.tools.pages.page import Section, page_path, write_page
 from spot_async.types import Verdict
 
 
-def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str | None) -> None:
-    """Print the samples of one iteration, by default the last. Raises DataError if there are none."""
+def list_samples(
+    screen: Console, run: Path, iteration: int | None, verdict: str | None, html: Path | None = None
+) -> None:
+    """Print the samples of one iteration, by default the last, and write pages of them where `html` says.
+
+    Raises DataError if there are none.
+    """
     from spot_async.tools.inspect.terminal import samples_table
 
     if verdict is not None and verdict not in list(Verdict):
@@ -45,6 +51,8 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
     shown = max(sampled) if iteration is None else iteration
     title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
     screen.print(samples_table(rows, title))
+    if html is not None:
+        write_samples(screen, files, html, [number for number, _ in rows], f"iteration {shown}")
     if len(sampled) < last:
         words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
         screen.print(words, style="dim", highlight=False, soft_wrap=True)
@@ -53,6 +61,36 @@ def list_samples(screen: Console, run: Path, iteration: int | None, verdict: str
     for line in (*files.interruptions(), *files.mismatches(), files.early_end(), described(dead) if dead else None):
         if line:
             screen.print(Text(visible(line), style="yellow"), soft_wrap=True)
+
+
+def write_samples(screen: Console, files: RunFiles, path: Path, numbers: Sequence[int], what: str) -> None:
+    """Write a page of all samples, and beside it those of the samples with these `numbers`, linked with each other."""
+    from spot_async.run_directory.reading import SampleRecord, name_tokens, token_texts
+    from spot_async.tools.inspect.samples import samples_page
+    from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page
+
+    policy, wanted, groups = PolicySettings.of(files.config()), set(numbers), defaultdict(list)
+    for number, summary in enumerate(files.samples()):
+        if number in wanted:
+            groups[summary.problem_id].append(number)
+    page = samples_page(files.path.resolve().name, files.samples(), numbers, what)
+    write_page(screen, path, page, is_named=True)
+    for number, sample in enumerate(files.samples_as(SampleRecord)):
+        if number not in wanted:
+            continue
+        at = numbers.index(number)
+        beside = {"previous": numbers[:at][-1:], "next": numbers[at + 1 :][:1]}
+        links = [("all samples", path.name)]
+        links += [(words, f"inspect-{other}.html") for words, found in beside.items() for other in found]
+        links += [
+            (f"sample {other} of this problem", f"inspect-{other}.html")
+            for other in groups[sample.problem_id]
+            if other != number
+        ]
+        name_tokens(files, sample)
+        found = colourings(sample, token_texts(files, sample.response_ids), policy)
+        page = sample_page(number, sample, found, policy, links)
+        write_page(Console(quiet=True), path.with_name(f"inspect-{number}.html"), page, is_named=True)
 
 
 def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> None:

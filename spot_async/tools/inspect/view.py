@@ -304,8 +304,17 @@ def verdict_text(verdict: str) -> str:
 LONG_TEXT = 600  # a probe with more characters is folded
 
 
-def sample_page(number: int, sample: SampleRecord, found: Sequence[Colouring], policy: PolicySettings = GUIDED) -> str:
-    """Return the page of one rollout: problem, response in every colouring, branches."""
+def sample_page(
+    number: int,
+    sample: SampleRecord,
+    found: Sequence[Colouring],
+    policy: PolicySettings = GUIDED,
+    links: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Return the page of one rollout: problem, response in every colouring, branches.
+
+    `links` lead to other pages: words and address.
+    """
     return filled(
         "sample.html",
         view=sys.modules[__name__],
@@ -313,5 +322,6 @@ def sample_page(number: int, sample: SampleRecord, found: Sequence[Colouring], p
         sample=sample,
         colourings=found,
         policy=policy,
+        links=links,
         long_text=LONG_TEXT,
     )
