@@ -150,6 +150,7 @@ def compare_runs(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="also write Markdown, LaTeX, CSV and curves")
     ] = None,
+    html: PagePath = None,
 ) -> None:
     """Compare evaluations of the same problems: a table, paired differences, Pass@k curves, compute.
 
@@ -157,5 +158,5 @@ def compare_runs(
     """
     from spot_async.tools.compare import command
 
-    options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output)
+    options = command.CompareOptions(baseline, benchmark or (), pass_k, draws, seed, confidence, output, html)
     command.run(screen, runs, options)

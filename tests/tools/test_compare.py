@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
+from run_files import make_run, metrics_row
 from typer.testing import CliRunner
 
 from spot_async.cli import app
@@ -38,6 +39,23 @@ from spot_async.tools.compare.statistics import (
 from spot_async.tools.pages import svg
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_a_comparison_has_its_table_its_differences_and_the_runs_curves(tmp_path):
+    one, other = written(tmp_path / "one", {"AMC23": [0, 8, 4]}), tmp_path / "other"
+    make_run(other, [], [metrics_row(i) | {"evaluation/avg@8": i / 10, "rollout/accuracy": 0.5} for i in (1, 2, 3)])
+    written(other, {"AMC23": [8, 8, 8]}, model_fingerprint="g")
+    page = tmp_path / "page.html"
+    assert "page: " in shown(f"<b>one</b>={one}", f"other={other}", "--html", str(page))
+    text = page.read_text()
+    assert '<td class="number"><strong>100.00</strong></td>' in text
+    assert "other minus &lt;b&gt;one&lt;/b&gt;" in text
+    assert "<b>one" not in text
+    titles = re.findall(r"<h3>(.*?)</h3>", text)
+    assert {"Accuracy on held-out problems", "Accuracy in training", "Time of an iteration"} <= set(titles)
+    alone = tmp_path / "alone.html"
+    shown(f"a={one}", "--html", str(alone))
+    assert "<h2>Training</h2>" not in alone.read_text()
 
 
 def test_figures_of_other_parsers_are_warned_of(tmp_path):

@@ -16,6 +16,7 @@ from spot_async.errors import DataError
 from spot_async.telemetry.screen import shown
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.compute import Compute, compute_rows, read_compute
+from spot_async.tools.compare.page import comparison_page
 from spot_async.tools.compare.reading import (
     Evaluated,
     PairedBenchmark,
@@ -27,6 +28,7 @@ from spot_async.tools.compare.reading import (
     same_measurements,
 )
 from spot_async.tools.compare.statistics import Comparison, compare, pass_curves
+from spot_async.tools.pages.page import write_page
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
 NAME_WIDTH = 12  # names are not folded to fewer characters, however narrow the screen is
@@ -44,6 +46,7 @@ class CompareOptions:
     seed: int = 0
     confidence: float = 0.95
     output: Path | None = None
+    html: Path | None = None  # also a page, with the curves of training runs
 
 
 def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> None:
@@ -69,6 +72,8 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
     show(screen, comparison, notes, computed)
     for line in told:
         screen.print(shown(line), soft_wrap=True)
+    if options.html is not None:
+        write_page(screen, options.html, comparison_page(comparison, runs, notes), is_named=True)
 
 
 def write(
