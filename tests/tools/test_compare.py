@@ -12,19 +12,17 @@ import re
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
-import msgspec
 import numpy as np
 import pytest
+from evaluation_files import written
 from run_files import make_run, metrics_row
 from typer.testing import CliRunner
 
 from spot_async.cli import app
 from spot_async.errors import DataError
-from spot_async.evaluation.metrics import BenchmarkFigures, Estimate, EvaluationFigures, MacroFigures
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.compute import compute_of, read_compute
 from spot_async.tools.compare.reading import PairedBenchmark, paired, read_evaluated
@@ -67,48 +65,6 @@ def test_figures_of_other_parsers_are_warned_of(tmp_path):
     text = shown(f"a={old}", f"b={new}", f"c={unsaid}")
     assert "different versions, which may judge differently: latex2sympy2_extended 1.0.6 and 1.11.0.\n" in text
     assert "different versions" not in shown(f"a={old}", f"c={unsaid}")
-
-
-def written(
-    path: Path,
-    benchmarks: dict[str, list[int]],
-    *,
-    samples: int = 8,
-    model: str = "m",
-    model_fingerprint: str = "f",
-    note: str | None = None,
-    versions: Mapping[str, str] | None = None,
-    **settings,
-) -> Path:
-    """A run directory with the counts of correct responses of each benchmark's problems."""
-    some = Estimate(value=0.5, standard_error=0.1)
-    figures = EvaluationFigures(
-        model=model,
-        model_fingerprint=model_fingerprint,
-        settings=settings,
-        settings_fingerprint="s",
-        versions=dict(versions or {}),
-        benchmarks={
-            name: BenchmarkFigures(
-                problems=len(counts),
-                samples=samples,
-                tokens=1,
-                mean_tokens=some,
-                truncated=0.0,
-                verdicts={},
-                note=note,
-                correct={f"{name}-{i}": count for i, count in enumerate(counts)},
-            )
-            for name, counts in benchmarks.items()
-        },
-        macro=MacroFigures(benchmarks=list(benchmarks), avg=some, pass_at={}),
-        tokens=1,
-        truncated=0.0,
-        verdicts={},
-    )
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "evaluation.json").write_bytes(msgspec.json.encode(figures))
-    return path
 
 
 def shown(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -95,7 +96,7 @@ def test_stacked_areas_end_at_the_sum():
 def test_few_points_are_drawn_and_none_are_said_to_be_none(points, is_drawn):
     for plot in (svg.line_plot, svg.stacked_plot):
         markup = plot([Series("a", points)])
-        assert (len(parsed(markup).findall("*[@class='plot']")), "no data" in markup) == (is_drawn, not is_drawn)
+        assert (len(parsed(markup).findall(".//*[@class='plot']")), "no data" in markup) == (is_drawn, not is_drawn)
 
 
 def test_the_labels_of_an_axis_are_of_one_kind():
@@ -140,7 +141,13 @@ def test_labels_of_rows_and_their_figures_are_within_the_drawing(label):
     assert float(figure.get("x")) + narrow * len(figure.text) <= svg.WIDTH
     (bar,) = (each for each in root.iter("rect") if "bar" in each.get("class"))
     assert float(bar.get("width")) > 0
-    assert label in "".join(bar.itertext())
+    (tip,) = (
+        each for each in root.iter() if each.get("class") == "tip"
+    )  # it lies over the bar, and has the whole label
+    assert label in tip.get("aria-label")
+    left, width = (float(part) for part in re.findall(r"(?:left|width):([\d.]+)%", tip.get("style")))
+    assert left / 100 * svg.WIDTH == pytest.approx(float(bar.get("x")), abs=0.3)
+    assert width / 100 * svg.WIDTH == pytest.approx(float(bar.get("width")), abs=0.3)
 
 
 def test_names_are_escaped():

@@ -117,7 +117,8 @@ def _table(failed: Sequence[FailedAttempts]) -> Markup:
         Markup("<tr>{}</tr>").format(Markup("").join(Markup("<td>{}</td>").format(cell) for cell in line))
         for line in lines
     )
-    return Markup('<div class="scroll"><table><tr>{}</tr>{}</table></div>').format(head, body)
+    scrolled = Markup('<div class="scroll" tabindex="0" role="region" aria-label="attempts that failed">{}</div>')
+    return scrolled.format(Markup("<table><tr>{}</tr>{}</table>").format(head, body))
 
 
 def _span(iterations: Sequence[int]) -> str:

@@ -33,6 +33,11 @@ class Plot:
     note: str  # how to read it
     figure: Markup
 
+    @property
+    def labelled(self) -> Markup:
+        """The figure, called by the plot's title if nothing in it has a name."""
+        return self.figure.replace('aria-label=""', Markup('aria-label="{}"').format(self.title), 1)
+
 
 @dataclass(frozen=True)
 class Section:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MAX_POINTS = 240  # most points of a line; more are averaged in groups
+MAX_POINTS = 200  # most points of a line; more are averaged in groups
 SMOOTH_FROM = 24  # a single line with so many points or more gets a running mean
 
 Format = Callable[[float], str]

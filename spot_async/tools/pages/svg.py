@@ -8,9 +8,10 @@ pointer, through SVG's own `<title>`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -31,6 +32,7 @@ from spot_async.tools.pages.series import (
 
 WIDTH, HEIGHT = 380, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 34
+SPAN = HEIGHT - TOP - BOTTOM
 ROW_HEIGHT = 20
 CHARACTER = 6.3  # most that a character of labels is wide, on average
 ROW_LABEL = 92  # room for the labels of rows at least, and at most
@@ -62,7 +64,7 @@ def line_plot(
     ys += [y for each in drawn for _, y in each.points] + ([0.0] if from_zero else [])
     x, y, frame = _axes(extent([x for each in drawn for x, _ in each.points]), extent(ys), format_y, most=most)
     marks = [frame]
-    marks += [_upright("mark", x(at), TOP, HEIGHT - BOTTOM, what) for at, what in marked.items()]
+    marks += [_upright("mark", x(at), TOP, HEIGHT - BOTTOM) for at in marked]
     smoothed = smooth and len(drawn) == 1 and len(drawn[0].points) >= SMOOTH_FROM
     keys = [_key(f"{_line(each)}{' raw' if smoothed else ''}", each.name) for each in drawn if each.name]
     for each in drawn:
@@ -73,22 +75,22 @@ def line_plot(
         if smoothed:
             marks.append(_path(running_mean(each.points), x, y, _line(each), dots=False))
             keys.append(_key(_line(each), "thick: running mean"))
-    marks.append(_titles(drawn, x, format_y))
-    return _figure(marks, drawn, keys)
+    tips = [*_strips(drawn, x, format_y), *(Tip(x(at) - 3, TOP, 6, SPAN, what) for at, what in marked.items())]
+    return _figure(marks, tips, drawn, keys)
 
 
 def level_plot(
     series: Sequence[Series], *, x_name: str, marked: float | None = None, format_y: Format = short_number
 ) -> Markup:
     """Draw dots and lines over powers of two, with y from zero or below; `marked` is the x of a vertical line."""
-    drawn, marks = _levels(series, x_name, marked, format_y)
+    drawn, marks, tips = _levels(series, x_name, marked, format_y)
     keys = [_key(_line(each), each.name) for each in drawn if each.name]
-    return _figure(marks, drawn, keys) if drawn else Markup('<p class="quiet">no data</p>')
+    return _figure(marks, tips, drawn, keys) if drawn else Markup('<p class="quiet">no data</p>')
 
 
 def level_document(series: Sequence[Series], *, x_name: str, title: str, format_y: Format = short_number) -> str:
     """Draw `level_plot` as an SVG file of its own, with colours, title and legend in it. There must be data."""
-    drawn, marks = _levels(series, x_name, None, format_y)
+    drawn, marks, tips = _levels(series, x_name, None, format_y)
     legend = [Markup('<g transform="translate({},{})">').format(LEFT, LEGEND_TOP + ROW_HEIGHT * i)
               + Markup('<line class="{}" x1="0" x2="18" y1="-4" y2="-4"/>').format(_line(each))
               + _text(24, 0, each.name, "start") + Markup("</g>") for i, each in enumerate(drawn)]  # fmt: skip
@@ -97,7 +99,7 @@ def level_document(series: Sequence[Series], *, x_name: str, title: str, format_
     return str(
         Markup('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 -24 {0} {1}" width="{2}" height="{3}">'
                "<style>{4}</style>").format(WIDTH, height + 24, 2 * WIDTH, 2 * (height + 24), Markup(_document_style()))
-        + Markup("").join([heading, *marks, *legend]) + Markup("</svg>\n"))  # fmt: skip
+        + Markup("").join([heading, *marks, *map(_titled, tips), *legend]) + Markup("</svg>\n"))  # fmt: skip
 
 
 def _document_style() -> str:
@@ -120,11 +122,11 @@ def _document_style() -> str:
 
 def _levels(
     series: Sequence[Series], x_name: str, marked: float | None, format_y: Format
-) -> tuple[list[Series], list[Markup]]:
-    """Return the series and marks that `level_plot` draws; none without data."""
+) -> tuple[list[Series], list[Markup], list[Tip]]:
+    """Return the series, marks and tips that `level_plot` draws; none without data."""
     drawn = drawn_series([replace(each, points=[(math.log2(x), y) for x, y in each.points]) for each in series])
     if not drawn:
-        return [], []
+        return [], [], []
     low, high = extent([x for each in drawn for x, _ in each.points])
     x = Scale(low, high, LEFT + 6, WIDTH - RIGHT - 6)
     ends = [end for each in drawn for _, *both in whiskers(each) for end in both]
@@ -141,8 +143,7 @@ def _levels(
         marks += [_path([point], x, y, _line(each), dots=True) for point in each.points]
     for power in range(math.ceil(low), math.floor(high) + 1):
         marks.append(_text(x(power), HEIGHT - BOTTOM + 15, short_number(2**power), "middle"))
-    marks.append(_titles(drawn, x, format_y, lambda at: f"{2**at:.4g} {x_name}"))
-    return drawn, marks
+    return drawn, marks, _strips(drawn, x, format_y, lambda at: f"{2**at:.4g} {x_name}")
 
 
 def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -> Markup:
@@ -170,8 +171,7 @@ def stacked_plot(series: Sequence[Series], *, format_y: Format = short_number) -
             corners = [(x(at), y(value)) for at, value in outline]
         points = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
         marks.append(Markup('<polygon class="area {}" points="{}"/>').format(_colour(each.colour), points))
-    marks.append(_titles(drawn, x, format_y))
-    return _figure(marks, drawn, _area_keys(drawn))
+    return _figure(marks, _strips(drawn, x, format_y), drawn, _area_keys(drawn))
 
 
 def histogram(
@@ -187,15 +187,16 @@ def histogram(
     _, y, frame = _axes(None, (0.0, highest), format_y, x_name)
     slot = (WIDTH - LEFT - RIGHT) / bins
     width = slot * 0.86 / len(series)
-    marks = [frame]
+    marks, tips = [frame], []
     for number, (name, values) in enumerate(series):
         for i, value in enumerate(values):
             left = LEFT + slot * (i + 0.07) + width * number
-            title = f"{edges[i]} to {edges[i + 1]} {x_name}: {name} {format_y(value)}"
-            marks.append(_box(f"bar {_colour(number)}", left, y(value), width, y(0.0) - y(value), title))
+            told = f"{edges[i]} to {edges[i + 1]} {x_name}: {name} {format_y(value)}"
+            tips.append(Tip(left, y(value), width, y(0.0) - y(value), told))
+            marks.append(_box(f"bar {_colour(number)}", tips[-1]))
     for i in range(0, bins + 1, max(1, bins // 5)):
         marks.append(_text(LEFT + slot * i, HEIGHT - BOTTOM + 15, str(edges[i]), "middle"))
-    return _figure(marks, _named(series), _area_keys(_named(series)))
+    return _figure(marks, tips, _named(series), _area_keys(_named(series)))
 
 
 def row_plot(
@@ -209,17 +210,19 @@ def row_plot(
     figures = [format_x(each) for each in totals]
     x = Scale(0.0, max([*totals, 1e-12]), width, WIDTH - max(52, 5 + _width(figures)))
     marks: list[Markup] = []
+    tips: list[Tip] = []
     for i, label in enumerate(labels):
         top = i * ROW_HEIGHT + 4
         fitting = shortened(label, int((MOST_ROW_LABEL - 6) / CHARACTER) - 1)  # titles have the whole
         marks.append(_text(width - 6, top + 11, fitting, "end"))
         start = 0.0
         for number, (name, values) in enumerate(parts):
-            title = f"{label}: {name} {format_x(values[i])}".strip()
-            marks.append(_box(f"bar {_colour(number)}", x(start), top, x(start + values[i]) - x(start), 14, title))
+            told = f"{label}: {name} {format_x(values[i])}".strip()
+            tips.append(Tip(x(start), top, x(start + values[i]) - x(start), 14, told))
+            marks.append(_box(f"bar {_colour(number)}", tips[-1]))
             start += values[i]
         marks.append(_text(x(start) + 5, top + 11, figures[i], "start"))
-    return _figure(marks, _named(parts), _area_keys(_named(parts)), len(labels) * ROW_HEIGHT + 6)
+    return _figure(marks, tips, _named(parts), _area_keys(_named(parts)), len(labels) * ROW_HEIGHT + 6)
 
 
 def _width(texts: Sequence[str]) -> float:
@@ -265,32 +268,42 @@ def _path(points: Sequence[tuple[float, float]], x: Scale, y: Scale, style: str,
     return Markup('<polyline class="{}" points="{}"/>').format(style, path)
 
 
-def _titles(
+class Tip(NamedTuple):
+    """A place of a plot, and what it says there by pointing, by tap and by key. In the plot's own units."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    text: str
+
+
+def _strips(
     series: Sequence[Series], x: Scale, format_y: Format, name: Format = lambda at: f"iteration {at:g}"
-) -> Markup:
-    """Draw a strip over each x that names all values there."""
+) -> list[Tip]:
+    """Return a strip over each x that names all values there."""
     values: dict[float, list[str]] = {}
     for each in series:
         for at, value in each.points:
             values.setdefault(at, []).append(f"{each.name} {format_y(value)}".strip())
     xs = sorted(values)
     width = (WIDTH - LEFT - RIGHT) / max(1, len(xs))
-    return Markup("").join(
-        _box("strip", x(at) - width / 2, TOP, width, HEIGHT - TOP - BOTTOM, f"{name(at)}: {', '.join(values[at])}")
-        for at in xs
-    )
+    return [Tip(x(at) - width / 2, TOP, width, SPAN, f"{name(at)}: {', '.join(values[at])}") for at in xs]
 
 
-def _upright(style: str, x: float, start: float, end: float, title: str = "") -> Markup:
-    told = Markup("<title>{}</title>").format(title) if title else ""
-    return Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2:.1f}" y2="{3:.1f}">{4}</line>').format(
-        style, x, start, end, told)  # fmt: skip
+def _upright(style: str, x: float, start: float, end: float) -> Markup:
+    return Markup('<line class="{0}" x1="{1:.1f}" x2="{1:.1f}" y1="{2:.1f}" y2="{3:.1f}"/>').format(
+        style, x, start, end)  # fmt: skip
 
 
-def _box(style: str, x: float, y: float, width: float, height: float, title: str) -> Markup:
-    return Markup(
-        '<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>'
-    ).format(style, x, y, width, height, title)
+def _box(style: str, at: Tip, title: str = "") -> Markup:
+    return Markup('<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}">{}</rect>').format(
+        style, at.x, at.y, at.width, at.height, title)  # fmt: skip
+
+
+def _titled(tip: Tip) -> Markup:
+    """Return a strip that a file of its own shows the text of, where the pointer is."""
+    return _box("strip", tip, Markup("<title>{}</title>").format(tip.text))
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> Markup:
@@ -321,10 +334,25 @@ def _key(style: str, name: str) -> Markup:
     return Markup('<span><svg class="key" viewBox="0 0 18 10">{}</svg>{}</span>').format(shape, name)
 
 
-def _figure(marks: Sequence[Markup], named: Sequence[Series], keys: Sequence[Markup], height: int = HEIGHT) -> Markup:
-    """Return the drawing under its legend."""
+def _figure(
+    marks: Sequence[Markup], tips: Sequence[Tip], named: Sequence[Series], keys: Sequence[Markup], height: int = HEIGHT
+) -> Markup:
+    """Return the drawing under its legend, and over it its tips, which lie in the order of the text."""
     legend = Markup('<div class="keys">{}</div>').format(Markup("").join(keys)) if keys else Markup("")
     label = ", ".join(each.name for each in named)
-    return legend + Markup('<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+    drawing = Markup('<svg class="plot" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         WIDTH, height, label, Markup("").join(marks)
     )
+    return legend + Markup('<div class="figure">{}{}</div>').format(drawing, Markup("").join(_over(height, tips)))
+
+
+def _over(height: int, tips: Sequence[Tip]) -> Iterator[Markup]:
+    """Yield what shows the text of a tip to pointer, tap and key; the style sheet places those of the whole height."""
+    for tip in tips:
+        is_whole = (tip.y, tip.height, height) == (TOP, SPAN, HEIGHT)
+        place = f"left:{100 * tip.x / WIDTH:.1f}%;width:{100 * tip.width / WIDTH:.2f}%"
+        place += "" if is_whole else f";top:{100 * tip.y / height:.1f}%;height:{100 * tip.height / height:.1f}%"
+        kind = "tip whole" if is_whole else "tip"
+        yield Markup('<i class="{}" tabindex="0" role="img" style="{}" aria-label="{}"></i>').format(
+            kind, place, tip.text
+        )
