@@ -172,6 +172,8 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
                     run.log(figures, step=next_iteration - 1)
                 else:
                     rest |= figures
+            for title, (name, *_) in OVERVIEW.items():  # W&B has its sections in the order of the alphabet
+                rest |= {f"0 overview/{title}": metrics[name]} if name in metrics else {}
             run.log(rest, step=iteration)
             next_iteration, is_open = iteration + 1, not has_evaluation(rest)
 

@@ -134,7 +134,7 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, out = finished_run
-    assert re.search(r"before +after +before +after +change", out)
+    assert re.search(r"before +after +change +before +after", out)
     assert re.search(r"all +6( +[+-]?[\d.]+ ±[\d.]+){5}", out)
     assert re.search(r"2 iterations in \d+ s; prompts: 16 trained", out)
     log = (run / "logs" / "trainer.log").read_text()

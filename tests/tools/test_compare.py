@@ -125,7 +125,7 @@ def test_a_difference_that_so_few_problems_cannot_show_is_named(tmp_path):
     one = written(tmp_path / "one", {"x": [1, 0, 1, 0, 1, 0]}, samples=1)
     other = written(tmp_path / "other", {"x": [1, 1, 1, 0, 0, 1]}, samples=1)
     text = shown(f"a={one}", f"b={other}")
-    assert re.search(r"x +\+16.67 \[.*\] +\+16.67 \[.*\] +1 *$", text, re.MULTILINE)
+    assert re.search(r"x +\+16.67 \[.*\] +1 +\+16.67 \[.*\] *$", text, re.MULTILINE)
     assert "b: in Avg@1 it differs by less than so many problems show in 80 % of tries" in text
     assert "x +16.67 of 86.10 points" in text
 

@@ -413,7 +413,7 @@ def test_a_browser_lists_all_samples_and_runs_the_pages_own_script_alone(tmp_pat
     assert "<title>Samples of run</title>" in shown
     assert "2 of 2 samples" in shown
     assert '<a href="inspect-1.html">1</a>' in shown
-    assert "<td>&lt;/script&gt;&lt;script&gt;document.title='owned'&lt;/script&gt;</td>" in shown
+    assert ">&lt;/script&gt;&lt;script&gt;document.title='owned'&lt;/script&gt;</td>" in shown
     page.write_text(page.read_text().replace("show();", "show(); document.title = 'changed';"), encoding="utf-8")
     assert "<title>Samples of run</title>" in shown_by_a_browser(page, tmp_path / "profile")
 

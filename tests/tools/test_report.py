@@ -54,7 +54,7 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     assert "temperature 0.6, top-p 0.8, 8 samples a problem; training draws at temperature 1, " in report.results.note
     assert re.findall(r"\w+ \(\d+ %\)|\d+ %", report.bottleneck.sentence) == ["80 %", "probe (88 %)", "rollout (12 %)"]
     assert "(7 probe requests in flight" in report.bottleneck.advice[0]  # 5 over 10 s, in 7 s of waiting for them
-    assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "50.0 ±10.0", "50.0 ±10.0", "+25.0 ±4.0")
+    assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "+25.0 ±4.0", "50.0 ±10.0", "50.0 ±10.0")
     assert report.notes == ()
     assert report.headline == "25.0 \N{RIGHTWARDS ARROW} 50.0 % held out (Avg@8), +25.0 ±4.0"
     text = Tags(report_page(report)).text
@@ -88,6 +88,20 @@ def test_a_watched_report_is_written_again_as_the_run_grows_and_for_the_last_tim
     ended = Tags(page.read_text())
     assert "iterations: 4 of 4" in ended.text
     assert not [attributes for _, attributes in ended.tags if attributes.get("http-equiv") == "refresh"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "headline"),
+    [
+        (("34.4 ±3.6", "32.8 ±3.5", "-1.7 ±3.7"), "34.4 → 32.8 % held out (Avg@1), -1.7 ±3.7: no measurable change"),
+        (("32.5 ±1.6", "51.2 ±1.7", "+18.8 ±1.8"), "32.5 → 51.2 % held out (Avg@1), +18.8 ±1.8"),
+        (("0.0", "100.0", "+100.0"), "0.0 → 100.0 % held out (Avg@1), +100.0"),
+        (("32.5 ±1.6",), "32.5 % held out (Avg@1) ±1.6"),
+    ],
+)
+def test_the_headline_says_what_training_came_to(cells, headline):
+    headings = ("tier", "n", *(f"Avg@1 {when}" for when in ("before", "after", "change")[: len(cells)]))
+    assert ResultTable(headings, (ResultRow("all", 180, cells),), "").headline == headline
 
 
 def test_what_bent_an_iterations_times_is_marked_in_the_plots_of_servers(tmp_path):

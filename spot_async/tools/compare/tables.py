@@ -63,20 +63,15 @@ def difference_tables(comparison: Comparison) -> Iterator[tuple[str, list[str], 
     low, high = comparison.difference_intervals
     at = {column: number for number, column in enumerate(comparison.columns)}
     for method, of in enumerate(comparison.methods):
-        rows = [
-            [
-                name,
-                *(
-                    change(comparison.differences[method, i], low[method, i], high[method, i])
-                    for i in (at[Column(metric, name)] for metric in comparison.metrics)
-                ),
-                f"{comparison.p_values[method, number]:.2g}",
-            ]
-            for number, name in enumerate(comparison.benchmarks)
-        ]
+        rows = []
+        for number, name in enumerate(comparison.benchmarks):
+            places = [at[Column(metric, name)] for metric in comparison.metrics]
+            avg, *others = (change(comparison.differences[method, i], low[method, i], high[method, i]) for i in places)
+            rows.append([name, avg, f"{comparison.p_values[method, number]:.2g}", *others])
         if method != comparison.baseline:
             title = f"{of} minus {comparison.methods[comparison.baseline]}"
-            yield title, ["benchmark", *comparison.metrics, "exact p"], rows
+            avg, *others = comparison.metrics
+            yield title, ["benchmark", avg, "its exact p", *others], rows
 
 
 def undetectable(comparison: Comparison, method: int) -> str | None:

@@ -57,7 +57,11 @@ class ResultTable:
         known = [figures[key] for when in ("before", "after") if (key := f"{name} {when}") in figures]
         change = figures.get(f"{name} change")
         values = " \N{RIGHTWARDS ARROW} ".join(each.partition(" ")[0] for each in known)
-        return f"{values} % held out ({name})" + (f", {change}" if change else f" {known[0].partition(' ')[2]}")
+        if not change:
+            return f"{values} % held out ({name}) {known[0].partition(' ')[2]}"
+        size, _, error = change.partition(" ±")
+        nothing = ": no measurable change" if error and abs(float(size)) < 2 * float(error) else ""
+        return f"{values} % held out ({name}), {change}{nothing}"
 
     @property
     def line(self) -> str:
@@ -198,7 +202,8 @@ def result_table(
     changes = summary.get("change") or {}
     part = "tier" if evaluation is None else kind_of_row(evaluation)
     headings = [part, "n", *(f"{metric.capitalize()}{at_k} {when}" for metric in metrics for when in found)]
-    headings += [f"Avg{at_k} change"] if changes else []
+    behind_avg = 2 + len(found)  # where the change stands, so that a phone shows it
+    headings[behind_avg:behind_avg] = [f"Avg{at_k} change"] if changes else []
     benchmarks = {} if evaluation is None else evaluation.benchmarks
     noted = {name if len(benchmarks) > 1 else ALL_TIERS for name, each in benchmarks.items() if each.note is not None}
     rows = []
@@ -207,7 +212,7 @@ def result_table(
         cells = [with_error(f[m], f[f"{m}_standard_error"]) for m in metrics for f in figures]
         if changes:
             change = changes[tier]
-            cells.append(with_error(change["avg"], change["avg_standard_error"], signed=True))
+            cells.insert(len(found), with_error(change["avg"], change["avg_standard_error"], signed=True))
         name = tier if is_even else f"{tier} (Pass@{ks[tier]})"
         rows.append(ResultRow(name + " *" * (tier in noted), int(figures[0]["problems"]), tuple(cells)))
     paired = " The change is paired on problems." if changes else ""

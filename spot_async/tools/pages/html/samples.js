@@ -4,12 +4,14 @@ const {rows, pages} = JSON.parse(document.getElementById("data").textContent);
 const linked = new Set(pages);
 const query = document.getElementById("query"), body = document.getElementById("rows"), said = document.getElementById("shown");
 const headings = [...document.querySelectorAll("th")];
-const texts = rows.map(row => `${row[0]} iteration ${row[1]} ${row[2]} ${row[3]}`.toLowerCase());
+const texts = rows.map(row => `${row[2]} ${row[3]}`.toLowerCase());
 let column = 0, descending = true;
 
 function show() {
-  const words = query.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = rows.filter((_, i) => words.every(word => texts[i].includes(word)));
+  const [, , iteration] = query.value.match(/(^|\s)iteration\s+(\d+)(?=\s|$)/i) ?? [];
+  const words = query.value.toLowerCase().replace(/(^|\s)iteration\s+\d+(?=\s|$)/, " ").split(/\s+/).filter(Boolean);
+  const found = rows.filter((row, i) =>
+    (iteration === undefined || row[1] === Number(iteration)) && words.every(word => texts[i].includes(word)));
   const sign = descending ? -1 : 1;
   found.sort((a, b) => sign * (a[column] < b[column] ? -1 : a[column] > b[column] ? 1 : a[0] - b[0]));
   body.replaceChildren(...found.slice(0, MOST).map(row => {
@@ -23,7 +25,7 @@ function show() {
         link.textContent = text;
         cell.append(link);
       } else cell.textContent = text;
-      if (i === 3) cell.className = value;
+      cell.className = i === 3 ? value : i === 2 ? "mono" : "number";
     });
     return line;
   }));
