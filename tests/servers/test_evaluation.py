@@ -46,7 +46,7 @@ class Recorder:
     found: dict[bytes, IntArray] = field(default_factory=dict)  # token ids by prompt
 
     async def generate(self, prompt_ids: IntArray, sampling: SamplingSettings, **rest: Any) -> Generation:
-        assert sampling.temperature == 0 or sampling.further["top_k"] == 1
+        assert sampling.temperature == 0 or dict(sampling.further)["top_k"] == 1
         generation: Generation = await self.generator.generate(prompt_ids, sampling, **rest)
         self.found[prompt_ids.astype(np.int32).tobytes()] = generation.token_ids
         return generation
