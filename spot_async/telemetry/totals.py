@@ -235,7 +235,7 @@ def stage_limit(config: Mapping[str, Any], stage: str) -> int:
 def of_each(rows: Rows, area: str, figure: str) -> dict[str, str]:
     """Return the metrics of a figure in an area by what they are of: teachers, domains, or the area itself."""
     of, end = f"{area}/", f"/{figure}"
-    names = {name for row in rows for name in row if name.startswith(of) and name.endswith(end)}
+    names = [name for name in set[str]().union(*rows) if name.startswith(of) and name.endswith(end)]
     return {name.removesuffix(end).removeprefix(of): name for name in sorted(names, key=lambda name: (len(name), name))}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import shutil
 import threading
 import time
@@ -112,7 +111,7 @@ async def test_a_watched_report_loads_itself_again_while_the_run_writes(tmp_path
             assert await page.value("document.body.textContent.includes('iterations: 1 of 4')")
             directory.append("metrics.jsonl", [metrics_row(2)])
             await page.until("document.body.textContent.includes('iterations: 2 of 4')")
-            (run / "summary.json").write_text(json.dumps({}))
+            directory.write_summary({})
             await page.until("!document.querySelector('meta[http-equiv=refresh]')")
     await asyncio.to_thread(watching.join, 60)
     assert not watching.is_alive()

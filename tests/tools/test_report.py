@@ -82,7 +82,7 @@ def test_a_watched_report_is_written_again_as_the_run_grows_and_for_the_last_tim
             assert ("meta", {"http-equiv": "refresh", "content": "0"}) in text.tags
             assert re.search(r"left: about \d+ s.*written: \d\d:\d\d:\d\d, and every 0 s", text.text)
             directory.append("metrics.jsonl", [metrics_row(iteration + 1)])
-        (files.path / "summary.json").write_text("{}")
+        directory.write_summary({})
     watching.join(timeout=60)
     assert not watching.is_alive()
     ended = Tags(page.read_text())

@@ -59,10 +59,12 @@ def troubles_at(rows: Rows) -> dict[float, str]:
         said = []
         for name, value in row.items():
             area, _, figure = name.rpartition("/")
+            if not value or figure not in ("limit_decreases", "restarts", "retried"):
+                continue
             of = visible(area.partition("/")[2])
-            if area.startswith("replica/") and value and figure in ("limit_decreases", "restarts"):
+            if figure != "retried":
                 said.append(f"{of}: {'limit lowered' if figure == 'limit_decreases' else 'restarted'} {value:.0f} x")
-            elif figure == "retried" and value > STORM * row.get(f"{area}/requests", 0.0):
+            elif value > STORM * row.get(f"{area}/requests", 0.0):
                 said.append(f"{of}: {value:.0f} attempts made again")
         if said:
             found[row["iteration"]] = f"iteration {row['iteration']:.0f}: {', '.join(said)}"
