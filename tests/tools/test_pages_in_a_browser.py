@@ -108,7 +108,7 @@ async def test_a_watched_report_loads_itself_again_while_the_run_writes(tmp_path
         await asyncio.to_thread(appear, run / "report.html")
         async with browser(tmp_path / "profile") as page:
             await page.open(run / "report.html")
-            assert await page.value("document.body.textContent.includes('iterations: 1 of 4')")
+            await page.until("document.body.textContent.includes('iterations: 1 of 4')")
             directory.append("metrics.jsonl", [metrics_row(2)])
             await page.until("document.body.textContent.includes('iterations: 2 of 4')")
             directory.write_summary({})
