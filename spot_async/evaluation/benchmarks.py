@@ -32,6 +32,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
 from spot_async.types import ChatTurn, Problem
 
+THINKING_END = "</think>"
 QUESTIONS = "The following are {kind} about {category}, with their answers."
 # The usual end and start of worked solutions in published sets. They are cut off, since the box says the same.
 _CLOSING = re.compile(
@@ -228,10 +229,17 @@ def _plan(
         judged_benchmark(name, sources, config, evaluation),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
-        doubts=gold_doubts(problems, key) if judges_answers else (),
+        doubts=[*_unwritten_end(evaluation, student), *(gold_doubts(problems, key) if judges_answers else ())],
         problems=found.problems,
         template=renderer.template_text,
     )
+
+
+def _unwritten_end(evaluation: EvaluationConfig, student: ModelFiles) -> list[str]:
+    vocabulary = student.vocabulary
+    if evaluation.thinking_tokens is None or THINKING_END in vocabulary.whole_text(vocabulary.encode(THINKING_END)):
+        return []
+    return [f"evaluation.thinking_tokens: the student's tokenizer cannot write {THINKING_END}, so it ends no thinking"]
 
 
 def judged_benchmark(

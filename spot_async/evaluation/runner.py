@@ -21,7 +21,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.config import Config, EvaluationConfig
 from spot_async.data.prompts import PromptSource
 from spot_async.errors import BudgetSpentError, ConfigError, DataError
-from spot_async.evaluation.benchmarks import Benchmark, judged_benchmark
+from spot_async.evaluation.benchmarks import THINKING_END, Benchmark, judged_benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
 from spot_async.models.vocabulary import Vocabulary
@@ -33,7 +33,6 @@ from spot_async.types import FinishReason, Generation, IntArray, Problem, Sampli
 from spot_async.verification import MathMatch, extract_boxed
 
 S = TypeVar("S")
-THINKING_END = "</think>"
 Job = tuple[int, int, int]  # benchmark, problem, sample
 
 

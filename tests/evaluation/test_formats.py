@@ -115,6 +115,12 @@ def test_a_base_model_reads_worked_examples_and_no_chat(tmp_path, monkeypatch):
         "Question: a1+2? Box it.\nAnswer:"
     )
     assert benchmark.note == "worked examples (2); example_count 2 instead of 5"
+    assert benchmark.doubts == []
+    thinks = {"thinking": None, "thinking_tokens": 9}
+    bounded = evaluation(tmp_path, benchmarks={"sums": sums}, template="plain", **thinks)
+    assert ["tokenizer cannot write </think>" in each for each in plan_evaluation(bounded, files)[0].doubts] == [True]
+    monkeypatch.setattr(files.vocabulary, "whole_text", lambda ids: "</think>")
+    assert plan_evaluation(bounded, files)[0].doubts == []
     with pytest.raises(DataError, match=r"set evaluation.template to plain, for a base model"):
         plan_evaluation(evaluation(tmp_path, benchmarks={"sums": sums}), files)
 

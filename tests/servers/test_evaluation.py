@@ -131,6 +131,7 @@ def eval_command(run: Path, problems: Path, *options: str) -> list[str]:
     overrides = ["evaluation.samples=4", "evaluation.concurrency=2", f"evaluation.problems={problems}"]
     overrides += ["evaluation.limit=20", "evaluation.stop=[' so ', two]", "evaluation.pass_k=[2]"]
     overrides += ["evaluation.thinking=null", "evaluation.thinking_tokens=9"]
+    overrides += ["evaluation.system=add", "evaluation.template=plain"]
     command = [sys.executable, "-m", "spot_async", "eval", str(QUICKSTART), *overrides]
     return [*command, *(options or (f"run.directory={run}",))]
 

@@ -1,6 +1,6 @@
 """What pages are made of: cards with plots of an iteration's metrics, the templates, and where a page is written.
 
-Pages are self-contained and without scripts; the template engine escapes every value.
+Pages are self-contained. Only the list of samples has a script. The template engine escapes every value.
 """
 
 from __future__ import annotations
