@@ -128,6 +128,9 @@ async def under_load(make: Callable[[], Any], held: dict[WeightVersion, Path], t
             # They begin with unlike lengths, or all of them could end at the same moment, and an update meet none.
             for number in range(1, ROLLOUTS + 1):
                 group.create_task(load.roll_out(tokens * number // ROLLOUTS))
+            # As long as the shortest of them: at its end the server has begun the others too, and a first update that
+            # came sooner might meet none.
+            await load.generate(tokens // ROLLOUTS)
             for snapshot in snapshots[1:]:
                 await load.update(pool, snapshot, await load.sample_between())
             await load.generate(BETWEEN)
