@@ -91,17 +91,13 @@ class ConcurrencyLimit:
     def __init__(self, maximum: int, slots: int = 1) -> None:
         self.slots = slots
         self.decreases = 0
+        self.value = maximum  # the limit now, at least 1
         self._maximum = maximum
         self._limit = float(maximum)
         self._decreased_s = float("-inf")
         self._interrupted_s = float("-inf")
         self._windows: dict[str, _Window] = {}
         self._baselines: dict[str, _Baseline] = {}
-
-    @property
-    def value(self) -> int:
-        """The limit now, at least 1."""
-        return int(self._limit)
 
     def succeeded(self, kind: str, *, sent: Moment, now: Moment, work: int, in_flight: int) -> Decrease | None:
         """Note that a request of `kind` was answered; return the decrease that this leads to, if any.
@@ -113,6 +109,7 @@ class ConcurrencyLimit:
         # Below the limit, a good answer says nothing about whether more would go well too.
         if self._limit < self._maximum and in_flight >= self.value:
             self._limit = min(self._maximum, self._limit + 1.0 / self._limit)
+            self.value = int(self._limit)
         if sent.s < self._interrupted_s:
             return None
         window = self._windows.get(kind)
@@ -194,6 +191,7 @@ class ConcurrencyLimit:
         """Lower the limit from what was in flight, not from the limit itself, which may be far above that."""
         before, too_much = self.value, min(self.value, in_flight)
         self._limit = min(self._limit, max(float(least), too_much * DECREASE))
+        self.value = int(self._limit)
         self._decreased_s = now_s
         self._windows.clear()
         for baseline in self._baselines.values():

@@ -31,6 +31,7 @@ from spot_async.errors import (
 )
 from spot_async.replicas.concurrency_limit import Decrease
 from spot_async.replicas.leasing import Errand
+from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import B, HeldLease, Replica, Trouble
 from spot_async.replicas.router import Router
 from spot_async.spending.rate_limit import RateLimiter
@@ -38,7 +39,7 @@ from spot_async.types import WeightVersion
 
 
 class Dispatcher(Generic[B]):
-    """Grants the leases of one role. Replicas whose weights are not of `version` get no requests."""
+    """Grants the leases of one role."""
 
     def __init__(
         self,
@@ -47,8 +48,9 @@ class Dispatcher(Generic[B]):
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`warn` gets lines for people: the first of a kind, and ever fewer of those after it."""
-        self.version: WeightVersion | None = None
+        self.version: WeightVersion | None = None  # replicas with other weights get no requests; see `replica_moved`
         self._replicas = replicas
+        self._alive: list[Replica[B]] | None = None  # those that take requests; None: to be found anew
         self._rate_limit = rate_limit
         self._timer: asyncio.TimerHandle | None = None
         self._router = Router()
@@ -75,13 +77,21 @@ class Dispatcher(Generic[B]):
         if self._timer is not None:
             self._timer.cancel()
 
-    def admit(self) -> None:
-        """Grant leases to those who wait, as far as possible. Called when a replica may have room for more."""
+    def replica_moved(self) -> None:
+        """Grant leases to those who wait, as far as possible: a replica has changed its state, or weights with it."""
+        self._alive = None
         self._room.admit()
 
+    def _takers(self) -> list[Replica[B]]:
+        """Return the replicas that take requests. They are kept until one moves, but not where one is on trial."""
+        if (alive := self._alive) is None:
+            alive = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
+            on_trial = any(each.life.state is State.HALF_OPEN for each in self._replicas)
+            self._alive = None if on_trial else alive
+        return alive
+
     def _grant(self, errand: Errand) -> HeldLease[B] | None:
-        now_s = asyncio.get_running_loop().time()
-        alive = [each for each in self._replicas if each.life.takes(self.version, each.in_flight)]
+        now_s, alive = asyncio.get_running_loop().time(), self._takers()
         serving = [each for each in alive if each.held_until_s <= now_s]
         if errand.is_suspected:
             serving = [each for each in serving if not each.has_suspected_request]
@@ -117,7 +127,7 @@ class Dispatcher(Generic[B]):
 
     def _timer_ran_out(self) -> None:
         self._timer = None
-        self.admit()
+        self._room.admit()
 
     def _released(self, lease: HeldLease[B], error: BaseException | None) -> None:
         """Note what a request ended with, and let others in. The replica learns of it unless it was taken back."""
@@ -127,7 +137,8 @@ class Dispatcher(Generic[B]):
             self._learn(lease, error)
         if self._rate_limit is not None and lease.grant is not None:
             self._rate_limit.give_back(lease.grant)  # unless the request was sent
-        self.admit()
+        lease.holder.weigh()
+        self._room.admit()
 
     def _learn(self, lease: HeldLease[B], error: BaseException | None) -> None:
         replica, now_s, errand = lease.holder, asyncio.get_running_loop().time(), lease.errand

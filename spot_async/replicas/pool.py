@@ -304,7 +304,7 @@ class ReplicaPool(Generic[B]):
 
     def _replica_moved(self) -> None:
         self._moved.set()
-        self._dispatcher.admit()
+        self._dispatcher.replica_moved()
 
 
 def _is_lost(error: RequestError) -> bool:

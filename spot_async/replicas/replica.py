@@ -93,6 +93,7 @@ class Replica(Generic[B]):
         self.held_until_s = now_s  # the end of the pause that it asked for
         self.restarts = 0
         self.occupancy = Occupancy()  # of requests; the pool's own leases do not count
+        self.load = 0.0  # what is in flight, as a share of the limit; see `weigh`
         self._requests_sent = 0
         # Requests whose connections failed since the last answer, and the time of the first of these failures.
         self._unanswered: dict[Errand, None] = {}
@@ -117,6 +118,10 @@ class Replica(Generic[B]):
     @property
     def most_in_flight(self) -> int:
         return self.limit.value
+
+    def weigh(self) -> None:
+        """Note the load anew, as a request comes or goes or the limit changes. A router reads it of every replica."""
+        self.load = self.in_flight / self.limit.value
 
     @property
     def has_suspected_request(self) -> bool:
@@ -163,6 +168,7 @@ class Replica(Generic[B]):
         self.leases[lease] = None
         if lease.is_request:
             self.occupancy.began(lease.errand.kind, lease.granted_s)
+            self.weigh()
             self._requests_sent += 1
 
     def released(self, lease: HeldLease[B]) -> None:
@@ -289,6 +295,7 @@ class Replica(Generic[B]):
         if self.offers is None:
             self.offers = found
             self.limit = ConcurrencyLimit(self._max_in_flight, found.slots or 1)
+            self.weigh()
         return found
 
     async def leave(self) -> None:
@@ -325,7 +332,7 @@ class HeldLease(Generic[B]):
         self.is_request = is_request
         self.grant = grant
         self.ended: Callable[[], None] = lambda: None  # called once when it ends
-        self._replica = replica
+        self.holder = replica
         self._released = released
         self._reason: str | None = None
         self._timeout = asyncio.timeout(None)
@@ -334,11 +341,7 @@ class HeldLease(Generic[B]):
 
     @property
     def replica(self) -> str:
-        return self._replica.name
-
-    @property
-    def holder(self) -> Replica[B]:
-        return self._replica
+        return self.holder.name
 
     @property
     def was_revoked(self) -> bool:
@@ -387,7 +390,7 @@ class HeldLease(Generic[B]):
         return error
 
     def _end(self, error: BaseException | None) -> None:
-        self._replica.released(self)
+        self.holder.released(self)
         self._released(self, error)
         self.ended()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
-from operator import itemgetter
+from typing import Any
 
 from spot_async.replicas.replica import B, Replica
 
@@ -30,7 +30,7 @@ class Router:
     """Chooses replicas, and remembers the homes of the sessions that were used last."""
 
     def __init__(self, sessions: int = SESSIONS) -> None:
-        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._homes: OrderedDict[str, Replica[Any]] = OrderedDict()
         self._sessions = sessions
         # The homes of the newest sessions, and how often each is among them.
         self._newest: deque[str] = deque()
@@ -43,35 +43,29 @@ class Router:
 
         `avoid` names the replicas that failed the request before.
         """
-        # Counted once: with many replicas, looking at each is most of what a request costs.
-        loads = [each.in_flight / each.most_in_flight for each in serving]
-        if not loads or min(loads) >= 1.0:
+        loads = [each.load for each in serving]  # with many replicas, looking at each is most of what a request costs
+        least = min(loads, default=1.0)
+        if least >= 1.0:
             return None
-        home = None if session is None else self._home(session, serving, loads)
-        if home is not None and home.name not in avoid and home.in_flight < home.most_in_flight:
+        emptiest = serving[loads.index(least)]
+        home = emptiest if session is None else self._home(session, serving, emptiest)
+        if home.name not in avoid and home.load < 1.0:
             return home
-        free = [(load, each) for load, each in zip(loads, serving, strict=True) if load < 1.0]
-        wanted = [(load, each) for load, each in free if each.name not in avoid] or free
-        if any(each is home for _, each in wanted):
-            return home
-        return min(wanted, key=itemgetter(0))[1]
+        wanted = [each for each in serving if each.load < 1.0 and each.name not in avoid]
+        if wanted:
+            return min(wanted, key=lambda each: each.load)
+        return home if home.load < 1.0 else emptiest
 
-    def _home(self, session: str, serving: Sequence[Replica[B]], loads: Sequence[float]) -> Replica[B]:
-        """Return the home of a session among the replicas that serve, which have these loads, and remember it."""
-        least = min(loads)
-        name = self._homes.get(session)
-        home = next((each for each in serving if each.name == name), None) if name is not None else None
-        if home is not None:
-            if _is_overtaken(home.in_flight / home.most_in_flight, least, home):
-                home = serving[loads.index(least)]
-        elif name is not None:
-            home = serving[loads.index(least)]
-        else:
-            pairs = zip(loads, serving, strict=True)
-            candidates = [(load, each) for load, each in pairs if not _is_overtaken(load, least, each)]
-            _, home = min(candidates, key=lambda pair: (self._new_at[pair[1].name] / pair[1].most_in_flight, pair[0]))
+    def _home(self, session: str, serving: Sequence[Replica[B]], emptiest: Replica[B]) -> Replica[B]:
+        """Return the home of a session among the replicas that serve, and remember it."""
+        home: Replica[B] | None = self._homes.get(session)
+        if home is None:
+            candidates = [each for each in serving if not _is_overtaken(each, emptiest)]
+            home = min(candidates, key=lambda each: (self._new_at[each.name] / each.most_in_flight, each.load))
             self._count_new(home.name)
-        self._homes[session] = home.name
+        elif home not in serving or _is_overtaken(home, emptiest):
+            home = emptiest
+        self._homes[session] = home
         self._homes.move_to_end(session)
         if len(self._homes) > self._sessions:
             self._homes.popitem(last=False)
@@ -84,5 +78,5 @@ class Router:
             self._new_at[self._newest.popleft()] -= 1
 
 
-def _is_overtaken(load: float, least: float, replica: Replica[B]) -> bool:
-    return load > OVERTAKEN * least + SLACK / replica.most_in_flight
+def _is_overtaken(replica: Replica[B], emptiest: Replica[B]) -> bool:
+    return replica.load > OVERTAKEN * emptiest.load + SLACK / replica.most_in_flight
