@@ -1,7 +1,6 @@
 """The waiting room of a stage or role: who asks for something scarce waits here until it is granted, by priority.
 
-`TicketQueue` says who is next, as a pure state machine. `WaitingRoom` is the asyncio shell around it. Its owner says
-what is granted, and when. Nothing is polled.
+The owner of a `WaitingRoom` says what is granted, and when. Nothing is polled.
 
 `Turns` are for processes that share devices. They start one after another, since each looks at what is free then.
 """
@@ -17,47 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordinal
 G = TypeVar("G")
-
-
-class TicketQueue:
-    """Tickets in order of priority, then of arrival. They may leave early."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._heap: list[tuple[Priority, int]] = []
-        self._waiting: set[int] = set()
-        self._arrivals = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, priority: Priority) -> int:
-        """Enter the queue and return a ticket. Admission bounds the entries, so a full one is a bug."""
-        if len(self._waiting) >= self._capacity:
-            raise OverflowError(f"{self._capacity} requests wait already: admission let in too many")
-        ticket = self._arrivals
-        self._arrivals += 1
-        heapq.heappush(self._heap, (priority, ticket))
-        self._waiting.add(ticket)
-        return ticket
-
-    def discard(self, ticket: int) -> None:
-        """Leave the queue without being served."""
-        self._waiting.discard(ticket)
-
-    def pop(self) -> int | None:
-        """Return the ticket to serve next: smallest priority, then earliest arrival; None when empty."""
-        while self._heap:
-            _, ticket = heapq.heappop(self._heap)
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
-                return ticket
-        return None
-
-    def put_back(self, priority: Priority, ticket: int) -> None:
-        """Undo `pop` for a ticket that cannot be served yet. It keeps its place in the queue."""
-        heapq.heappush(self._heap, (priority, ticket))
-        self._waiting.add(ticket)
 
 
 class Asker(Protocol):
@@ -87,20 +45,29 @@ class WaitingRoom(Generic[A, G]):
         self._grant = grant
         self._give_back = give_back
         self._lets_pass = lets_pass
-        self._queue = TicketQueue(capacity)
-        self._turns: dict[int, tuple[A, asyncio.Future[G]]] = {}
+        self._capacity = capacity
+        self._arrivals = 0
+        self._waiting = 0
+        # A heap by priority, then by arrival. Those who were cancelled stay in it until it is their turn.
+        self._queue: list[tuple[Priority, int, A, asyncio.Future[G]]] = []
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return self._waiting
 
     async def enter(self, asker: A) -> G:
-        """Return what the asker is granted, once it is its turn and there is some."""
+        """Return what the asker is granted, once it is its turn and there is some.
+
+        Admission bounds how many wait. So OverflowError, for one more than the capacity, is a bug.
+        """
         granted = None if self._queue else self._grant(asker)
         if granted is not None:
             return granted
-        ticket = self._queue.add(asker.priority)
+        if self._waiting >= self._capacity:
+            raise OverflowError(f"{self._capacity} requests wait already: admission let in too many")
         turn: asyncio.Future[G] = asyncio.get_running_loop().create_future()
-        self._turns[ticket] = asker, turn
+        heapq.heappush(self._queue, (asker.priority, self._arrivals, asker, turn))
+        self._arrivals += 1
+        self._waiting += 1
         try:
             self.admit()  # those who came before may be such as let others pass
             return await turn
@@ -109,25 +76,25 @@ class WaitingRoom(Generic[A, G]):
                 self._give_back(turn.result())
             raise
         finally:
-            self._queue.discard(ticket)
-            del self._turns[ticket]
+            self._waiting -= 1
 
     def admit(self) -> None:
         """Grant what there is to those who wait. Called whenever there may be more of it."""
-        passed: list[tuple[A, int]] = []
-        while (ticket := self._queue.pop()) is not None:
-            asker, turn = self._turns[ticket]
-            if turn.done():  # cancelled, and had no time yet to leave
+        passed: list[tuple[Priority, int, A, asyncio.Future[G]]] = []
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            _, _, asker, turn = entry
+            if turn.done():  # cancelled
                 continue
             granted = self._grant(asker)
             if granted is not None:
                 turn.set_result(granted)
                 continue
-            passed.append((asker, ticket))
+            passed.append(entry)
             if not self._lets_pass(asker):
                 break
-        for asker, ticket in passed:
-            self._queue.put_back(asker.priority, ticket)
+        for entry in passed:
+            heapq.heappush(self._queue, entry)
 
 
 class Turns:

@@ -9,28 +9,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_async.base.waiting_room import TicketQueue, WaitingRoom
+from spot_async.base.waiting_room import WaitingRoom
 from spot_async.testing.virtual_time import run_on_virtual_time
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40))
-def test_the_queue_serves_by_priority_then_arrival_and_forgets_who_left(entries):
-    queue = TicketQueue(capacity=100)
-    tickets = [queue.add((priority,)) for priority, _ in entries]
-    for ticket, (_, leaves) in zip(tickets, entries, strict=True):
-        if leaves:
-            queue.discard(ticket)
-    expected = sorted(((p, t) for t, (p, leaves) in zip(tickets, entries, strict=True) if not leaves))
-    assert len(queue) == len(expected)
-    assert [queue.pop() for _ in expected] == [ticket for _, ticket in expected]
-    assert queue.pop() is None
+def test_the_room_serves_by_priority_then_arrival_and_forgets_who_left(entries):
+    free, served = [], []
+    room = WaitingRoom(lambda asker: free.pop() if free else None, free.append, capacity=len(entries))
+
+    async def ask(priority, number):
+        await room.enter(SimpleNamespace(priority=(priority,)))
+        served.append((priority, number))
+
+    async def scenario():
+        tasks = [asyncio.create_task(ask(priority, number)) for number, (priority, _) in enumerate(entries)]
+        await asyncio.sleep(0)
+        for task, (_, leaves) in zip(tasks, entries, strict=True):
+            if leaves:
+                task.cancel()
+        await asyncio.sleep(0)
+        expected = sorted((p, n) for n, (p, leaves) in enumerate(entries) if not leaves)
+        assert len(room) == len(expected)
+        for _ in expected:
+            free.append("it")
+            room.admit()
+            await asyncio.sleep(0)
+        assert served == expected
+        room.admit()
+        assert (len(room), free) == (0, [])
+
+    run_on_virtual_time(scenario())
 
 
-def test_a_full_queue_is_reported_as_the_bug_it_is():
-    queue = TicketQueue(capacity=1)
-    queue.add((0,))
-    with pytest.raises(OverflowError):
-        queue.add((0,))
+def test_a_full_room_is_reported_as_the_bug_it_is():
+    room = WaitingRoom(lambda asker: None, lambda granted: None, capacity=1)
+
+    async def scenario():
+        first = asyncio.create_task(room.enter(SimpleNamespace(priority=(0,))))
+        await asyncio.sleep(0)
+        with pytest.raises(OverflowError):
+            await room.enter(SimpleNamespace(priority=(0,)))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+
+    run_on_virtual_time(scenario())
 
 
 def test_a_grant_whose_asker_was_cancelled_goes_to_the_next():
