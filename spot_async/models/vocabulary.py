@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,13 +20,18 @@ if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedTokenizerBase
 
 
+# The modules of `decode` and `_decode` as all models have them whose tokenizer is the library's.
+TRANSFORMERS_DECODE = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+
+
 class Vocabulary:
     """A model directory's tokenizer, and the ids that end a response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids = end_token_ids
-        self._token_text = functools.cache(lambda token_id: self._text([token_id]))
+        self._decode = _decoder(tokenizer)
+        self._token_text = functools.cache(lambda token_id: self._decode([token_id], skip_special_tokens=True))
 
     @classmethod
     def load(cls, directory: Path) -> Vocabulary:
@@ -38,24 +44,33 @@ class Vocabulary:
 
     def decode(self, token_ids: IntArray) -> str:
         """Return the text without special tokens. Single tokens are cached: samples' records name many of them."""
-        return self._token_text(int(token_ids[0])) if len(token_ids) == 1 else self._text(token_ids)
+        if len(token_ids) == 1:
+            return self._token_text(int(token_ids[0]))
+        return self._decode(token_ids.tolist(), skip_special_tokens=True)
 
     def whole_text(self, token_ids: IntArray) -> str:
         """Return the text with special tokens, as a prompt is read."""
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
+        return self._decode(token_ids.tolist(), skip_special_tokens=False)
 
     def encode(self, text: str) -> IntArray:
         """Return the tokens (T,) of a text. Special tokens that it spells are those tokens, and no others are added."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
-    def _text(self, token_ids: IntArray | list[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
-
     @functools.cached_property
     def fingerprint(self) -> str:
         return tokenizer_fingerprint(self.tokenizer)
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """Return what makes a text of a list of ids: the tokenizers library itself, where transformers adds nothing to it.
+
+    It adds a clean-up of spaces where a tokenizer asks for one, and some models' classes decode in their own way.
+    """
+    kind = type(tokenizer)
+    methods = [getattr(getattr(kind, name, None), "__module__", None) for name in ("decode", "_decode")]
+    is_plain = methods == TRANSFORMERS_DECODE and not tokenizer.clean_up_tokenization_spaces
+    decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if is_plain else tokenizer.decode
+    return decode
 
 
 def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
