@@ -379,8 +379,9 @@ class SpotPolicy:
         """Return one branch's record. Only `prior` and `target` sum to 1; others are full-vocabulary probabilities."""
         row = int(np.searchsorted(selection.positions, branch.position))
         parts = {} if selection.parts is None else selection.parts._asdict()
-        student = None if selection.student_logprobs is None else np.exp(selection.student_logprobs[row])
-        target = branch.target if branch.values is not None or self._keeps(branch) else None
+        student = None if selection.student_logprobs is None else _rounded(np.exp(selection.student_logprobs[row]))
+        target = _rounded(branch.target) if branch.values is not None or self._keeps(branch) else None
+        teacher, prior = _rounded(np.exp(branch.teacher_logprobs)), _rounded(branch.prior)
         return {
             "position": branch.position,
             "sampled": stages.decode(rollout.token_ids[branch.position : branch.position + 1]),
@@ -389,16 +390,20 @@ class SpotPolicy:
             "score_parts": {name: round(float(part[row]), 6) for name, part in parts.items()},
             "candidates": [
                 {
-                    "token_id": int(token_id),
-                    "token": stages.decode(np.array([token_id], dtype=np.int32)),
-                    "teacher": round(float(np.exp(branch.teacher_logprobs[c])), 6),
-                    "student": None if student is None else round(float(student[c]), 6),
-                    "prior": round(float(branch.prior[c]), 6),
+                    "token_id": token_id,
+                    "token": stages.decode(branch.candidate_ids[c : c + 1]),
+                    "teacher": teacher[c],
+                    "student": None if student is None else student[c],
+                    "prior": prior[c],
                     "value": branch.mean_rewards[c],
-                    "target": None if target is None else round(float(target[c]), 6),
+                    "target": None if target is None else target[c],
                     "verdicts": [judged.verdict.value for judged in branch.judgements[c]],
                     "continuations": [stages.decode(each.token_ids) for each in branch.continuations[c]],
                 }
-                for c, token_id in enumerate(branch.candidate_ids)
+                for c, token_id in enumerate(branch.candidate_ids.tolist())
             ],
         }
+
+
+def _rounded(values: npt.NDArray[np.floating]) -> list[float]:
+    return [round(each, 6) for each in values.tolist()]

@@ -62,7 +62,7 @@ class Branch:
         known = [value for value in self.mean_rewards if value is not None]
         return np.array(known) if len(known) == len(self.mean_rewards) else None
 
-    @property
+    @cached_property
     def viable(self) -> bool:
         """Whether the position belongs to B+, because some candidate has a positive value."""
         return self.values is not None and bool((self.values > 0).any())

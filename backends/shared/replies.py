@@ -127,12 +127,13 @@ def check_logprobs(name: str, values: FloatArray, shape: tuple[int, ...], *, lea
     _check_shape(name, values, shape)
     if values.dtype.kind != "f":
         raise PoisonedReplyError(f"{name} are {values.dtype}, not floating point")
-    if not (values <= LOGPROB_SLACK).all():  # false for NaN too
-        raise PoisonedReplyError(f"{name} hold {'NaN' if np.isnan(values).any() else 'values above 0'}")
-    if not np.isfinite(values).all():
+    lowest, highest = float(values.min(initial=0.0)), float(values.max(initial=0.0))  # NaN if there is one
+    if not highest <= LOGPROB_SLACK:
+        raise PoisonedReplyError(f"{name} hold {'NaN' if math.isnan(highest) else 'values above 0'}")
+    if math.isinf(lowest):
         raise PoisonedReplyError(f"{name} hold minus infinity")
-    if not (values >= least).all():
-        raise PoisonedReplyError(f"{name} hold {float(values.min()):g}, and no token is less likely than {least:g}")
+    if lowest < least:
+        raise PoisonedReplyError(f"{name} hold {lowest:g}, and no token is less likely than {least:g}")
 
 
 def check_topk(

@@ -24,11 +24,11 @@ class Channel:
     """Passes each event on to the listeners that want its type."""
 
     def __init__(self) -> None:
-        self._listeners: list[tuple[Listener, type[Event]]] = []
+        self._listeners: list[tuple[Listener, type[Event] | tuple[type[Event], ...]]] = []
         self._told: dict[type[Event], list[Listener]] = {}  # of each type that was published
 
-    def subscribe(self, *listeners: Listener, to: type[Event] = Event) -> None:
-        """Tell these listeners of events of one type. They are called in this order, before all earlier subscribers.
+    def subscribe(self, *listeners: Listener, to: type[Event] | tuple[type[Event], ...] = Event) -> None:
+        """Tell these listeners of events of some types. They are called in this order, before all earlier subscribers.
 
         So the screen, which is there before the files are open, says nothing that is not in them yet.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import NoneType
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ BYTES_PER_RESPONSE_TOKEN = 5 * 4 + 1
 BYTES_PER_RECORD_TOKEN = 4 * 4
 BYTES_PER_TEACHER_TOKEN = 5 * 4  # likewise of each teacher but the first: its pull with weights, and its record
 BYTES_PER_TEXT_TOKEN = 8  # of plain text; a text with characters outside of Latin-1 may take several times that
+PLAIN = frozenset({str, float, int, bool, NoneType})
 BYTES_PER_SAMPLE = 8192  # the problem's text, names, versions, array headers, metrics, the record's plain values
 
 
@@ -50,17 +52,16 @@ def held_bytes(samples: Sequence[Sample]) -> int:
     A view counts as all of the memory that it keeps alive. Keys of dictionaries are not counted, since all samples
     share them.
     """
-    total, seen = 0, set[int]()
+    held: dict[int, object] = {}
     left: list[object] = [samples]
     while left:
         value = left.pop()
-        if id(value) in seen:
+        if id(value) in held:
             continue
-        seen.add(id(value))
-        total += sys.getsizeof(value)
+        held[id(value)] = value
+        if type(value) in PLAIN:  # most values
+            continue
         match value:
-            case str() | float() | int():  # most values
-                pass
             case dict():
                 left += value.values()
             case list() | tuple():
@@ -69,4 +70,4 @@ def held_bytes(samples: Sequence[Sample]) -> int:
                 left.append(of)
             case msgspec.Struct():
                 left += [getattr(value, name) for name in value.__struct_fields__]
-    return total
+    return sum(map(sys.getsizeof, held.values()))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -30,7 +31,7 @@ class CommonVocabulary:
 
     widths: Mapping[str, int] = field(default_factory=dict)  # rows of each model's softmax, by role
 
-    @property
+    @cached_property
     def limit(self) -> int | None:
         """Ids below this are common to all models. None where all softmaxes are equally wide."""
         return min(self.widths.values()) if len(set(self.widths.values())) > 1 else None
@@ -67,6 +68,8 @@ class CommonVocabulary:
         Positions that have too few such candidates are masked. All other ids belong to the tail, those left out too.
         """
         if self.limit is None or not top_k:
+            return scores
+        if scores.valid is None and scores.topk_ids.shape[1] == top_k and scores.topk_ids.max(initial=0) < self.limit:
             return scores
         known = _is_known(scores, self.limit, top_k)
         ids, logprobs = _common_first(scores.topk_ids, scores.topk_logprobs, self.limit)

@@ -250,7 +250,7 @@ async def evaluate_student(
     ledger_file.go_on()
     events = Channel()
     failures = FailureLog(screen.say)
-    events.subscribe(failures)
+    events.subscribe(failures, to=failures.hears)
     events.subscribe(screen, watchdog, ledger_file, to=RunEvent)
     listener = StartListener(
         starting=lambda backends: events.publish(StepBegan("starting the student")),

@@ -109,7 +109,7 @@ class TrainingRun:
         self._results = RunResults(0 if start.checkpoint is None else start.checkpoint.manifest.step)
         self._evaluations = RunEvaluations(config, plan, directory, self._events, self._results)
         failures = FailureLog(self._screen.say, self._results.resumed_after)
-        self._events.subscribe(failures)
+        self._events.subscribe(failures, to=failures.hears)
         history = self._evaluations.history
         self._events.subscribe(self._spending_log, history, self._screen, self._watchdog, to=RunEvent)
         self._lag = LoopLag()

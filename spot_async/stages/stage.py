@@ -10,7 +10,7 @@ often. What a request does is none of a stage's business.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -193,7 +193,7 @@ class Stage(Generic[S]):
         self.counters = StageCounters()
         self.open: dict[OpenRequest, None] = {}  # waiting or in flight, in the order in which they were asked
         self._pool = pool
-        self._askers: Counter[int] = Counter()  # how many requests each prompt has here
+        self._askers: defaultdict[int, int] = defaultdict(int)  # how many requests each prompt has here
         self._limits = limits
         self._timeout_s = limits.timeout_s
         self._attempt_timeout_s = limits.timeout_s if limits.attempt_timeout_s is None else limits.attempt_timeout_s
@@ -250,7 +250,8 @@ class Stage(Generic[S]):
         asked_s = asyncio.get_running_loop().time()
         self._events.publish(RequestAsked(asked_s))
         pending = OpenRequest(self.name, priority, session, tokens, kind, asked_s=asked_s)
-        self._open(pending)
+        self.open[pending] = None
+        self._askers[priority[0]] += 1
         try:
             await self._room.enter(pending)
             outcome = "cancelled"
@@ -283,15 +284,11 @@ class Stage(Generic[S]):
 
     def _check_count(self, prompt: int) -> None:
         most = self._limits.requests_per_prompt
-        if most is not None and self._askers[prompt] >= most:
+        if most is not None and self._askers.get(prompt, 0) >= most:
             raise ContractError(
                 f"the policy asks {self.name} for {most + 1} answers of a prompt at once, and its needs state {most}: "
                 f"set PolicyNeeds.{self._limits.stated_by} to what it asks for, or see that each request ends"
             )
-
-    def _open(self, pending: OpenRequest) -> None:
-        self.open[pending] = None
-        self._askers[pending.priority[0]] += 1
 
     def _close(self, pending: OpenRequest) -> None:
         prompt = pending.priority[0]

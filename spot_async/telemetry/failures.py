@@ -8,7 +8,7 @@ must be made visible before it is shown.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,15 +52,17 @@ class StageTally:
 class Tally:
     """The attempts of all stages, since it was made."""
 
+    hears = (RequestEnded, AttemptFailed)
+
     def __init__(self) -> None:
-        self.stages: dict[str, StageTally] = {}
+        self.stages: defaultdict[str, StageTally] = defaultdict(StageTally)
 
     def on(self, event: Event) -> None:
         match event:
             case RequestEnded(outcome="done"):
-                self.stages.setdefault(event.stage, StageTally()).attempts += 1
+                self.stages[event.stage].attempts += 1
             case AttemptFailed():
-                stage = self.stages.setdefault(event.stage, StageTally())
+                stage = self.stages[event.stage]
                 stage.attempts += 1
                 stage.failed[event.brief] += 1
                 stage.newest = event.reason
@@ -80,6 +82,8 @@ class _Logged:
 
 class FailureLog:
     """The listener that adds up failed attempts. `close` it when the run ends, whatever ends it."""
+
+    hears = (*Tally.hears, IterationFinished)
 
     def __init__(self, say: Callable[[str], None], iteration: int = 0) -> None:
         """`say` gets the lines for people. `iteration` is the last one that an earlier part of the run finished."""

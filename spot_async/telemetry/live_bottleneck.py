@@ -22,7 +22,7 @@ from spot_async.loop.events import Phase, PhaseEnded, RunEvent
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.replicas.life_cycle import State
 from spot_async.replicas.replica import ReplicaStatus
-from spot_async.stages.events import RequestEvent, Wait, WaitClock
+from spot_async.stages.events import Wait, WaitClock
 from spot_async.stages.stage import Stage, StageCounters
 from spot_async.telemetry.bottleneck import Bottleneck, ServerUse, judge
 from spot_async.telemetry.failures import Tally, kinds_words
@@ -107,7 +107,7 @@ class LiveBottleneck:
         self._failures = Tally()
         self._said_staleness = False
         orchestrator.stages.events.subscribe(self._clock, self._publishing, to=RunEvent)
-        orchestrator.stages.events.subscribe(self, to=RequestEvent)
+        orchestrator.stages.events.subscribe(self, to=Tally.hears)
 
     def on(self, event: Event) -> None:
         self._failures.on(event)
