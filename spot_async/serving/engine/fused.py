@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spot_async.serving.engine.cache import decode_width
+from spot_async.serving.engine.cache import bucketed
 from spot_async.serving.engine.model import CausalModel, logprob_gap
 from spot_async.serving.engine.weights import Products
 
@@ -63,38 +63,36 @@ def fused(model: CausalModel) -> CausalModel:
 
 
 class FusedCache:
-    """Keys (slots, G, d, capacity) and values (slots, G, capacity, d) of each layer, laid out as attention reads them.
+    """Keys (layers, slots, G, d, capacity) and values (layers, slots, G, capacity, d), as attention reads them.
 
     Memory grows with the positions in use. Which row belongs to which response is up to the engine.
     """
 
     def __init__(self, layers: int, *, slots: int, heads: int, dim: int, limit: int, like: torch.Tensor) -> None:
         # Zeros, not empty: uninitialised memory may hold NaN, and attention's sum would be NaN in spite of the mask.
-        self.keys = [like.new_zeros(slots, heads, dim, 0) for _ in range(layers)]
-        self.values = [like.new_zeros(slots, heads, 0, dim) for _ in range(layers)]
+        self.keys = like.new_zeros(layers, slots, heads, dim, 0)
+        self.values = like.new_zeros(layers, slots, heads, 0, dim)
         self.capacity = 0
         self._limit = limit
 
     def reserve(self, width: int) -> None:
         if width <= self.capacity:
             return
-        capacity = decode_width(min(max(width, 2 * self.capacity), self._limit))
+        # Not twice as many: what lies unused between the rows makes a decode slower.
+        capacity = max(width, bucketed(min(5 * self.capacity // 4, self._limit)))
         more = capacity - self.capacity
-        keys = [F.pad(layer, (0, more)) for layer in self.keys]
-        values = [F.pad(layer, (0, 0, 0, more)) for layer in self.values]
-        # Last, so that all layers keep their old buffers if memory runs out.
-        self.keys, self.values, self.capacity = keys, values, capacity
+        keys, values = F.pad(self.keys, (0, more)), F.pad(self.values, (0, 0, 0, more))
+        self.keys, self.values, self.capacity = keys, values, capacity  # last: memory may run out before
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row over another."""
-        for keys, values in zip(self.keys, self.values, strict=True):
-            keys[target, :, :, :length] = keys[source, :, :, :length]
-            values[target, :, :length] = values[source, :, :length]
+        self.keys[:, target, :, :, :length] = self.keys[:, source, :, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def erase(self, row: int) -> None:
         """Zero a row that may hold numbers that are not finite. A mask does not keep those out of a sum."""
-        for buffer in (*self.keys, *self.values):
-            buffer[row].zero_()
+        self.keys[:, row].zero_()
+        self.values[:, row].zero_()
 
 
 class FusedModel(CausalModel):
