@@ -310,8 +310,7 @@ class Engine:
             rows.append(number * width + task.decisions())
             self.tokens_scored += len(sequence)
         with self._model.adapted([task.adapter for task in group], repeats=width):
-            hidden = self._model.hidden(self._tensor(token_ids)).flatten(0, 1)
-        return hidden[self._tensor(np.concatenate(rows))]
+            return self._model.hidden(self._tensor(token_ids), self._tensor(np.concatenate(rows)))
 
     def _answer_scores(self, group: Sequence[ScoreTask], hidden: torch.Tensor) -> None:
         request = group[0].request

@@ -115,7 +115,6 @@ class FusedModel(CausalModel):
         self._cos: torch.Tensor = cos[0, :, None]  # (positions, 1, d)
         # This is multiplied with a head whose halves are swapped.
         self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]
-        self._never = torch.finfo(self._dtype).min
         self._norm_of_head = torch.tensor([0] * self._query_heads + [1] * self._kv_heads, device=self.device)
 
     @staticmethod
@@ -148,13 +147,16 @@ class FusedModel(CausalModel):
             like=self._embedding,
         )
 
-    def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def hidden(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         n, width = token_ids.shape
+        computed = F.pad(rows, (0, self.padded_rows(len(rows)) - len(rows)))
         x = self._embed(token_ids)
         for layer in self._layers:
-            query, key, value = self._sequence_heads(layer, x, n, width)
-            x = self._mlp(layer, self._attend_causally(layer, x, query, key, value))
-        return self._norm(x).view(n, width, -1)
+            attended = self._attend_causally(*self._sequence_heads(layer, x, n, width))
+            if layer is self._layers[-1]:  # after attention each row is computed by itself, and only some are wanted
+                x, attended, self._adapted = x[computed], attended[computed], self._adapted.at(computed)
+            x = self._mlp(layer, self._project(layer, x, attended))
+        return self._norm(x)[: len(rows)]
 
     def prefill(self, token_ids: torch.Tensor, cache: FusedCache, first_row: int, sources: torch.Tensor) -> None:
         n, width = token_ids.shape
@@ -166,14 +168,14 @@ class FusedModel(CausalModel):
             cache.keys[number][rows, :, :, :width] = key.transpose(2, 3)[sources]
             cache.values[number][rows, :, :width] = value[sources]
             if number < len(self._layers) - 1:
-                x = self._mlp(layer, self._attend_causally(layer, x, query, key, value))
+                x = self._mlp(layer, self._project(layer, x, self._attend_causally(query, key, value)))
 
     def decode(self, token_ids: torch.Tensor, positions: torch.Tensor, width: int, cache: FusedCache) -> torch.Tensor:
         cache.reserve(width)
         n, heads, dim = len(token_ids), self._kv_heads, self._dim
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)  # (n, 1, d)
-        behind = (self._columns[:width] > positions[:, None]).to(self._dtype).mul_(self._never)  # (n, width)
-        mask = behind[:, None].expand(n, heads, width).reshape(n * heads, 1, width)
+        seen = torch.where(self._columns[:width] <= positions[:, None], self._shown, self._masked)  # (n, width)
+        mask = seen[:, None].expand(n, heads, width).reshape(n * heads, 1, width)
         place = positions[:, None, None, None].expand(n, heads, dim, 1)
         x = self._embedding.index_select(0, token_ids)
         for layer, all_keys, all_values in zip(self._layers, cache.keys, cache.values, strict=True):
@@ -225,11 +227,10 @@ class FusedModel(CausalModel):
 
         return by_sequence(query), by_sequence(key), by_sequence(value)
 
-    def _attend_causally(
-        self, layer: _Layer, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend_causally(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return what each row attends to, (rows, H d)."""
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale, enable_gqa=True)
-        return self._project(layer, x, attended.transpose(1, 2).reshape(len(x), -1))
+        return attended.transpose(1, 2).reshape(-1, self._query_heads * self._dim)
 
     def _project(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         x.addmm_(attended, layer.output)

@@ -98,13 +98,13 @@ class CausalModel:
         """Return how many positions a decode attends to if its longest context has `width`."""
         return decode_width(width) if self.is_deterministic else bucketed(width)
 
-    def hidden(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return hidden states (n, L, D) of right-padded sequences (n, L)."""
+    def hidden(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return hidden states (R, D) of some rows (R,) of right-padded sequences (n, L), counted through them all."""
         positions = self._columns[None, : token_ids.shape[1]]
         output: torch.Tensor = self._base(
             input_ids=token_ids, position_ids=positions, use_cache=False
         ).last_hidden_state
-        return output
+        return output.flatten(0, 1)[rows]
 
     def prefill(self, token_ids: torch.Tensor, cache: SlotCache, first_row: int, sources: torch.Tensor) -> None:
         """Read right-padded sequences (n, L) into the cache: rows from `first_row` get sequences `sources` (rows,)."""
@@ -256,7 +256,7 @@ def logprob_gap(model: CausalModel) -> float:
     with torch.inference_mode():
         expected = model.module(input_ids=tokens).logits.float().log_softmax(-1)
         found = _slot_logits(model, tokens, half, rows)
-        whole = model.logits(model.hidden(tokens).flatten(0, 1)).view(2, count, -1)
+        whole = model.logits(model.hidden(tokens, torch.arange(2 * count, device=model.device))).view(2, count, -1)
     found_gap = (found.float().log_softmax(-1) - expected[rows, half:]).abs().amax()
     whole_gap = (whole.float().log_softmax(-1) - expected).abs().amax()
     return torch.maximum(found_gap, whole_gap).item()

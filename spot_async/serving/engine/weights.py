@@ -144,6 +144,10 @@ class AdaptedRows:
             parts.append((adapter, None if len(different) == 1 else others.repeat_interleave(repeats)[:, None]))
         return cls(parts)
 
+    def at(self, rows: torch.Tensor) -> AdaptedRows:
+        """Return the same for some of the rows, by their numbers (R,)."""
+        return AdaptedRows([(adapter, None if others is None else others[rows]) for adapter, others in self._parts])
+
     def add(self, product: Hashable, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         """Add to a product's outputs (rows, out), in place, what each row's adapter makes of its inputs (rows, in)."""
         for adapter, others in self._parts:
