@@ -33,7 +33,7 @@ from spot_async.serving.api import API_KEY_VARIABLE, Credentials
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
 
     from spot_async.serving.engine.worker import EngineWorker
 
@@ -62,7 +62,7 @@ def serve(settings: ServeSettings) -> None:
         _say("stopped")
 
 
-def _load(directory: Path, settings: ServeSettings, credentials: Credentials) -> tuple[EngineWorker, Starlette]:
+def _load(directory: Path, settings: ServeSettings, credentials: Credentials) -> tuple[EngineWorker, ASGIApp]:
     import torch  # here, because it takes seconds, and malloc must be tuned before
 
     from spot_async.models.vocabulary import end_token_ids, load_tokenizer, tokenizer_fingerprint
@@ -113,11 +113,13 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
     return worker, app
 
 
-async def _run(worker: EngineWorker, app: Starlette, listener: socket.socket) -> None:
+async def _run(worker: EngineWorker, app: ASGIApp, listener: socket.socket) -> None:
     config = uvicorn.Config(
         app,
         log_level="warning",
         lifespan="off",
+        ws="none",
+        proxy_headers=False,  # nobody asks who asked
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACEFUL_S,

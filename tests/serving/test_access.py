@@ -19,7 +19,6 @@ from deadlines import soon
 from problem_files import FEW
 from safetensors.torch import load_file, save_file
 from starlette.responses import Response
-from starlette.routing import Mount
 
 import spot_async
 from spot_async.backends.local.backend import LocalBackend
@@ -29,7 +28,7 @@ from spot_async.base.processes.guard import process_tree
 from spot_async.serving import api
 from spot_async.serving.api import API_KEY_VARIABLE, Credentials
 from spot_async.serving.http.app import build_app
-from spot_async.serving.http.requests import Access, OtherApi
+from spot_async.serving.http.requests import Access, Api
 from spot_async.types import ScoreRequest, WeightSnapshot, WeightVersion
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +68,7 @@ def _no_key_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_a_web_page_can_have_sent_is_not_answered(request_: Any, status: int | None) -> None:
-    v1 = OtherApi(Mount("/v1", routes=[]), lambda refusal: Response())
+    v1 = Api("/v1", {}, lambda error: Response())
     refusal = Access(Credentials(), is_local=True, other_api=v1).refusal(*request_)
     assert (refusal and refusal.status) == status
 

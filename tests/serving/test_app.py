@@ -16,8 +16,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 import spot_async.serving.http.requests as bodies_module
 from spot_async.base import wire
@@ -30,10 +31,10 @@ from spot_async.serving.engine.model import load_model
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.app import build_app
 from spot_async.serving.http.replies import TOGETHER_S, Replies
-from spot_async.serving.http.requests import MAX_BYTES, MIB, Bodies
+from spot_async.serving.http.requests import MAX_BYTES, MIB, Bodies, Refusal
 from spot_async.serving.openai.app import MAX_BYTES as MAX_JSON_BYTES
 from spot_async.serving.openai.app import openai_v1
-from spot_async.serving.openai.completion import ApiError, CompletionRequest, ServedModel, TokenTexts
+from spot_async.serving.openai.completion import CompletionRequest, ServedModel, TokenTexts
 from spot_async.serving.server import _run
 from spot_async.serving.settings import EngineSettings
 from spot_async.testing.services import capabilities
@@ -65,7 +66,7 @@ def served(worker: EngineWorker) -> ServedModel:
 
 
 @pytest.fixture
-def open_app(worker: EngineWorker, served: ServedModel) -> Starlette:
+def open_app(worker: EngineWorker, served: ServedModel) -> ASGIApp:
     """Without a key, and with `/v1`."""
     v1 = openai_v1(worker, served, max_completions=8)
     return build_app(worker, CAPABILITIES, credentials=Credentials(), other_api=v1)
@@ -97,7 +98,7 @@ async def test_a_body_that_is_no_request_is_a_bad_request(body: bytes, worker: E
     assert wire.decode(reply.content, api.ErrorReply).error == "PermanentError"
 
 
-async def test_a_body_that_is_too_large_is_refused_before_it_is_read(open_app: Starlette) -> None:
+async def test_a_body_that_is_too_large_is_refused_before_it_is_read(open_app: ASGIApp) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -230,7 +231,7 @@ def test_a_text_that_is_far_too_long_is_not_read(served: ServedModel) -> None:
             return [5] * len(text)
 
     model, asked = dataclasses.replace(served, tokenizer=Counting()), CompletionRequest(prompt="")
-    with pytest.raises(ApiError, match="the prompt has at least 20001") as refused:
+    with pytest.raises(Refusal, match="the prompt has at least 20001") as refused:
         model.read("w" * 10_000_000, asked)
     assert refused.value.code == "context_length_exceeded"
     assert not read
@@ -245,7 +246,7 @@ async def test_an_engine_that_crashes_ends_the_server(worker: EngineWorker, monk
     request = api.ScoreRequest(prompt_ids=PROMPT, response_ids=RESPONSE, top_k=0, timeout_s=60.0)
     worker.submit(request)
     with pytest.raises(ExceptionGroup) as crashed:
-        await _run(worker, Starlette(), socket.create_server(("127.0.0.1", 0)))
+        await _run(worker, Response(), socket.create_server(("127.0.0.1", 0)))
     assert crashed.group_contains(ZeroDivisionError, match="a bug")
 
 
@@ -275,7 +276,7 @@ def running(worker: EngineWorker) -> Iterator[EngineWorker]:
 
 
 async def test_a_failure_of_the_engine_is_an_error_in_openai_s_form_and_the_server_continues(
-    running: EngineWorker, open_app: Starlette, monkeypatch: pytest.MonkeyPatch
+    running: EngineWorker, open_app: ASGIApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, steps = running._engine._model, itertools.count()
     decode = model.decode

@@ -13,11 +13,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.base import wire
 from spot_async.errors import (
@@ -29,19 +27,40 @@ from spot_async.errors import (
 from spot_async.serving import api
 from spot_async.serving.api import Credentials
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.replies import ClientGone, Replies, no_reply, while_connected
+from spot_async.serving.http.replies import ClientGone, Replies, while_connected
 from spot_async.serving.http.requests import (
     MAX_BYTES,
     MAX_HELD_BYTES,
     UNREADABLE,
     Access,
+    Api,
     Bodies,
-    OtherApi,
-    RefuseStrangers,
+    Refusal,
 )
 from spot_async.types import Capabilities
 
 T = TypeVar("T")
+
+
+class App:
+    """The server's ASGI application: who may ask, which endpoint answers, and what becomes of its errors."""
+
+    def __init__(self, access: Access, own_api: Api) -> None:
+        self._access = access
+        self._own_api = own_api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        asked = self._access.other(path) or self._own_api
+        try:
+            if (refusal := self._access.refusal(method, path, headers)) is not None:
+                raise refusal
+            await asked.endpoint(method, path)(scope, receive, send)
+        except (Refusal, SpotError) as error:
+            await asked.answer(error)(scope, receive, send)
+        except (ClientGone, ClientDisconnect):
+            return  # there is nobody left to answer
 
 
 def build_app(
@@ -50,8 +69,8 @@ def build_app(
     *,
     credentials: Credentials,
     is_local: bool = False,
-    other_api: OtherApi | None = None,
-) -> Starlette:
+    other_api: Api | None = None,
+) -> App:
     """Return the server's ASGI application. `Access` decides who may ask it."""
     access = Access(credentials, is_local, other_api, instance=uuid.uuid4().hex)
     updating = asyncio.Lock()
@@ -62,7 +81,7 @@ def build_app(
             try:
                 return wire.decode(body, kind)
             except UNREADABLE as error:
-                raise PermanentError(f"{request.url.path}: cannot read the request: {error}") from error
+                raise PermanentError(f"{request.scope['path']}: cannot read the request: {error}") from error
 
     async def health(request: Request) -> Response:
         return _reply(api.HealthReply(version=worker.version, instance=access.instance))
@@ -84,8 +103,7 @@ def build_app(
         return Replies(worker, (await decode(request, api.GenerateManyRequest)).requests)
 
     async def update_weights(request: Request) -> Response:
-        if (refusal := access.refusal_of_update(request.headers)) is not None:
-            return access.answer(api.UPDATE_WEIGHTS, refusal)
+        access.check_update(request.headers)
         message = await decode(request, api.UpdateRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:  # so that versions arrive in the order in which they were sent
@@ -94,8 +112,7 @@ def build_app(
             return await _outcome(request, future, message.timeout_s)
 
     async def load_adapter(request: Request) -> Response:
-        if (refusal := access.refusal_of_update(request.headers)) is not None:
-            return access.answer(api.LOAD_ADAPTER, refusal)
+        access.check_update(request.headers)
         message = await decode(request, api.LoadRequest)
         directory, version = Path(message.snapshot.directory), message.snapshot.version
         async with updating:
@@ -103,27 +120,31 @@ def build_app(
             return await _outcome(request, worker.load_adapter(message.name, adapter), message.timeout_s)
 
     async def unload_adapter(request: Request) -> Response:
-        if (refusal := access.refusal_of_update(request.headers)) is not None:
-            return access.answer(api.UNLOAD_ADAPTER, refusal)
+        access.check_update(request.headers)
         message = await decode(request, api.UnloadRequest)
         return await _outcome(request, worker.unload_adapter(message.name), message.timeout_s)
 
-    routes = [
-        Route(api.HEALTH, health),
-        Route(api.STATS, stats),
-        Route(api.CAPABILITIES, describe),
-        Route(api.GENERATE, submit(api.GenerateRequest), methods=["POST"]),
-        Route(api.GENERATE_MANY, generate_many, methods=["POST"]),
-        Route(api.SCORE, submit(api.ScoreRequest), methods=["POST"]),
-        Route(api.CANDIDATE_LOGPROBS, submit(api.CandidateRequest), methods=["POST"]),
-        Route(api.UPDATE_WEIGHTS, update_weights, methods=["POST"]),
-        Route(api.LOAD_ADAPTER, load_adapter, methods=["POST"]),
-        Route(api.UNLOAD_ADAPTER, unload_adapter, methods=["POST"]),
-        *([other_api.routes] if other_api is not None else []),
-    ]
-    guards = [Middleware(RefuseStrangers, access=access)]
-    handlers: dict[Any, Any] = {SpotError: _error_reply, ClientGone: no_reply, ClientDisconnect: no_reply}
-    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
+    endpoints = {
+        api.HEALTH: ("GET", _replying(health)),
+        api.STATS: ("GET", _replying(stats)),
+        api.CAPABILITIES: ("GET", _replying(describe)),
+        api.GENERATE: ("POST", _replying(submit(api.GenerateRequest))),
+        api.GENERATE_MANY: ("POST", _replying(generate_many)),
+        api.SCORE: ("POST", _replying(submit(api.ScoreRequest))),
+        api.CANDIDATE_LOGPROBS: ("POST", _replying(submit(api.CandidateRequest))),
+        api.UPDATE_WEIGHTS: ("POST", _replying(update_weights)),
+        api.LOAD_ADAPTER: ("POST", _replying(load_adapter)),
+        api.UNLOAD_ADAPTER: ("POST", _replying(unload_adapter)),
+    }
+    return App(access, Api("/", endpoints, _answer))
+
+
+def _replying(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
+    async def reply(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await endpoint(Request(scope, receive))
+        await response(scope, receive, send)
+
+    return reply
 
 
 async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> Response:
@@ -132,7 +153,7 @@ async def _outcome(request: Request, future: Future[Any], timeout_s: float) -> R
         async with asyncio.timeout(timeout_s):
             return _reply(await while_connected(request.receive, asyncio.wrap_future(future)))
     except TimeoutError:
-        raise DeadlineExceededError(f"{request.url.path}: not answered in {timeout_s:.3g} s") from None
+        raise DeadlineExceededError(f"{request.scope['path']}: not answered in {timeout_s:.3g} s") from None
 
 
 def _reply(message: object, status: int = 200) -> Response:
@@ -141,8 +162,9 @@ def _reply(message: object, status: int = 200) -> Response:
     return Response(body, status_code=status, media_type=api.CONTENT_TYPE, headers=headers)
 
 
-def _error_reply(request: Request, error: Exception) -> Response:
-    reply = _reply(api.ErrorReply(error=type(error).__name__, message=str(error)), api.status_of(error))
+def _answer(error: Refusal | SpotError) -> Response:
+    status, kind = (error.status, error.error) if isinstance(error, Refusal) else (api.status_of(error), type(error))
+    reply = _reply(api.ErrorReply(error=kind.__name__, message=str(error)), status)
     if isinstance(error, RequestTooLargeError):
         reply.headers["Connection"] = "close"  # so that the rest of the body need not be read
     return reply

@@ -16,7 +16,6 @@ from collections.abc import Awaitable
 from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,7 +26,6 @@ from spot_async.serving import api
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.types import Generation
 
-CLIENT_GONE = 499  # a status that nobody reads, except in an access log
 TOGETHER_S = 0.02  # a reply waits this long for others to be sent with it; the last one does not wait
 
 
@@ -36,11 +34,6 @@ T = TypeVar("T")
 
 class ClientGone(Exception):
     """The client hung up: there is nobody left to answer."""
-
-
-def no_reply(request: Request, error: Exception) -> Response:
-    """Return the reply to a client that has hung up, while it sent its request or after."""
-    return Response(status_code=CLIENT_GONE)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

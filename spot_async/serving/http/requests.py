@@ -18,28 +18,48 @@ from typing import NamedTuple
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from spot_async.base import wire
 from spot_async.base.addresses import host_of, is_loopback
 from spot_async.errors import PermanentError, RequestTooLargeError, ServerRestartedError, SpotError, ThrottledError
 from spot_async.serving import api
 from spot_async.serving.api import Credentials
 
 
-class Refusal(NamedTuple):
-    status: int
-    message: str
-    code: str | None = None  # for APIs whose errors have one
-    error: type[SpotError] = PermanentError  # for our own API
+class Refusal(Exception):
+    """Why a request is refused, with the HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        error: type[SpotError] = PermanentError,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param  # for APIs whose errors name the field
+        self.code = code  # for APIs whose errors have one
+        self.error = error  # for our own API
 
 
-class OtherApi(NamedTuple):
-    """An API beside our own on the same server, with bodies and errors in a form of its own."""
+class Api(NamedTuple):
+    """An API of the server, with bodies and errors in a form of its own."""
 
-    routes: Mount
-    answer: Callable[[Refusal], Response]  # the refusal in its form of errors
+    prefix: str  # of all its paths
+    endpoints: Mapping[str, tuple[str, ASGIApp]]  # by path: the method that it takes, and what answers
+    answer: Callable[[Refusal | SpotError], Response]  # the error in its form
+
+    def endpoint(self, method: str, path: str) -> ASGIApp:
+        """Return what answers the request. Raises `Refusal` if nothing does."""
+        taken, endpoint = self.endpoints.get(path.rstrip("\n/"), (None, None))
+        if endpoint is None:
+            raise Refusal(404, f"{method} {path}: is not served; there are {', '.join(self.endpoints)}")
+        if method != taken and (method, taken) != ("HEAD", "GET"):
+            raise Refusal(405, f"{method} {path}: is not served; it takes {taken}")
+        return endpoint
 
 
 @dataclass(frozen=True)
@@ -48,7 +68,7 @@ class Access:
 
     credentials: Credentials
     is_local: bool  # it listens on loopback or a Unix socket, so `Host` must be a name of this machine
-    other_api: OtherApi | None = None
+    other_api: Api | None = None
     instance: str = ""  # names this process
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
@@ -60,50 +80,24 @@ class Access:
             return Refusal(403, f"Origin: {origin}: requests of web pages are not answered")
         key = self.credentials.api_key
         if key is not None and not _same(headers.get("authorization", ""), f"Bearer {key}"):
-            return Refusal(401, "needs the server's API key as bearer token", "invalid_api_key")
+            return Refusal(401, "needs the server's API key as bearer token", code="invalid_api_key")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and self._other(path) is None and kind != api.CONTENT_TYPE:
+        if method == "POST" and self.other(path) is None and kind != api.CONTENT_TYPE:
             return Refusal(415, f"{path}: takes Content-Type: {api.CONTENT_TYPE} only")
         if headers.get(api.INSTANCE_HEADER.lower(), self.instance) != self.instance:
             message = "the server was restarted, and may hold other weights than the caller knows of"
             return Refusal(api.STATUS[ServerRestartedError], message, error=ServerRestartedError)
         return None
 
-    def refusal_of_update(self, headers: Mapping[str, str]) -> Refusal | None:
-        """Return why new weights are refused, although `refusal` lets the request in; None if they are not."""
+    def check_update(self, headers: Mapping[str, str]) -> None:
+        """Raise `Refusal` for new weights from a stranger, whose request `refusal` lets in."""
         token = self.credentials.update_token
-        if token is None or _same(headers.get(api.UPDATE_TOKEN_HEADER.lower(), ""), token):
-            return None
-        return Refusal(403, "takes new weights only from the run that has the server's update token")
+        if token is not None and not _same(headers.get(api.UPDATE_TOKEN_HEADER.lower(), ""), token):
+            raise Refusal(403, "takes new weights only from the run that has the server's update token")
 
-    def answer(self, path: str, refusal: Refusal) -> Response:
-        """Return the refusal in the form of the API that was asked."""
-        if (other := self._other(path)) is not None:
-            return other.answer(refusal)
-        body = wire.encode(api.ErrorReply(error=refusal.error.__name__, message=refusal.message))
-        headers = {api.DIGEST_HEADER: api.digest(body)}
-        return Response(body, refusal.status, headers=headers, media_type=api.CONTENT_TYPE)
-
-    def _other(self, path: str) -> OtherApi | None:
+    def other(self, path: str) -> Api | None:
         """Return the other API, if the path is one of its own."""
-        return self.other_api if self.other_api is not None and path.startswith(self.other_api.routes.path) else None
-
-
-class RefuseStrangers:
-    """ASGI middleware that answers the requests that `Access` refuses."""
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app = app
-        self._access = access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            refusal = self._access.refusal(scope["method"], scope["path"], headers)
-            if refusal is not None:
-                await self._access.answer(scope["path"], refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        return self.other_api if self.other_api is not None and path.startswith(self.other_api.prefix) else None
 
 
 def _same(shown: str, wanted: str) -> bool:

@@ -11,27 +11,19 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.errors import SpotError
 from spot_async.serving.api import GenerateRequest, ScoreRequest, status_of
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.replies import ClientGone, no_reply, while_connected
-from spot_async.serving.http.requests import MIB, Bodies, OtherApi, Refusal
-from spot_async.serving.openai.completion import (
-    ApiError,
-    Plan,
-    ServedModel,
-    read_request,
-)
+from spot_async.serving.http.replies import while_connected
+from spot_async.serving.http.requests import MIB, Api, Bodies, Refusal
+from spot_async.serving.openai.completion import Plan, ServedModel, read_request
 
 COMPLETIONS = "/completions"
 MODELS = "/models"
@@ -47,27 +39,19 @@ _HEADERS = {
 T = TypeVar("T")
 
 
-def openai_v1(worker: EngineWorker, model: ServedModel, *, max_completions: int) -> OtherApi:
+def openai_v1(worker: EngineWorker, model: ServedModel, *, max_completions: int) -> Api:
     """Return the routes under `/v1`. More than `max_completions` at a time are refused with 503."""
     names = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "spot-async"}
     listed = {**names, "root": model.directory, "max_model_len": model.max_context_tokens}
 
-    async def models(request: Request) -> Response:
-        return _reply({"object": "list", "data": [listed]})
+    async def models(scope: Scope, receive: Receive, send: Send) -> None:
+        await _reply({"object": "list", "data": [listed]})(scope, receive, send)
 
-    routes = [
-        Route(MODELS, models),
-        Route(COMPLETIONS, _Completions(worker, model, max_completions), methods=["POST"]),
-    ]
-    handlers: dict[Any, Any] = {
-        ApiError: _error_reply,
-        SpotError: _error_reply,
-        HTTPException: _no_route,
-        ClientGone: no_reply,
-        ClientDisconnect: no_reply,
+    endpoints: dict[str, tuple[str, ASGIApp]] = {
+        PREFIX + COMPLETIONS: ("POST", _Completions(worker, model, max_completions)),
+        PREFIX + MODELS: ("GET", models),
     }
-    mount = Mount(PREFIX, app=Starlette(routes=routes, exception_handlers=handlers))
-    return OtherApi(mount, _refused)
+    return Api(PREFIX, endpoints, _answer)
 
 
 class _Completions:
@@ -95,10 +79,10 @@ class _Completions:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """Hold a place. Raises `ApiError` if there is none."""
+        """Hold a place. Raises `Refusal` if there is none."""
         if self._taken == self._places:
             busy = f"{self._taken} completions are being worked on: try again later"
-            raise ApiError(503, busy, code="server_overloaded")
+            raise Refusal(503, busy, code="server_overloaded")
         self._taken += 1
         try:
             yield
@@ -118,23 +102,13 @@ class _Completions:
         return await asyncio.get_running_loop().run_in_executor(self._texts, work)
 
 
-def _refused(refusal: Refusal) -> Response:
-    return _error_response(ApiError(refusal.status, refusal.message, code=refusal.code))
-
-
 def _reply(message: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(message), status, headers=_HEADERS.get(status), media_type=JSON)
 
 
-def _error_response(error: ApiError) -> Response:
-    return _reply(error.body(), error.status)
-
-
-def _error_reply(request: Request, error: Exception) -> Response:
-    return _error_response(error if isinstance(error, ApiError) else ApiError(status_of(error), str(error)))
-
-
-def _no_route(request: Request, error: HTTPException) -> Response:
-    served = f"{PREFIX}{COMPLETIONS} and {PREFIX}{MODELS}"
-    message = f"{request.method} {request.url.path}: is not served; of OpenAI's API there are {served}"
-    return _error_response(ApiError(error.status_code, message))
+def _answer(error: Refusal | SpotError) -> Response:
+    if isinstance(error, SpotError):
+        error = Refusal(status_of(error), str(error))
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return _reply({"error": fields}, error.status)

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from spot_async.base.seeds import derive_seed
 from spot_async.serving.api import GenerateRequest, ScoreRequest
-from spot_async.serving.http.requests import UNREADABLE
+from spot_async.serving.http.requests import UNREADABLE, Refusal
 from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, TokenScores
 
 # Below this the likeliest token is taken, as at 0: such a number means "almost 0", and float32 must divide by it.
@@ -55,20 +55,6 @@ _INSTEAD = {
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
-class ApiError(Exception):
-    """An error in OpenAI's shape, with its HTTP status."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
-
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a request that are served. One that is None counts as not given."""
 
@@ -92,40 +78,40 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_prompt(self) -> str | list[int]:
-        """The text or the token ids, alone or in a list of one. Raises `ApiError` for several."""
+        """The text or the token ids, alone or in a list of one. Raises `Refusal` for several."""
         given: Any = self.prompt
         if isinstance(given, str) or {type(item) for item in given} <= {int}:
             return given  # type: ignore[no-any-return]
         if len(given) == 1:
             return given[0]  # type: ignore[no-any-return]
-        raise ApiError(400, "prompt: must be one text or the token ids of one: send several at once", param="prompt")
+        raise Refusal(400, "prompt: must be one text or the token ids of one: send several at once", param="prompt")
 
 
 def read_request(body: bytes | memoryview) -> CompletionRequest:
-    """Decode a request. Raises `ApiError` if it is malformed, or asks for something that is not served."""
+    """Decode a request. Raises `Refusal` if it is malformed, or asks for something that is not served."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         for name, neutral in _NEUTRAL.items():
             if (value := fields.get(name)) is not None and value not in neutral:
                 instead = _INSTEAD.get(name, "leave it out")
-                raise ApiError(400, f"{name}: is not served here; {instead}", param=name)
+                raise Refusal(400, f"{name}: is not served here; {instead}", param=name)
         asked = msgspec.convert(fields, CompletionRequest)
     except UNREADABLE as error:
         raise _malformed(error) from None
     if not asked.token_budget and not asked.echo:
-        raise ApiError(400, "max_tokens=0: scores a prompt, so it needs echo to be true", param="max_tokens")
+        raise Refusal(400, "max_tokens=0: scores a prompt, so it needs echo to be true", param="max_tokens")
     return asked
 
 
-def _malformed(error: Exception) -> ApiError:
+def _malformed(error: Exception) -> Refusal:
     """Make one line of msgspec's message, which ends with the place of the error: "... - at `$.name[0]`"."""
     if isinstance(error, RecursionError):
-        return ApiError(400, "cannot read the request: it is nested too deep")
+        return Refusal(400, "cannot read the request: it is nested too deep")
     if not isinstance(error, msgspec.ValidationError):
-        return ApiError(400, f"cannot read the request: not valid JSON: {error}")
+        return Refusal(400, f"cannot read the request: not valid JSON: {error}")
     what, _, place = str(error).partition(" - at ")
     what, name = what[:1].lower() + what[1:], re.match(r"`\$\.(\w+)", place)
-    return ApiError(400, f"{name[1] if name else 'cannot read the request'}: {what}", param=name[1] if name else None)
+    return Refusal(400, f"{name[1] if name else 'cannot read the request'}: {what}", param=name[1] if name else None)
 
 
 class TokenTexts:
@@ -174,16 +160,16 @@ class ServedModel:
     token_texts: TokenTexts
 
     def check(self, asked: CompletionRequest) -> None:
-        """Raise `ApiError` for whatever can be refused before a prompt is read."""
+        """Raise `Refusal` for whatever can be refused before a prompt is read."""
         if asked.model not in (None, self.name):
             message = f"the model `{asked.model}` does not exist; this server has `{self.name}`"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise Refusal(404, message, param="model", code="model_not_found")
         if asked.logprobs is not None and asked.logprobs > self.max_logprobs:
             message = f"logprobs={asked.logprobs}: at most {self.max_logprobs} are served"
-            raise ApiError(400, message, param="logprobs")
+            raise Refusal(400, message, param="logprobs")
 
     def read(self, given: str | list[int], asked: CompletionRequest) -> Prompt:
-        """Return a prompt's token ids and, for an echo, its text. Raises `ApiError`."""
+        """Return a prompt's token ids and, for an echo, its text. Raises `Refusal`."""
         ids = given
         if isinstance(ids, str):
             if len(ids) > self.max_context_tokens * self.token_texts.longest:  # it would take long to find out how many
@@ -196,17 +182,17 @@ class ServedModel:
     def _check_length(self, length: int, asked: CompletionRequest, *, least: bool = False) -> None:
         budget, limit = asked.token_budget, self.max_context_tokens
         if not length:
-            raise ApiError(400, "prompt: has no tokens; give at least one, such as the begin token", param="prompt")
+            raise Refusal(400, "prompt: has no tokens; give at least one, such as the begin token", param="prompt")
         if length + budget > limit:
             message = (
                 f"the model's context is {limit} tokens, but the prompt has {'at least ' * least}{length} and "
                 f"max_tokens asks for {budget} more: shorten one of them"
             )
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+            raise Refusal(400, message, param="prompt", code="context_length_exceeded")
 
 
 class Plan:
-    """One request, checked and ready for the engine. Raises `ApiError`."""
+    """One request, checked and ready for the engine. Raises `Refusal`."""
 
     def __init__(self, asked: CompletionRequest, prompt: Prompt, model: ServedModel) -> None:
         self._asked = asked
@@ -222,7 +208,7 @@ class Plan:
                 f"logprobs={asked.logprobs}: of up to {tokens:,} tokens that makes a reply of {numbers:,} numbers; at "
                 f"most {MAX_REPLY_LOGPROBS:,} are served: ask for fewer"
             )
-            raise ApiError(400, message, param="logprobs")
+            raise Refusal(400, message, param="logprobs")
 
     @property
     def generation(self) -> GenerateRequest | None:
