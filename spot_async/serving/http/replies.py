@@ -26,7 +26,7 @@ from spot_async.serving import api
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.types import Generation
 
-TOGETHER_S = 0.02  # a reply waits this long for others to be sent with it; the last one does not wait
+TOGETHER_S = 0.1  # a reply waits this long for others to be sent with it; the last one does not wait
 
 
 T = TypeVar("T")
