@@ -185,6 +185,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it on a device. Pinned memory is copied there without a wait for what the device computes."""
+        if device.type == "cpu":
+            return self
 
         def moved(each: Tensor) -> Tensor:
             return (each.pin_memory() if device.type == "cuda" else each).to(device, non_blocking=True)

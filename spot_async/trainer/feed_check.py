@@ -125,22 +125,20 @@ def _check_pull(pull: Pull) -> None:
 def _check_coverage(spans: Sequence[VersionSpan], tokens: int) -> None:
     starts, ends = [span.start for span in spans], [span.end for span in spans]
     is_covered = starts == [0, *ends[:-1]] and ends == sorted(ends) and ends[-1] == tokens
-    _require(
-        not spans or is_covered,
-        f"version_spans {list(zip(starts, ends, strict=True))} do not cover the {tokens} response tokens in order",
-    )
+    pairs = list(zip(starts, ends, strict=True))
+    _require(not spans or is_covered, "version_spans {} do not cover the {} response tokens in order", pairs, tokens)
 
 
 def _check_versions(each: Supervision, live: WeightVersion, max_staleness: int) -> None:
     sampled = sampled_spans(each)
     oldest = min((span.version for span in sampled), default=None)
-    _require(each.version == oldest, f"version is {each.version}, but the oldest of version_spans is {oldest}")
+    _require(each.version == oldest, "version is {}, but the oldest of version_spans is {}", each.version, oldest)
     for span in sampled:
         fault = _fault(span.version, live, max_staleness)
         _require(
             fault is None,
-            f"tokens [{span.start}, {span.end}) were sampled by weights {span.version}, which are {fault}: "
-            f"{live} are live and max_staleness is {max_staleness}",
+            "tokens [{}, {}) were sampled by weights {}, which are {}: {} are live and max_staleness is {}",
+            *(*span, fault, live, max_staleness),
         )
 
 
@@ -149,8 +147,9 @@ def _check_teachers(each: Supervision, live: WeightVersion, longest: int) -> Non
         fault = _fault(version, live, longest)
         _require(
             fault is None,
-            f"the teacher that follows the student was asked with weights {version}, which are {fault}: {live} are "
-            f"live, and it may be {longest} steps behind",
+            "the teacher that follows the student was asked with weights {}, which are {}: {} are live, and it may be "
+            "{} steps behind",
+            *(version, fault, live, longest),
         )
 
 
@@ -232,15 +231,16 @@ def _check_ids(name: str, ids: npt.NDArray[Any], shape: tuple[int, ...], limit: 
 
 
 def _check_array(name: str, values: npt.NDArray[Any], shape: tuple[int, ...], kind: str) -> None:
-    _require(isinstance(values, np.ndarray), f"{name} are a {type(values).__name__} instead of an array")
-    _require(values.shape == shape, f"{name} have shape {values.shape} instead of {shape}")
-    _require(values.dtype.kind == kind, f"{name} are {values.dtype}")
+    _require(isinstance(values, np.ndarray), "{} are a {} instead of an array", name, type(values).__name__)
+    _require(values.shape == shape, "{} have shape {} instead of {}", name, values.shape, shape)
+    _require(values.dtype.kind == kind, "{} are {}", name, values.dtype)
 
 
 def _check_finite(name: str, values: npt.NDArray[Any]) -> None:
     _require(bool(np.isfinite(values).all()), f"{name} hold what is no finite number")
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def _require(holds: bool, otherwise: str, *values: object) -> None:
+    """Raise `ValueError` unless it holds. Only then are its words made, since that takes longer than the check."""
     if not holds:
-        raise ValueError(otherwise)
+        raise ValueError(otherwise.format(*values))

@@ -96,16 +96,17 @@ def weight_statistics(trainer_logprobs: Tensor, served_logprobs: Tensor, mask: T
 
 
 class RatioStatistics(NamedTuple):
-    """How far the policy has moved from the behaviour policy, as scalars over a micro-batch's tokens.
+    """How far the policy has moved from the behaviour policy: sums over a micro-batch's tokens, by the names of
+    `metrics.Tally`, and the largest ratio.
 
-    To combine micro-batches and ranks, add the sums and take the largest maximum. Means are sums divided by `tokens`.
+    To combine micro-batches and ranks, add the sums and take the largest maximum. Means are sums over `policy_tokens`.
     """
 
-    tokens: Tensor
-    ratio_sum: Tensor
+    policy_tokens: Tensor
+    ratio: Tensor
     ratio_max: Tensor  # 0 when there is no token
     clipped_tokens: Tensor  # tokens whose gradient the clip, the dual clip or the limit of the ratio has removed
-    behavior_kl_sum: Tensor  # sum of k3 estimates of KL(pi_old || pi_theta), nats
+    behavior_kl: Tensor  # k3 estimates of KL(pi_old || pi_theta), nats
 
 
 @torch.no_grad()
@@ -128,11 +129,11 @@ def ratio_statistics(
     # The limit of the ratio removes a gradient too. Without an advantage there was none to remove.
     clipped |= (advantage != 0) & (log_ratio.abs() == MAX_LOG_RATIO_NATS)
     return RatioStatistics(
-        tokens=mask.sum(),
-        ratio_sum=ratio.sum(),
+        policy_tokens=mask.sum(),
+        ratio=ratio.sum(),
         ratio_max=_largest(ratio),
         clipped_tokens=clipped.sum(),
-        behavior_kl_sum=k3(log_ratio).sum(),
+        behavior_kl=k3(log_ratio).sum(),
     )
 
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.base.text import first_line
@@ -69,9 +69,11 @@ def attend_each(
     refuse_others(query, key, attention_mask, others)
     lengths = documents.lengths if documents else [query.shape[2]]
     parts = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
-    attended = [sdpa_attention_forward(module, *part, None, dropout, scaling, is_causal=True)[0] for part in parts]
+    is_grouped = query.shape[1] != key.shape[1]
+    choices: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "is_causal": True, "enable_gqa": is_grouped}
+    attended = [functional.scaled_dot_product_attention(*part, **choices).transpose(1, 2) for part in parts]
     # A single document is copied too: for its strides, which others do not have, layers would be compiled once more.
-    return torch.cat(attended, dim=1) if documents else attended[0], None
+    return torch.cat(attended, dim=1), None
 
 
 AttentionInterface.register(PER_DOCUMENT, attend_each)

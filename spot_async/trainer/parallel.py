@@ -63,7 +63,7 @@ class RankPlace(NamedTuple):
 
 
 def rank_place() -> RankPlace:
-    """Return where this process is, from its environment. torch's launcher knows the ranks of its own node alone."""
+    """Return where this process is, from its environment. Its launcher knows the ranks of its own node alone."""
     here, nodes = int(os.environ["WORLD_SIZE"]), int(os.environ.get(NODES_VARIABLE, "1"))
     before = int(os.environ.get(NODE_RANK_VARIABLE, "0")) * here
     return RankPlace(before + int(os.environ["RANK"]), here * nodes, nodes)
@@ -298,9 +298,8 @@ class Strategy:
     def before_pass(self, *, is_last: bool) -> None:
         """Prepare for one of an update's forward and backward passes; `is_last` says that no more of them follow."""
 
-    def reduce_gradients(self, module: nn.Module) -> None:
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum gradients over ranks. A parameter without a gradient on this rank adds zeros."""
-        parameters = [p for p in module.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -308,10 +307,9 @@ class Strategy:
         for work in works:
             work.wait()
 
-    def clip_grad_norm(self, module: nn.Module, max_norm: float) -> float:
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Scale gradients down to `max_norm`; return their norm before that, over all ranks' parts together."""
-        norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(whole(nn.utils.clip_grad_norm_(parameters, max_norm)))
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum element-wise over ranks, in place."""
@@ -383,7 +381,7 @@ class ShardedStrategy(Strategy):
         if self.nodes > 1 and not self._keeps_on_cpu:
             self._module.set_requires_all_reduce(is_last)
 
-    def reduce_gradients(self, module: nn.Module) -> None:
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Do nothing: the backward pass has summed them."""
 
 

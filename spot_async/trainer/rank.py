@@ -108,8 +108,8 @@ class StudentTrainer:
             self._training.dtype,
             fill=partial(read_parameters, self.model, settings.model_directory),
         )
-        trained = (each for each in self.model.parameters() if each.requires_grad)
-        self._optimizer = new_optimizer(trained, self._training)
+        self._trained = [each for each in self.model.parameters() if each.requires_grad]
+        self._optimizer = new_optimizer(self._trained, self._training)
         if is_packed and device.type == "cuda" and dtype == torch.bfloat16:
             attend_documents_at_once(self.model, device)
         self.attention = attention_words(self.model.config._attn_implementation)
@@ -149,12 +149,9 @@ class StudentTrainer:
 
     def divide(self, batch: Batch) -> list[Share]:
         """Return each rank's share of a batch. Raises `TrainerError` for a sample that cannot be trained."""
+        vocab_size = self.model.config.get_text_config().vocab_size
         for sample in batch.samples:
-            check_sample(
-                sample,
-                vocab_size=self.model.config.get_text_config().vocab_size,
-                needs_reference=self._training.reference_kl > 0,
-            )
+            check_sample(sample, vocab_size=vocab_size, needs_reference=self._training.reference_kl > 0)
         seed = derive_seed(self._settings.seed, "mini-batches", batch.iteration)
         updates = [
             update_shares(mini_batch, self._strategy.ranks, self._layout)
@@ -250,8 +247,8 @@ class StudentTrainer:
         for number, batch in enumerate(batches, start=1):
             self._strategy.before_pass(is_last=number == len(batches))
             losses.append(self._accumulate(batch, update, tally, has_moved=has_moved).total.detach())
-        self._strategy.reduce_gradients(self.model)
-        norm = self._strategy.clip_grad_norm(self.model, self._training.max_grad_norm)
+        self._strategy.reduce_gradients(self._trained)
+        norm = self._strategy.clip_grad_norm(self._trained, self._training.max_grad_norm)
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
         # All ranks must agree to stop. One that raised alone would leave the others waiting in a collective.
         if self._strategy.max(torch.tensor(float(not finite), device=self._device)) > 0:
@@ -311,8 +308,10 @@ class StudentTrainer:
             batch.policy_mask,
             clip=training.clip,
             dual_clip=training.dual_clip,
-        )
+        )._asdict()
+        tally.see(ratio=ratios.pop("ratio_max"))
         tally.add(
+            **ratios,
             loss=parts.total.detach(),
             loss_policy=parts.policy,
             loss_branch=parts.branch,
@@ -320,15 +319,10 @@ class StudentTrainer:
             trajectories=len(batch.mask),
             tokens=len(batch.rows),
             branch_positions=batch.soft_positions,
-            policy_tokens=ratios.tokens,
             advantage=batch.advantages.sum(),
-            ratio=ratios.ratio_sum,
-            clipped_tokens=ratios.clipped_tokens,
-            behavior_kl=ratios.behavior_kl_sum,
             importance_weight=weights.masked_fill(~batch.policy_mask, 0.0).sum(),
             importance_capped=((weights >= (training.importance_cap or math.inf)) & batch.policy_mask).sum(),
         )
-        tally.see(ratio=ratios.ratio_max)
 
     def _importance_weights(self, batch: MicroBatch) -> Tensor:
         """Return truncated importance weights (B, T), which are all 1 if no cap is set."""

@@ -98,13 +98,13 @@ def test_ratio_statistics_describe_the_unpadded_tokens_and_add_up():
 
     statistics = ratio_statistics(new, old, advantages, mask, clip=CLIP, dual_clip=3.0)
 
-    assert statistics.tokens == 7
-    assert statistics.ratio_sum.item() == pytest.approx(12.5)
+    assert statistics.policy_tokens == 7
+    assert statistics.ratio.item() == pytest.approx(12.5)
     assert statistics.ratio_max.item() == pytest.approx(4.0)
     assert statistics.clipped_tokens == 3  # 1.5 up, 4.0 past the dual clip, 0.5 down
     assert ratio_statistics(new, old, advantages, mask, clip=CLIP).clipped_tokens == 2
     expected_kl = sum(r - 1 - math.log(r) for r in [1.0, 1.5, 0.5, 4.0, 0.5, 1.5, 3.5])
-    assert statistics.behavior_kl_sum.item() == pytest.approx(expected_kl)
+    assert statistics.behavior_kl.item() == pytest.approx(expected_kl)
     assert not any(part.requires_grad for part in statistics)
 
     empty = ratio_statistics(new, old, advantages, torch.zeros_like(mask), clip=CLIP)
