@@ -370,7 +370,7 @@ class Config(Section):
             self.teachers_by_role[role].backend.following(self.training.lora)
         self._check_queue()
         cap = self.training.importance_cap
-        if cap is not None and self.training.behavior_under(self.max_staleness) == "served":
+        if cap is not None and self.training.under_staleness(self.max_staleness).behavior == "served":
             raise ValueError(
                 f"training: importance_cap={cap:g} needs behavior=recomputed: with the served pi_old there is nothing "
                 "to weigh it against"

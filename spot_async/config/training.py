@@ -238,9 +238,12 @@ class TrainingConfig(Section):
         """Return `micro_batch_tokens`, or its default."""
         return self.micro_batch_tokens or (16384 if is_packed else 4096)
 
-    def behavior_under(self, max_staleness: int) -> Literal["served", "recomputed"]:
-        """Return whose pi_old it is: `behavior`, or its default."""
-        return self.behavior or ("recomputed" if max_staleness else "served")
+    def recomputes_apart(self, update: int) -> bool:
+        """Whether a pass of its own recomputes log pi_old for an update of an iteration, counted from 0.
+
+        The first update's training pass finds it itself, unless advantages are normalised over the iteration before.
+        """
+        return self.behavior == "recomputed" and (update > 0 or self.normalize_advantages)
 
     def under_staleness(self, max_staleness: int) -> TrainingConfig:
         """Return the settings to train with where samples lag, without defaults that follow from others.
@@ -251,7 +254,7 @@ class TrainingConfig(Section):
         states one or `behavior: served`. Recomputed advantages alone would be weighed as older weights sampled the
         tokens. More directories of weights are kept, because those being served may be older by `max_staleness` steps.
         """
-        behavior = self.behavior_under(max_staleness)
+        behavior = self.behavior or ("recomputed" if max_staleness else "served")
         changes: dict[str, Any] = {"behavior": behavior, "keep_weights": self.keep_weights + max_staleness}
         if max_staleness and behavior == "recomputed" and self.importance_cap is None:
             changes["importance_cap"] = IMPORTANCE_CAP

@@ -54,7 +54,7 @@ _SUMS = (
     "mismatch_kl",
     "sampled_tokens",
     "lag",
-    "stale_tokens",
+    "staleness_tokens",
     "staleness",
     "staleness_kl",
     "compared_tokens",
@@ -76,11 +76,11 @@ _MEANS = {  # by metric: the sum that it is of, and the one that this is divided
     "teacher_mass": ("teacher_mass", "divergences"),
     "mismatch_mean": ("mismatch", "mismatch_tokens"),
     "mismatch_kl": ("mismatch_kl", "mismatch_tokens"),
-    "staleness_mean": ("staleness", "stale_tokens"),
-    "staleness_kl": ("staleness_kl", "stale_tokens"),
+    "staleness_mean": ("staleness", "staleness_tokens"),
+    "staleness_kl": ("staleness_kl", "staleness_tokens"),
 }
 # By what the largest is kept of: the sum that is 0 where there was none.
-_MAXIMA = {"ratio": "policy_tokens", "mismatch": "mismatch_tokens", "lag": "lag", "staleness": "stale_tokens"}
+_MAXIMA = {"ratio": "policy_tokens", "mismatch": "mismatch_tokens", "lag": "lag", "staleness": "staleness_tokens"}
 GIB = float(1 << 30)
 
 
@@ -136,18 +136,11 @@ class Tally:
         of the same weights the difference is that of engine and trainer. For tokens of older weights it is staleness.
         """
         is_stale = (batch.sampled_at >= 0) & (batch.sampled_at < self.step)
-        mismatch = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & ~is_stale)
-        staleness = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & is_stale)
         self.add(**weight_statistics(own, batch.served_logprobs, batch.policy_mask)._asdict())
-        self.add(
-            mismatch_tokens=mismatch.tokens,
-            mismatch=mismatch.difference_sum,
-            mismatch_kl=mismatch.kl_sum,
-            stale_tokens=staleness.tokens,
-            staleness=staleness.difference_sum,
-            staleness_kl=staleness.kl_sum,
-        )
-        self.see(mismatch=mismatch.difference_max, staleness=staleness.difference_max)
+        for name, which in (("mismatch", ~is_stale), ("staleness", is_stale)):
+            found = mismatch_statistics(own, batch.served_logprobs, batch.policy_mask & which)
+            self.add(**{f"{name}_tokens": found.tokens, name: found.difference_sum, f"{name}_kl": found.kl_sum})
+            self.see(**{name: found.difference_max})
 
     def report(self, *, grad_norms: Sequence[float], learning_rate: float) -> dict[str, float]:
         """Return the metrics `train/...`, except times and means over nothing. `grad_norms` has one norm per update.
@@ -167,7 +160,7 @@ class Tally:
             found["kl_to_teacher"] = sums["reverse_kl"] / sums["divergences"]
         if sums["lag"]:
             found["lag_mean"] = sums["lag"] / sums["sampled_tokens"]
-        if sums["stale_tokens"]:
+        if sums["staleness_tokens"]:
             squares = sums["compared_tokens"] * sums["sampling_weight_squared"]
             found["effective_sample_share"] = sums["sampling_weight"] ** 2 / squares
         if updates := len(grad_norms):
@@ -213,15 +206,15 @@ class Meters:
 
     def _work(self, updates: Sequence[UpdateShare]) -> tuple[int, float]:
         """Return the tokens that the student reads of a rank's shares, and the operations to train on them."""
-        samples = [sample for update in updates for sample in update.samples.values()]
-        lengths = [input_length(sample) for sample in samples]
+        lengths = [[input_length(sample) for sample in update.samples.values()] for update in updates]
+        tokens = sum(map(sum, lengths))
         if self._size is None:
-            return sum(lengths), math.nan
-        operations = training_operations(
-            self._size,
-            lengths,
-            rows=sum(len(sample.response_ids) for sample in samples),
-            lora=self._training.lora,
-            recomputes_behavior=self._training.behavior == "recomputed",
-        )
-        return sum(lengths), operations
+            return tokens, math.nan
+        operations = 0
+        for number, (update, own) in enumerate(zip(updates, lengths, strict=True)):
+            rows = sum(len(sample.response_ids) for sample in update.samples.values())
+            recomputes = self._training.recomputes_apart(number)
+            operations += training_operations(
+                self._size, own, rows, lora=self._training.lora, recomputes_behavior=recomputes
+            )
+        return tokens, operations

@@ -174,7 +174,10 @@ class StudentTrainer:
             group["lr"] = rate
         tally = Tally(self._device, step=iteration)
         # All micro-batches come before the first step, because a recomputed log pi_old is of the weights before it.
-        passes = [[self._micro_batch(samples) for samples in update.micro_batches] for update in updates]
+        passes = [
+            [self._micro_batch(samples, self._training.recomputes_apart(number)) for samples in update.micro_batches]
+            for number, update in enumerate(updates)
+        ]
         if self._training.normalize_advantages:
             passes = self._normalized(passes)
         norms = []
@@ -207,10 +210,10 @@ class StudentTrainer:
         self._saver.begin(directory, self.step, self.model, self._optimizer, done)
         self._checkpoint_s += time.perf_counter() - started
 
-    def _micro_batch(self, samples: Sequence[Supervision]) -> MicroBatch:
-        """Collate samples, with log pi_old as `training.behavior` says: as served, or of the present weights."""
+    def _micro_batch(self, samples: Sequence[Supervision], recomputes: bool) -> MicroBatch:
+        """Collate samples, with log pi_old as served or, if it `recomputes`, of the present weights."""
         batch = collate(samples, is_packed=self._layout.is_packed).to(self._device)
-        if self._training.behavior != "recomputed":
+        if not recomputes:
             return batch
         with torch.no_grad():
             sampled, *_ = self._response_logprobs(batch.without_soft_targets())
@@ -262,6 +265,9 @@ class StudentTrainer:
         """Add the gradient of one micro-batch's share of its mini-batch's loss."""
         sampled, *of_soft_targets = self._response_logprobs(batch)
         logprobs = batch.in_places(sampled)  # (B, T); 0 on padding
+        recomputes = self._training.behavior == "recomputed"
+        if recomputes and not has_moved and not self._training.recomputes_apart(0):
+            batch = batch.with_behavior(logprobs.detach())
         weights = self._importance_weights(batch)  # (B, T)
         parts = minibatch_share(
             self._loss_terms(batch, logprobs, soft_target_losses(batch, *of_soft_targets), weights),
@@ -274,7 +280,7 @@ class StudentTrainer:
         tally.count_distance(batch, of_soft_targets)
         tally.count_lag(batch)
         # Once the weights have moved, `logprobs` are no longer those of the iteration's first weights.
-        if self._training.behavior == "recomputed":
+        if recomputes:
             tally.count_mismatch(batch, batch.behavior_logprobs)
         elif not has_moved:
             tally.count_mismatch(batch, logprobs.detach())
@@ -340,7 +346,8 @@ class StudentTrainer:
         found = []
         for number, name in enumerate(update.names):
             self._optimizer.zero_grad()
-            batch = self._micro_batch([update.samples[number]] if number in update.samples else [])
+            samples = [update.samples[number]] if number in update.samples else []
+            batch = self._micro_batch(samples, self._training.behavior == "recomputed")
             parts = self._accumulate(batch, update, Tally(self._device, step=0), has_moved=True)
             gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
             are_bad = [not _finite(loss) for loss in (parts.policy, parts.branch, parts.reference)]

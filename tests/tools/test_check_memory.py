@@ -259,7 +259,7 @@ def test_the_benchmark_on_a_gpu_trains_and_shows_the_estimate_of_the_same_settin
     samples = benchmark.trajectories(1, "0.6b", 4)
     lengths = [len(each.prompt_ids) + len(each.response_ids) - 1 for each in samples]
     rows = sum(len(each.response_ids) for each in samples)
-    operations = training_operations(size, lengths, rows, recomputes_behavior=True)  # as `perf/mfu` counts
+    operations = training_operations(size, lengths, rows)  # as `perf/mfu` counts
     assert found["bound_s"] == pytest.approx(operations / 1e12)
     assert found["loss"] != 0
 

@@ -276,9 +276,10 @@ def _decoding(config: Config, size: ModelSize, here: list[ServerOnDevice], devic
 
 def _training_tokens_per_s(config: Config, size: ModelSize) -> float:
     """Return the response tokens that all ranks train a second."""
-    training, rows = config.training, round(LENGTH_SHARE * config.sampling.max_response_tokens)
+    training = config.training.under_staleness(config.max_staleness)
+    rows = round(LENGTH_SHARE * config.sampling.max_response_tokens)
     length = rows + round(LENGTH_SHARE * config.sampling.max_prompt_tokens)
-    recomputes = training.behavior_under(config.max_staleness) == "recomputed"
+    recomputes = training.recomputes_apart(training.batch_size // training.mini_batch_size - 1)
     needed = training_operations(size, [length], rows, lora=training.lora, recomputes_behavior=recomputes)
     again = training.recomputed_layers(size.layers) / size.layers
     needed += round(again * forward_operations(size, [length], 0, training.lora))
