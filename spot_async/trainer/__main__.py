@@ -1,4 +1,4 @@
-"""The process of one rank. torch's launcher runs it: `-m spot_async.trainer SETTINGS_FILE CHANNEL_DIRECTORY`."""
+"""The process of one rank. `launcher.py` runs it: `-m spot_async.trainer SETTINGS_FILE CHANNEL_DIRECTORY`."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import zmq
 from spot_async.base import wire
 from spot_async.errors import TrainerError
 from spot_async.trainer.messages import (
+    MESSAGES,
     PUBLISHED,
     SAVED,
     Answer,
@@ -43,14 +44,17 @@ class BatchFeed:
 
     def __init__(self, channel_directory: str, rank: int, *, step: int = 0) -> None:
         """`step` is the first iteration that is due."""
-        self._socket: zmq.Socket[bytes] | None = None
+
+        def connected(name: str) -> zmq.Socket[bytes] | None:
+            if rank > 0:
+                return None
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+            socket.connect(endpoint(channel_directory, name))
+            return socket
+
+        self._socket = connected(MESSAGES)
         # Used by the threads that publish and save.
-        self._published_socket: zmq.Socket[bytes] | None = None
-        self._saved_socket: zmq.Socket[bytes] | None = None
-        if rank == 0:
-            self._socket = _connected(endpoint(channel_directory))
-            self._published_socket = _connected(endpoint(channel_directory, PUBLISHED))
-            self._saved_socket = _connected(endpoint(channel_directory, SAVED))
+        self._published_socket, self._saved_socket = connected(PUBLISHED), connected(SAVED)
         # Its own, since ranks wait here for as long as rollouts take. Training's collectives end a rank that hangs.
         self._group = idle_group()
         self._due = step
@@ -129,9 +133,3 @@ class BatchFeed:
     def _say(self, answer: Answer) -> None:
         if self._socket is not None:
             self._socket.send(wire.encode(answer))
-
-
-def _connected(address: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.connect(address)
-    return socket

@@ -1,87 +1,98 @@
-"""Starts a node's ranks under torch's own elastic launcher, as a child process of the orchestrator or of a joined node.
+"""Starts a node's ranks, as a child process of the orchestrator or of a joined node.
 
     python -m spot_async.trainer.launcher SETTINGS_FILE CHANNEL_DIRECTORY [--nodes 2 --node-rank 1 --address A ...]
 
-It adds three things to `torchrun`. It dies with its parent, and the ranks die with it. A launcher meets itself through
-files in a private directory, so that nothing listens on the network. When a rank dies, the log's last line says which
-one and how.
+It gives ranks the variables that `torchrun` would. It imports no torch, for which they would have to wait. It dies with
+its parent, and the ranks die with it. Nothing listens on the network. When a rank ends, the others are ended too, and
+the log's last line says which one was first, and how.
 
-Launchers of several nodes do not meet: torch's would unpickle what anybody writes to their store. Each knows its own
-node's ranks. They never restart ranks: then all nodes begin again, with other launchers (`nodes/`).
+Launchers of several nodes do not meet. Each knows its own node's ranks. They never restart ranks: then all nodes begin
+again, with other launchers (`nodes/`).
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import json
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
 
+from spot_async.base.addresses import interface_of, own_address_towards
 from spot_async.base.processes.exits import exit_with_parent
-from spot_async.base.processes.resources import without_gc
-
-if __name__ == "__main__":
-    exit_with_parent()  # first, because importing torch takes seconds
-
-with without_gc():
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from spot_async.base.addresses import LOOPBACK, interface_of, own_address_towards
 from spot_async.trainer.messages import NODE_RANK_VARIABLE, NODES_VARIABLE, STORE_PORT_VARIABLE, WAS_KILLED
 from spot_async.trainer.settings import TrainerSettings
 
-MONITOR_INTERVAL_S = 0.1
 # Of torch's allocator: with either the user has decided. torch before 2.9 reads the first alone.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# Torch logs these warnings when it is stopped, as at the end of every run. `main` and `describe` say it in one line.
-_OF_EVERY_END = ("Received %s death signal", "Sending process %s closing signal")
-_THEIR_LOGGERS = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
+# Where torch's `record` writes what a rank raised.
+ERROR_FILE, ERROR_FILE_VARIABLE = "error-{}.json", "TORCHELASTIC_ERROR_FILE"
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the ranks until they fail or are stopped. They do not end otherwise."""
+    """Run the ranks until one fails or they are stopped. They do not end otherwise."""
     given = arguments(words)
     settings = TrainerSettings.load(given.settings)
-    for name in _THEIR_LOGGERS:
-        logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(_OF_EVERY_END))
-    os.environ.update(
-        SPOT_ASYNC_PARENT=str(os.getpid()),  # the ranks must not outlive this process
-        # Ranks must not use the launcher's store, which would listen on every interface.
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        OMP_NUM_THREADS=str(settings.training.threads),
-    )
-    os.environ.update(of_allocator(os.environ))
     ranks = settings.training.ranks // given.nodes
-    os.environ.update(among_nodes(given) if given.nodes > 1 else alone())
-    launch = elastic_launch(
-        LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id="trainer",
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{given.channel_directory}/rendezvous",
-            rdzv_configs={"store_type": "file"},
-            local_addr=LOOPBACK,
-            max_restarts=0,
-            monitor_interval=MONITOR_INTERVAL_S,
-            logs_specs=DefaultLogsSpecs(log_dir=f"{given.channel_directory}/logs"),
-        ),
-        entrypoint=sys.executable,
-    )
+    variables = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as under `torchrun`
+        **os.environ,
+        **of_allocator(os.environ),
+        **(among_nodes(given) if given.nodes > 1 else alone()),
+        "SPOT_ASYNC_PARENT": str(os.getpid()),  # the ranks must not outlive this process
+        "OMP_NUM_THREADS": str(settings.training.threads),
+        "WORLD_SIZE": str(ranks),
+    }
+    command = [sys.executable, "-m", "spot_async.trainer", given.settings, given.channel_directory]
+    running: dict[int, int] = {}  # ranks by process id
+    for number in STOPPING:
+        signal.signal(number, stop)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until it is known which ranks there are
     try:
-        launch("-m", "spot_async.trainer", given.settings, given.channel_directory)
-    except ChildFailedError as error:
-        sys.stderr.write(f"{describe(error.failures, first_rank=given.node_rank * ranks)}\n")
-        return 1
-    except SignalException as stopped:  # the launcher has ended the ranks already
-        sys.stderr.write(f"stopped by {stopped.sigval.name}\n")
-        return 128 + stopped.sigval
-    return 0
+        for rank in range(ranks):
+            error_file = str(Path(given.channel_directory) / ERROR_FILE.format(rank))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: error_file}
+            running[os.posix_spawn(sys.executable, command, variables | own, setsigmask=())] = rank
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        ended = first_ends(running)
+    finally:
+        end(running)
+    sys.stderr.write(f"{describe(ended, given.channel_directory, first_rank=given.node_rank * ranks)}\n")
+    return 1
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """Say which signal stops the ranks, and exit."""
+    sys.stderr.write(f"stopped by {signal.Signals(number).name}\n")
+    sys.exit(128 + number)
+
+
+def first_ends(running: dict[int, int]) -> list[tuple[int, int, int]]:
+    """Wait until a rank has ended. Take those that have from `running`; return their ranks, process ids and exit codes.
+
+    Below 0 a code is the signal that killed it.
+    """
+    ended = []
+    pid, status = os.wait()
+    while pid:
+        ended.append((running.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+        pid, status = os.waitpid(-1, os.WNOHANG) if running else (0, 0)
+    return ended
+
+
+def end(running: Mapping[int, int]) -> None:
+    """End the ranks that still run."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    for pid in running:
+        os.kill(pid, signal.SIGTERM)
+    for pid in running:
+        os.waitpid(pid, 0)
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -127,30 +138,27 @@ def among_nodes(given: argparse.Namespace) -> dict[str, str]:
     return variables
 
 
-def describe(failures: dict[int, ProcessFailure], first_rank: int = 0) -> str:
+def describe(ended: Sequence[tuple[int, int, int]], channel_directory: str, first_rank: int = 0) -> str:
     """Say in one line which rank failed first, and how. `first_rank` is the number of this node's first.
 
-    Times of failures cannot tell, because they are whole seconds. But a killed rank makes the others raise, and the
-    launcher sends SIGTERM to the rest. So a rank killed by another signal was first, else one that raised.
+    A killed rank makes the others raise. So of several that have ended one that was killed was first.
     """
-
-    def suspicion(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
-        rank, failure = item
-        return (2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode >= 0)), rank
-
-    _, failure = min(failures.items(), key=suspicion)
-    if failure.exitcode < 0:
-        how = f"{WAS_KILLED} {failure.signal_name()}"
+    rank, pid, code = min(ended, key=lambda each: each[2] >= 0)
+    if code < 0:
+        how = f"{WAS_KILLED} {signal.Signals(-code).name}"
     else:
-        how = f"exited with code {failure.exitcode}: {_reason(failure)}"
-    return f"rank {first_rank + failure.local_rank} (pid {failure.pid}) {how}"
+        how = f"exited with code {code}: {_reason(Path(channel_directory) / ERROR_FILE.format(rank))}"
+    return f"rank {first_rank + rank} (pid {pid}) {how}"
 
 
-def _reason(failure: ProcessFailure) -> str:
-    message = failure.message
-    text = message["message"] if isinstance(message, dict) else str(message)
-    return text.splitlines()[0]
+def _reason(error_file: Path) -> str:
+    """Return the first line of what a rank raised."""
+    with suppress(FileNotFoundError):
+        text: str = json.loads(error_file.read_bytes())["message"]["message"]
+        return text.splitlines()[0]
+    return "its last words are above"
 
 
 if __name__ == "__main__":
+    exit_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -16,12 +16,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import structlog
 import typer
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.private_directory import private_directory
@@ -33,7 +31,6 @@ from spot_async.run_directory.layout import RESTARTED, RESUMED, RunDirectory
 from spot_async.run_directory.reading import RunFiles
 from spot_async.serving import server
 from spot_async.telemetry.run_log import log_events_to
-from spot_async.trainer import launcher
 
 
 @pytest.fixture
@@ -208,18 +205,6 @@ async def test_a_child_whose_log_is_gone_is_still_named_with_its_code(tmp_path):
     shutil.rmtree(tmp_path / "logs")
     with pytest.raises(ProcessDiedError, match=rf"server \(pid {child.pid}\) exited with code 3 \(log: "):
         await child.watch()
-
-
-def test_a_launcher_that_somebody_stopped_says_so_and_not_that_all_went_well(monkeypatch, capsys):
-    def launch(*arguments: str) -> None:
-        raise SignalException("stopped", signal.SIGTERM)
-
-    settings = SimpleNamespace(training=SimpleNamespace(threads=1, ranks=1))
-    monkeypatch.setattr(launcher.TrainerSettings, "load", lambda path: settings)
-    monkeypatch.setattr(launcher, "elastic_launch", lambda config, entrypoint: launch)
-    monkeypatch.setattr(launcher.os, "environ", dict(os.environ))
-    assert launcher.main(["settings", "channel"]) == 143
-    assert capsys.readouterr().err == "stopped by SIGTERM\n"
 
 
 def test_a_server_goes_on_where_its_log_is_full(monkeypatch):
