@@ -171,16 +171,12 @@ def _node_of(resume: str | None, config: Path | None, overrides: Sequence[str]) 
     check_ranks(found, settings.training.ranks)
     found = replace(found, secret=cluster_secret(os.environ, settings.cluster))
     if settings.cluster.kind == "ray":
-        found = replace(found, address=_own_address(found.address))
+        head = found.address
+        try:
+            found = replace(found, address=own_address_towards(head))
+        except OSError as error:
+            raise ConfigError(f"cluster.address: this machine finds no way to Ray's head at {head}: {error}") from None
     return found, settings
-
-
-def _own_address(head: str) -> str:
-    """Return this machine's address as a Ray cluster reaches it."""
-    try:
-        return own_address_towards(head)
-    except OSError as error:
-        raise ConfigError(f"cluster.address: this machine finds no way to Ray's head at {head}: {error}") from None
 
 
 def _join(topology: Topology, config: Config) -> NoReturn:

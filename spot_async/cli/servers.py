@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -71,14 +71,17 @@ def check(
     Exit code 1 when the run would be unsafe, a server fails, or an answer in FILE is not right by its own verifier; 2
     when something is wrong with the configuration or cannot be read.
     """
+    from spot_async.tools.check import command
+
     if not target.endswith((".yaml", ".yml")):
         if no_servers or earlier or json or directory:
             raise ConfigError("--no-servers, --from, --json and --directory are for a run's YAML file")
-        _check_file(target, settings or (), against or (), verifier, model)
+        is_verifiable = command.show_file(screen, target, settings or (), against or (), verifier, model)
+        if not is_verifiable:
+            raise typer.Exit(1)
         return
     from spot_async.checks.machine import check_room
     from spot_async.checks.plan import plan_training  # imports transformers: not for --help
-    from spot_async.tools.check import command
 
     if verifier or model:
         raise ConfigError("--verifier and --model are for files; CONFIG names them")
@@ -99,16 +102,6 @@ def check(
         command.print_json(screen, found.needed, diagnosis)
     check_room(path, config, plan)
     if diagnosis is not None and diagnosis.refusals:
-        raise typer.Exit(1)
-
-
-def _check_file(
-    path: str, settings: Sequence[str], against: Sequence[str], verifier: str | None, model: str | None
-) -> None:
-    from spot_async.tools.check.command import show_file
-
-    is_verifiable = show_file(screen, path, settings, against, verifier, model)
-    if not is_verifiable:
         raise typer.Exit(1)
 
 
