@@ -214,10 +214,11 @@ def _judge_wait(times: RunTimes, share: float) -> Bottleneck:
         return _judge_failures(max(failing, key=lambda stage: failing[stage]), times, share)
     bound = servers[:1] if by_server[servers[0]] >= CLEAR_SHARE else servers[:2]
     stages = sorted((s for s in known if of[s] in bound), key=lambda stage: -known[stage])
-    named = [f"{stage} ({percent(known[stage] / waited_s)})" for stage in stages if known[stage] / waited_s >= 0.05]
+    parts = {stage: known[stage] / waited_s for stage in stages if known[stage] / waited_s >= 0.05}
+    named = [f"{percent(part)} of that for {stage}" for stage, part in parts.items()]
     sentence = (
         f"{' and '.join(bound).capitalize()} bound: the trainer waited {percent(share)} of the time, "
-        f"mostly for {' and '.join(named[:2])}."
+        f"{' and '.join(named[:2])}."
     )
     general = [_server_advice(server, known) for server in bound]
     if "student" in bound:

@@ -40,7 +40,7 @@ def test_the_sentence_names_server_share_and_stages():
     )
     verdict = judge(times)
     assert verdict.sentence == (
-        "Student bound: the trainer waited 84 % of the time, mostly for probe (70 %) and rollout (25 %)."
+        "Student bound: the trainer waited 84 % of the time, 70 % of that for probe and 25 % of that for rollout."
     )
     assert "the limit of 256 requests was mostly in use" in verdict.advice[0]
     assert "raise stages.probe.concurrency" in verdict.advice[1]
@@ -59,7 +59,7 @@ PROBE = {"probe": 9.0, "verify": 1.0}
         (RunTimes(9.0, 1.0, 0.0, {"score": 8.0, "rollout": 1.0}), "Teacher bound", "teacher.backend.score_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"verify": 8.0, "rollout": 1.0}), "Verifier bound", "verifier.workers"),
         (RunTimes(9.0, 1.0, 0.0, {"score": 4.0, "rollout": 5.0}), "Student and teacher bound", "max_response_tokens"),
-        (RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}), "mostly for rollout (100 %).", "max_response_tokens"),
+        (RunTimes(9.0, 1.0, 0.0, {"rollout": 9.0}), "100 % of that for rollout.", "max_response_tokens"),
         (RunTimes(9.0, 1.0, 0.0, {"mystery": 9.0}), "What it waited for was not recorded", ""),
         (RunTimes(9.0, 1.0, 0.0, {"nothing": 8.0, "score": 1.0}), "Policy bound: the trainer waited 90 %", "own code"),
         (RunTimes(9.0, 1.0, 0.0, PROBE, {"probe": StageUse(99.0, 3.0, 100)}, 64), "Student", "raise stages.probe"),
