@@ -86,11 +86,11 @@ def first_ends(running: dict[int, int]) -> list[tuple[int, int, int]]:
 
 
 def end(running: Mapping[int, int]) -> None:
-    """End the ranks that still run."""
+    """End the ranks that still run. Whatever they have published is complete, and a frozen one hears nothing else."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     for pid in running:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGKILL)
     for pid in running:
         os.waitpid(pid, 0)
 

@@ -81,3 +81,11 @@ def test_a_killed_rank_is_named_and_ends_the_others(launch: Launch, tmp_path: Pa
     assert said == f"rank 1 (pid {second}) was killed by SIGKILL\n"
     assert launcher.returncode == 1
     assert not Path(f"/proc/{first}").exists()
+
+
+def test_a_frozen_rank_is_ended_too(launch: Launch, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "other")
+    dies = "[ $RANK = 1 ] && read line < other && exit 3"
+    freezes = "echo begun > other & kill -STOP $$"
+    launcher = launch(f"{dies}; {freezes}", ranks=2)
+    assert " exited with code 3: " in launcher.communicate(timeout=60)[1]
