@@ -52,7 +52,8 @@ def test_a_report_has_its_curves_its_verdict_and_its_table(tmp_path):
     write_evaluation(tmp_path / "run", "after", settings=drawn)
     report = read_report(files)
     assert "temperature 0.6, top-p 0.8, 8 samples a problem; training draws at temperature 1, " in report.results.note
-    assert re.findall(r"\w+ \(\d+ %\)|\d+ %", report.bottleneck.sentence) == ["80 %", "probe (88 %)", "rollout (12 %)"]
+    shares = re.findall(r"\d+ %(?: of that for \w+)?", report.bottleneck.sentence)
+    assert shares == ["80 %", "88 % of that for probe", "12 % of that for rollout"]
     assert "(7 probe requests in flight" in report.bottleneck.advice[0]  # 5 over 10 s, in 7 s of waiting for them
     assert report.results.rows[0].cells == ("25.0 ±5.0", "50.0 ±5.0", "+25.0 ±4.0", "50.0 ±10.0", "50.0 ±10.0")
     assert report.notes == ()
