@@ -2,9 +2,9 @@
 
     python -m spot_async.trainer.launcher SETTINGS_FILE CHANNEL_DIRECTORY [--nodes 2 --node-rank 1 --address A ...]
 
-It tells ranks their places by variables, as `torchrun` would. It imports no torch: ranks would have to wait for that. It
-dies with its parent, and the ranks die with it. Nothing listens on the network. When a rank ends, the others are ended
-too, and the log's last line says which one was first, and how.
+It tells ranks their places by variables, as `torchrun` would. It imports no torch, for which ranks would have to wait.
+It dies with its parent, and the ranks die with it. Nothing listens on the network. When a rank ends, the others are
+ended too, and the log's last line says which one was first, and how.
 
 Launchers of several nodes do not meet. Each knows its own node's ranks. They never restart ranks: then all nodes begin
 again, with other launchers (`nodes/`).
