@@ -29,6 +29,7 @@ quickstart: install
 # Every row of experiments/mechanism, two at a time: hours. Started again, it continues where it was stopped.
 reproduction: install
 	$(BIN)/python experiments/mechanism/run.py runs/reproduction
+	$(BIN)/python experiments/mechanism/run.py runs/where --part three
 
 # Two at a time, each file as a whole: tests of a file share the runs and servers that they started. In the order of their
 # names: by their number of tests, as xdist would have it, those with one long test come last, and one worker waits.

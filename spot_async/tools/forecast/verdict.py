@@ -20,7 +20,7 @@ FLAT_SPREAD = 0.1  # standard deviation of the values below which candidates har
 FEW_KEPT = 0.3
 LOW_WEIGHT = 5.0  # beta T / M
 MOST_AGREED = 0.5  # of all Var_p(V)
-SMALL_TILT = 0.5  # of OPD's gain, below which SPOT's probes brought nothing in the settings that were tried
+SMALL_TILT = 0.5  # of OPD's gain, below which a comparison with OPD is advised
 
 Outcome = Literal["helps", "cannot help", "unclear"]
 
@@ -131,7 +131,7 @@ def reasons(forecast: Forecast) -> Iterator[str]:
 
 
 def opd_beside_spot(forecast: Forecast) -> str:
-    """Return what OPD alone gains to first order, what SPOT's tilt adds, and which of the two to take."""
+    """Return what OPD alone gains to first order, and what SPOT's tilt adds."""
     opd, tilt = forecast.figures["opd_gain"], forecast.figures["tilt_gain"]
     if opd is None:
         return (
@@ -147,7 +147,7 @@ def opd_beside_spot(forecast: Forecast) -> str:
         return f"{said}."
     said = f"{said}, and SPOT's tilt adds {points(tilt)}. Registered runs reached less in 11 of 11 rows."
     if tilt.value < SMALL_TILT * opd.value:
-        return f"{said} The tilt is the smaller part: take policy.kind=opd in its place, without probes."
+        return f"{said} The tilt is the smaller part: compare with plain OPD (policy.kind=opd), without probes."
     return said
 
 
