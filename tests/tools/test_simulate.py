@@ -469,6 +469,7 @@ def test_a_run_that_was_never_made_is_simulated_by_its_data_sheet_alone(tmp_path
     assert done.exit_code == 0, done.output
     assert "of a data sheet and not measured: lengths, student, teacher, trainer" in done.output
     assert "training.iterations=4 take about" in done.output
+    assert re.search(r"one orchestrator, .*, leads about [\d,]+ times as many such servers", done.output)
 
 
 @pytest.mark.parametrize("selection", ["earliest", "mine:by"])

@@ -32,6 +32,7 @@ from spot_async.tools.simulate.reading import Recorded, read_run, tune_beside
 from spot_async.tools.simulate.simulation import Outcome, make_policy, simulate, sufficient
 from spot_async.tools.simulate.view import (
     binding,
+    core_words,
     outcome_table,
     rate_lines,
     sharing_words,
@@ -76,6 +77,7 @@ def run(screen: Console, source: Path, config: Config, options: SimulateOptions)
     lines = [
         *([staleness_words(outcomes)] if len(outcomes) > 1 else []),
         *binding(sufficient(outcomes)),
+        core_words(sufficient(outcomes)),
         *duration_lines(config, outcomes),
         *told,
         *rate_lines(rates, outcomes[0].response_tokens),

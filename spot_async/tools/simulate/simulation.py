@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -81,6 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     response_tokens: float  # of a trained response, as a mean
     queue_mean: float
     queue_max: int
+    orchestrator_cores: float  # of this machine; with what the simulated servers take, without HTTP
     rows: list[Row]
 
 
@@ -92,6 +94,7 @@ class Observed:
     train_s: float
     queued_prompts_s: float  # seconds that finished prompts waited for their batch, all together
     most_queued: int
+    cpu_s: float  # of this process since its start
     worked: Mapping[str, float]  # by role: grains that its servers have worked off since the start
     responses: int  # that were trained
     tokens: int  # grains of these, whoever wrote them
@@ -131,6 +134,7 @@ class Observer:
                 train_s=event.times_s.train,
                 queued_prompts_s=self._queued_prompts_s,
                 most_queued=self._most_queued,
+                cpu_s=time.process_time(),
                 worked={role: sum(each.worked for each in servers) for role, servers in self._servers.items()},
                 responses=len(trained),
                 tokens=sum(len(each.response_ids) for each in trained),
@@ -322,6 +326,7 @@ def _outcome(
         / max(1, sum(each.responses for each in counted)),
         queue_mean=sum(each.queued_prompts_s for each in counted) / total_s,
         queue_max=max(each.most_queued for each in counted),
+        orchestrator_cores=(counted[-1].cpu_s - before.cpu_s) / total_s,
         rows=rows,
     )
 

@@ -29,6 +29,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
         "lag, largest": [str(each.lag_max) for each in outcomes],
         "queue, mean": [f"{each.queue_mean:.0f}" for each in outcomes],
         "queue, largest": [str(each.queue_max) for each in outcomes],
+        "orchestrator's core": [f"{100 * each.orchestrator_cores:.1f} %" for each in outcomes],
     }
     for lag in sorted({lag for each in outcomes for lag in each.lags}):
         shares = [each.lags.get(lag, 0) / max(1, sum(each.lags.values())) for each in outcomes]
@@ -47,6 +48,14 @@ def staleness_words(outcomes: Sequence[Outcome]) -> str:
         f"max_staleness={enough.max_staleness} brings an iteration from {strict.iteration_s:.3g} to "
         f"{enough.iteration_s:.3g} s; at these rates none can be shorter than {enough.bound.seconds:.3g} s "
         f"({enough.bound.by})"
+    )
+
+
+def core_words(outcome: Outcome) -> str:
+    """Return how many servers would be too many for one orchestrator, which is one thread."""
+    return (
+        f"one orchestrator, which has one core, leads about {1 / outcome.orchestrator_cores:,.0f} times as many such "
+        "servers on this machine"
     )
 
 
