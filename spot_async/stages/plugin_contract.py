@@ -28,6 +28,7 @@ from spot_async.stages.stage import Stage
 from spot_async.types import Judgement, PolicyNeeds, Problem, Prompt, Pull, Sample, SoftTargets, Supervision, Verdict
 
 T = TypeVar("T")
+LATE = Judgement(Verdict.TIMEOUT)
 
 
 def is_ours(plugin: object) -> bool:
@@ -106,7 +107,7 @@ async def ask_judgement(stage: Stage[Verifier], priority: Priority, problem: Pro
 
     So does one that cannot be read.
     """
-    judgement = Judgement(Verdict.TIMEOUT)
+    judgement = LATE
     for _ in range(VERIFY_ATTEMPTS):
         try:
             judgement = await stage.ask(
@@ -115,14 +116,13 @@ async def ask_judgement(stage: Stage[Verifier], priority: Priority, problem: Pro
                 kind=problem.set_key,
             )
         except DeadlineExceededError:
-            judgement = Judgement(Verdict.TIMEOUT)
+            judgement = LATE
         except PoisonedReplyError:  # a server that judges said what is no judgement, and was asked again
             return Judgement(Verdict.ERROR)
         else:
-            if judgement.verdict.is_missing:
-                stage.note_missing(f"verdict {judgement.verdict}")
-        if not judgement.verdict.is_missing:
-            break
+            if not judgement.verdict.is_missing:
+                return judgement
+            stage.note_missing(f"verdict {judgement.verdict}")
     return judgement
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -167,13 +168,13 @@ class BoundStages:
     def student(self) -> Capabilities | None:
         return self._stages.services.capabilities.get("student")
 
-    @property
+    @cached_property
     def teachers(self) -> Mapping[str, float]:
         named, given = self._prompt.problem.teacher, self._stages.teachers.items()
         weights = {named: 1.0} if named else {name: each.service.weight for name, each in given}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
-    @property
+    @cached_property
     def teacher(self) -> Capabilities | None:
         offered = [self._stages.teachers[name].capabilities for name in self.teachers]
         known = [each for each in offered if each is not None]

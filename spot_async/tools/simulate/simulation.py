@@ -24,7 +24,7 @@ from spot_async.checks.device_shares import shares_with_trainer
 from spot_async.checks.served import answering
 from spot_async.config import Config, model_sections, teacher_name
 from spot_async.loop.admission import AdmissionBook
-from spot_async.loop.events import IterationFinished
+from spot_async.loop.events import IterationFinished, RunEvent
 from spot_async.protocols import Policy
 from spot_async.replicas.pool import ReplicaPool
 from spot_async.stages.services import TeacherService
@@ -254,7 +254,7 @@ async def observe(
             replicas=lambda: replica_states(pools),
         )
         observer = Observer(run.orchestrator.book, servers, live, judged)
-        run.stages.events.subscribe(observer)
+        run.stages.events.subscribe(observer, to=RunEvent)
         await watched(run.orchestrator.run(), [pool.watch for pool in pools.values()])
         return observer.iterations
 
