@@ -12,14 +12,15 @@ import functools
 import json
 import struct
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
+from multidict import CIMultiDict
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.local.server import read_error
@@ -59,14 +60,21 @@ Said = dict[str, Any]  # "tokens", "logprobs", "top" (one mapping of id to log-p
 
 @dataclass
 class Wire:
-    """An HTTP transport that answers every request with the same reply."""
+    """An aiohttp session that answers every request with the same reply."""
 
     status: int = 200
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
+    closed: bool = False
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        return httpx.Response(self.status, headers=self.headers, stream=httpx.ByteStream(self.body))
+    async def request(self, *question: object, **more: object) -> AbstractAsyncContextManager[Any]:
+        content = SimpleNamespace(iter_chunked=self._parts, total_bytes=len(self.body))
+        headers = CIMultiDict(self.headers)
+        return nullcontext(SimpleNamespace(status=self.status, headers=headers, content=content))
+
+    async def _parts(self, size: int) -> AsyncIterator[bytes]:
+        for start in range(0, len(self.body), size):
+            yield self.body[start : start + size]
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Case:
 
 def endpoint(wire: Wire) -> HttpEndpoint:
     made = HttpEndpoint("server", "http://server")
-    made._transport = wire  # type: ignore[assignment]
+    made._session = wire  # type: ignore[assignment]
     return made
 
 
@@ -297,7 +305,7 @@ def local_cases(wire_: Wire, model: Path) -> Iterator[Case]:
     backend = LocalBackend(LocalBackend.Settings(), role="student", model=str(model), run_directory=model)
     reads = functools.partial(read_error, "server")
     backend._server.endpoint = HttpEndpoint("server", "http://server", read_error=reads)
-    backend._server.endpoint._transport = wire_  # type: ignore[assignment]
+    backend._server.endpoint._session = wire_  # type: ignore[assignment]
     backend._held = HeldWeights("student", V0)
     backend._capabilities = capabilities()
 

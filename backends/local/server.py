@@ -19,7 +19,7 @@ from spot_async.serving.api import Credentials
 from spot_async.types import WeightSnapshot
 
 from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes, read_aside
-from ..shared.connection import proxy_for
+from ..shared.connection import proxy_for, tls_context
 from ..shared.excerpts import UNREADABLE
 from ..shared.failures import FailedReply, classify
 from ..shared.http import HttpEndpoint, Route
@@ -60,11 +60,11 @@ class LocalServer(Server):
         return LaunchedServer(settings, self._assignment, command, key=self.credentials.api_key)
 
     def connection(self, headers: Mapping[str, str]) -> HttpEndpoint:
-        token, launched = self.credentials.update_token, self._launched
+        section, token, launched = f"{self.name}.backend", self.credentials.update_token, self._launched
         return HttpEndpoint(
             self.name,
             self.url,
-            route=Route(proxy=proxy_for(f"{self.name}.backend", self.url, None))
+            route=Route(verify=tls_context(section, None), proxy=proxy_for(section, self.url, None))
             if launched is None
             else Route(launched.uds),
             api_key=self.credentials.api_key,

@@ -18,10 +18,11 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Self, TypeVar
 
-import httpx
+import aiohttp
 
 ERROR_BYTES = 1 << 16  # read of a refusal
 ANSWER_BYTES = 1 << 22  # allowed without tokens: a list of models, a server's settings or its metrics
+PART_BYTES = 1 << 14  # read at a time, of what has arrived
 TOKEN_BYTES = 512  # allowed for each token: its text, its id, and what else servers say about it
 LOGPROB_BYTES = 256  # allowed for each log-probability; vLLM, the wordiest server, writes 81 on average
 STEP_BYTES = 1 << 18  # inflated in one step, in less than a millisecond
@@ -67,23 +68,28 @@ class Turn:
             self._is_taken = True
 
 
-def stated_length(response: httpx.Response) -> int:
+def header(response: aiohttp.ClientResponse, name: str, missing: str = "") -> str:
+    """Return a header's value, of all its lines together."""
+    return ", ".join(response.headers.getall(name, (missing,)))
+
+
+def stated_length(response: aiohttp.ClientResponse) -> int:
     """Return the `Content-Length`; 0 if it is missing or unreadable, such as a number of 5,000 digits."""
     try:
-        return int(response.headers.get("Content-Length", 0))
+        return int(header(response, "Content-Length", "0"))
     except ValueError:
         return 0
 
 
-def parts_of(response: httpx.Response) -> AsyncIterator[bytes]:
+def parts_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Yield the inflated body part by part. Raises `BadBodyError` if it cannot be inflated."""
-    named = response.headers.get("Content-Encoding", IDENTITY)
+    parts, named = response.content.iter_chunked(PART_BYTES), header(response, "Content-Encoding", IDENTITY)
     encoding = named.strip().lower()
     if encoding == IDENTITY:
-        return response.aiter_raw()
+        return parts
     if encoding not in WINDOW_BITS:
         raise BadBodyError(f"its Content-Encoding {named!r} was not asked for")
-    return _inflated(response.aiter_raw(), encoding)
+    return _inflated(parts, encoding)
 
 
 async def _inflated(parts: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:

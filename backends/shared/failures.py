@@ -128,7 +128,8 @@ def _of_status(request: str, reply: FailedReply, now_s: float, access: Access) -
 
 def _of_exception(request: str, error: BaseException, has_answered: bool, access: Access) -> RequestError:
     causes = list(_causes(error))
-    message = f"{request}: {type(error.__cause__ or error).__name__}: {' '.join(str(error).split())}"
+    named = error.__cause__ if type(error) is aiohttp.ClientResponseError else error  # the parser's own
+    message = f"{request}: {type(named).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, TimeoutError):
         return DeadlineExceededError(f"{request}: no reply before the deadline")
     for cause in causes:
@@ -164,16 +165,12 @@ def _of_exception(request: str, error: BaseException, has_answered: bool, access
             refused = TransientError(message) if has_answered else UnreachableError(message, reason)
             refused.in_short = UnreachableError.in_short
             return refused
-    if isinstance(error, aiohttp.ClientError | OSError) or any(
-        isinstance(each, aiohttp.ClientError) for each in causes
-    ):
-        broken = TransientError(message)
-        if any(isinstance(each, aiohttp.ClientPayloadError) for each in causes):
-            broken.in_short = "reply cut off"
-        return broken
-    if isinstance(error, UNREADABLE):
+    if isinstance(error, UNREADABLE) and not isinstance(error, aiohttp.ClientError):  # some are ValueErrors too
         return PoisonedReplyError(f"{request}: cannot read the reply: {type(error).__name__}: {error}")
-    return TransientError(message)
+    broken = TransientError(message)
+    if isinstance(error, aiohttp.ClientPayloadError):
+        broken.in_short = "reply cut off"
+    return broken
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -19,19 +19,19 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import aiohttp
 import httpx
 from aiohttp.client_proto import ResponseHandler
-from httpx_aiohttp import AiohttpTransport
 
 from spot_async.base.secrets import SECRETS
+from spot_async.base.tasks import Opened
 from spot_async.errors import Exchange, PoisonedReplyError, RequestError, ServerRestartedError, TransientError
 from spot_async.types import Traffic
 
 from .advice import Access
-from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, Turn, parts_of, stated_length
+from .bodies import ANSWER_BYTES, ERROR_BYTES, BadBodyError, Turn, header, parts_of, stated_length
 from .connection import secret_parts
 from .excerpts import UNREADABLE, excerpt, shortened
 from .failures import UNKNOWN_ACCESS, FailedReply, classify
@@ -45,16 +45,14 @@ MOST_HEADS = 16  # unread heads of replies on a connection: the reply's, and wha
 DIGEST_HEADER = "Content-Digest"  # RFC 9530
 SHA_256 = re.compile(r"\bsha-256=:([A-Za-z0-9+/]{43}=):")
 
-_was_open: contextvars.ContextVar[list[bool]] = contextvars.ContextVar("was_open")  # of the request of this task
-
-parsed_url = functools.lru_cache(maxsize=256)(httpx.URL)  # parsing is half the work of making a request
+_was_open: contextvars.ContextVar[bool] = contextvars.ContextVar("was_open")  # the connection of this task's request
 
 ReadError = Callable[[int, bytes], RequestError | None]
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a server is reached: by TCP, or by a Unix socket (`uds`). `verify` and `proxy` are httpx's."""
+    """How a server is reached: by TCP, or by a Unix socket (`uds`). `verify` is aiohttp's, and `proxy` httpx's."""
 
     uds: str | None = None
     verify: ssl.SSLContext | bool = True
@@ -73,12 +71,12 @@ class _Question(NamedTuple):
     content_type: str | None = None
 
 
-class HttpEndpoint:
+class HttpEndpoint(Opened):
     """A connection pool to one server, over TCP or a Unix socket. Enter it before use.
 
-    The number of connections is not limited here, because stages decide how many requests are in flight. Requests go
-    directly to httpx's transport. A client would add redirects and cookies, which nobody wants here, and double a
-    request's time.
+    The number of connections is not limited here, because stages decide how many requests are in flight. aiohttp's
+    redirects, cookies, time-outs and inflating are switched off: nobody wants the first two here, and the others are
+    bounded by deadlines and `bodies.py`.
 
     The key, the secret headers' values and the proxy's password appear in no error. They are replaced even where the
     server repeats them.
@@ -103,33 +101,25 @@ class HttpEndpoint:
         # A proxy may answer in the server's place, so whatever cannot be the server's own words names it.
         self.through = "" if proxy is None else f"; asked through the proxy {_place(proxy.url)}: see NO_PROXY"
         self._base_url = base_url.rstrip("/")
-        self._uds = route.uds
+        self._route = route
         is_replaced = "authorization" in map(str.lower, secret_headers or {})
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key and not is_replaced else {}
         accepted = {"Accept-Encoding": "gzip, deflate"}  # the encodings that `bodies.py` decodes
-        self.headers = {**accepted, **authorization, **(headers or {}), **(secret_headers or {})}
+        # A proxy reads the password in the request itself, or if that is encrypted, in the request for a tunnel.
+        password = base64.b64encode(b":".join(proxy.raw_auth)).decode() if proxy and proxy.raw_auth else None
+        to_proxy = {"Proxy-Authorization": f"Basic {password}"} if password is not None else {}
+        forwarded, self._of_tunnel = ({}, to_proxy) if base_url.lower().startswith("https:") else (to_proxy, {})
+        self.headers = {**accepted, **forwarded, **authorization, **(headers or {}), **(secret_headers or {})}
         sent = [part for value in (secret_headers or {}).values() for part in secret_parts(value)]
         secrets = [each for each in (api_key, *sent, *(proxy.raw_auth or () if proxy else ())) if each]
         for each in secrets:
             SECRETS.learn(each)
         self._secrets = [each.encode() if isinstance(each, str) else each for each in secrets]
-
-        verify = route.verify
-        context = verify if isinstance(verify, ssl.SSLContext) else httpx.create_ssl_context(verify=verify)
-        # One that knew this object would keep it in memory, with its certificates, long after it was left.
-        session = functools.partial(_session, route.uds, context, keeps_open=route.keeps_open)
-        self._transport = AiohttpTransport(client=session, verify=context, proxy=proxy)
         self._long_bodies = asyncio.Semaphore(LONG_BODIES_AT_ONCE)
-        self._is_left = False
         self._has_answered = False
 
-    async def __aenter__(self) -> Self:
-        await self._transport.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        self._is_left = True
-        await self._transport.__aexit__(*exc_info)
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        self._session = await stack.enter_async_context(_session(self._route))
 
     def turn(self) -> Turn:
         """Return a turn for a long reply. Only a few are read at a time, or they would hold up the event loop."""
@@ -179,43 +169,37 @@ class HttpEndpoint:
         largest: int = ANSWER_BYTES,
         turn: Turn | None = None,
     ) -> None:
-        method, path, body, content_type = question
-        if self._is_left:  # for example, a lost replica is being entered again; another replica may answer
+        method, path, body, _ = question
+        if self._session.closed:  # for example, a lost replica is being entered again; another replica may answer
             raise TransientError(f"{self.name}{path}: the connection to this server was closed")
-        url = parsed_url(self._base_url + path)
-        # With a stream httpx leaves Host and Content-Length to aiohttp, which adds them faster.
-        stream = httpx.ByteStream(body or b"")
-        headers = {**self.headers, **({"Content-Type": content_type} if content_type is not None else {})}
-        request = httpx.Request(method, url, stream=stream, headers=headers)
-        request.read()
         self.traffic.requests += 1
         self.traffic.sent_bytes += len(body or b"")
         status: int | None = None
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._respond(request, resend=resend)
-                status, self._has_answered = response.status_code, True
-                try:
-                    if response.is_success:
-                        return await self._receive(response, sink, largest, turn)
-                    content = await _refusal(response)
-                finally:
-                    self.traffic.received_bytes += response.num_bytes_downloaded
-                    await response.aclose()
+                async with await self._respond(question, resend=resend) as response:
+                    status, self._has_answered = response.status, True
+                    try:
+                        if 200 <= status < 300:
+                            return await self._receive(response, sink, largest, turn)
+                        content = await _refusal(response)
+                    finally:
+                        self.traffic.received_bytes += response.content.total_bytes
         except BadBodyError as failure:
             poisoned = f"{self.name}{path}: cannot read the reply: {failure}"
             raise with_exchange(
                 PoisonedReplyError(poisoned), self.exchange(method, path, body, status=status)
             ) from None
-        except (TimeoutError, httpx.HTTPError, aiohttp.ClientError, OSError) as failure:
+        except (TimeoutError, aiohttp.ClientError, OSError) as failure:
             found = classify(f"{self.name}{path}", failure, has_answered=self._has_answered, access=self._access)
             words = self._redacted(f"{found}{self.through}".encode()).decode(errors="replace")
             raise with_exchange(found.reworded(words), self.exchange(method, path, body, status=status)) from None
         # Before anything is made of the content: servers may repeat the key that they were sent.
         content = self._redacted(content)
-        reply = FailedReply(response.status_code, content, dict(response.headers))
+        headers = {name.lower(): header(response, name) for name in response.headers}
         raise with_exchange(
-            self._refusal(path, reply), self.exchange(method, path, body, status=status, received=content)
+            self._refusal(path, FailedReply(status, content, headers)),
+            self.exchange(method, path, body, status=status, received=content),
         )
 
     def _refusal(self, path: str, reply: FailedReply) -> RequestError:
@@ -223,7 +207,8 @@ class HttpEndpoint:
         if own is not None:
             return own
         found = classify(f"{self.name}{path}", reply, now_s=time.time(), access=self._access)
-        words = self._redacted(f"{found}{self.through}".encode()).decode(errors="replace")  # advice names headers
+        # Advice names headers, in which a server may send any bytes.
+        words = self._redacted(f"{found}{self.through}".encode(errors="replace")).decode(errors="replace")
         return found.reworded(words)
 
     @contextlib.contextmanager
@@ -251,7 +236,7 @@ class HttpEndpoint:
     ) -> Exchange:
         """Return what people see of a failed request and its reply."""
         return Exchange(
-            endpoint=self._base_url if self._uds is None else f"unix:{self._uds}",
+            endpoint=self._base_url if self._route.uds is None else f"unix:{self._route.uds}",
             method=method,
             path=path,
             sent_bytes=len(body or b""),
@@ -264,7 +249,7 @@ class HttpEndpoint:
         return SECRETS.struck(said, self._secrets)
 
     async def _receive(
-        self, response: httpx.Response, sink: Callable[[bytes], object], largest: int, turn: Turn | None
+        self, response: aiohttp.ClientResponse, sink: Callable[[bytes], object], largest: int, turn: Turn | None
     ) -> None:
         """Give the body to `sink`.
 
@@ -273,7 +258,7 @@ class HttpEndpoint:
         """
         # The digest is of the encoded body, and parts come inflated, so it is compared only if nothing was encoded.
         encoded = "Content-Encoding" in response.headers
-        stated = None if encoded else _stated_digest(response.headers.get(DIGEST_HEADER))
+        stated = None if encoded else _stated_digest(header(response, DIGEST_HEADER))
         digest = hashlib.sha256()
         length, received = stated_length(response), 0
         if length > largest:
@@ -292,49 +277,52 @@ class HttpEndpoint:
         if stated not in (None, digest.digest()):
             raise BadBodyError("it changed on its way")
 
-    async def _respond(self, request: httpx.Request, *, resend: bool) -> httpx.Response:
+    async def _respond(self, question: _Question, *, resend: bool) -> aiohttp.ClientResponse:
         """Return the reply's head. If a connection that was open before closes instead, send the request again at once.
 
         Servers close idle connections, and some close one after an error. A request on such a connection fails unread,
         so it is no failed attempt. One on a new connection is. Requests with `resend=False` are not sent again. To send
         any other twice does no harm.
         """
-        was_open: list[bool] = []
-        _was_open.set(was_open)
+        method, path, body, content_type = question
+        send = functools.partial(
+            self._session.request,
+            method,
+            self._base_url + path,
+            data=body or None,
+            headers=self.headers if content_type is None else {**self.headers, "Content-Type": content_type},
+            proxy_headers=self._of_tunnel,
+            allow_redirects=False,
+        )
+        _was_open.set(False)
         try:
-            response: httpx.Response = await self._transport.handle_async_request(request)
-        except httpx.HTTPError as error:
-            was_refused = isinstance(error.__cause__, aiohttp.ClientConnectorError)
-            is_closed = was_open and not was_refused and isinstance(error.__cause__, CLOSED)
-            if not resend or self._is_left or not is_closed:
+            return await send()
+        except CLOSED:
+            if not resend or self._session.closed or not _was_open.get():
                 raise
-            response = await self._transport.handle_async_request(request)
-        return response
+        return await send()
 
 
 def _place(url: httpx.URL) -> str:
     return f"{url.host}:{url.port or {'http': 80, 'https': 443}[url.scheme]}"
 
 
-def _session(uds: str | None, context: ssl.SSLContext, *, keeps_open: bool) -> aiohttp.ClientSession:
+def _session(route: Route) -> aiohttp.ClientSession:
     connector: aiohttp.BaseConnector
-    if uds:
-        connector = aiohttp.UnixConnector(uds, limit=0, force_close=not keeps_open)
+    if route.uds:
+        connector = aiohttp.UnixConnector(route.uds, limit=0, force_close=not route.keeps_open)
     else:
-        connector = aiohttp.TCPConnector(limit=0, ssl=context, force_close=not keeps_open)
+        connector = aiohttp.TCPConnector(limit=0, ssl=route.verify, force_close=not route.keeps_open)
     make: type[ResponseHandler] = _Connection
     connector._factory = functools.partial(make, asyncio.get_running_loop())
-    no_cookies = aiohttp.DummyCookieJar()
-    trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(_note_open)
     return aiohttp.ClientSession(
-        connector=connector, cookie_jar=no_cookies, read_bufsize=UNREAD_BYTES, trace_configs=[trace]
+        connector=connector,
+        proxy=None if route.proxy is None else str(route.proxy.url),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(),
+        auto_decompress=False,
+        read_bufsize=UNREAD_BYTES,
     )
-
-
-async def _note_open(*told: object) -> None:
-    """Note that the request of this task goes over a connection that was open before."""
-    _was_open.get().append(True)
 
 
 def with_exchange(error: RequestError, exchange: Exchange) -> RequestError:
@@ -347,9 +335,9 @@ def with_exchange(error: RequestError, exchange: Exchange) -> RequestError:
     return error
 
 
-def _stated_digest(header: str | None) -> bytes | None:
+def _stated_digest(said: str) -> bytes | None:
     """Return the SHA-256 that a server states for its reply; None if it states none."""
-    stated = SHA_256.search(header or "")
+    stated = SHA_256.search(said)
     return base64.b64decode(stated[1]) if stated else None
 
 
@@ -357,7 +345,7 @@ def _too_large(largest: int) -> BadBodyError:
     return BadBodyError(f"it is larger than the {largest:,} bytes that an answer to this request may have")
 
 
-async def _refusal(response: httpx.Response) -> bytes:
+async def _refusal(response: aiohttp.ClientResponse) -> bytes:
     """Return the beginning of a refusal's body, up to where it is damaged. The status alone would be enough."""
     content = bytearray()
     try:
@@ -375,6 +363,14 @@ class _Connection(ResponseHandler):
 
     aiohttp would parse and keep them all, even on a connection that waits for its next request.
     """
+
+    _has_served = False
+
+    def set_response_params(self, **params: Any) -> None:
+        """Prepare for a reply. The task that sends its request calls this, and learns whether there was one before."""
+        _was_open.set(self._has_served)
+        self._has_served = True
+        super().set_response_params(**params)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -30,7 +30,7 @@ PACKAGES = (
         "antlr4-python3-runtime",
         "anyio",
     ),
-    *("attrs", "certifi", "click", "execnet", "frozenlist", "h11", "httpcore", "httptools", "httpx", "httpx-aiohttp"),
+    *("attrs", "certifi", "click", "execnet", "frozenlist", "h11", "httpcore", "httptools", "httpx"),
     *(
         "hypothesis",
         "idna",

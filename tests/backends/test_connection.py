@@ -71,7 +71,7 @@ async def http_server(answer: Answer, certificate: Path | None = None) -> AsyncI
             status, more, body = answer(head[0].split()[1], headers)
             lines = [f"HTTP/1.1 {status} X", *(f"{name}: {value}" for name, value in more.items())]
             lines += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
-            writer.write("\r\n".join(lines).encode() + body)
+            writer.write("\r\n".join(lines).encode(errors="surrogateescape") + body)
             await writer.drain()
         writer.close()
 
@@ -236,6 +236,40 @@ async def test_a_proxys_password_goes_to_the_proxy_only_and_into_no_error(
                 await endpoint.get("/x", deadline=soon())
     assert any(line.startswith("Proxy-Authorization: Basic ") for line in seen)
     assert "word-of-pass" not in str(caught.value)
+
+
+async def test_a_tunnels_password_goes_to_the_proxy_and_not_through_the_tunnel(certificate: Path) -> None:
+    seen: list[str] = []
+    arrived: list[dict[str, str]] = []
+
+    def answer(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        arrived.append(headers)
+        return 200, {}, b"hello"
+
+    async with proxy_server(seen) as proxy, http_server(answer, certificate) as url:
+        through = proxy_for("teacher.backend", url, proxy.replace("//", "//user:p%40ss@"))
+        verify = tls_context("teacher.backend", str(certificate))
+        route = Route(verify=verify, proxy=through)
+        for address in (url, url.replace("https:", "HTTPS:")):
+            async with HttpEndpoint("teacher", address, api_key=KEY, route=route) as endpoint:
+                assert await endpoint.get("/x", deadline=soon()) == b"hello"
+    encoded = base64.b64encode(b"user:p@ss").decode()
+    assert seen == 2 * [f"CONNECT {url.removeprefix('https://')} HTTP/1.1", f"Proxy-Authorization: Basic {encoded}"]
+    assert [each["authorization"] for each in arrived] == 2 * [f"Bearer {KEY}"]
+    assert not any("proxy-authorization" in each for each in arrived)
+
+
+async def test_a_redirect_is_not_followed_and_names_its_place_whatever_bytes_it_is_of() -> None:
+    asked: list[str] = []
+
+    def move(target: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        asked.append(target)
+        return 307, {"Location": "http://elsewhere\udcfc.example/"}, b""
+
+    async with http_server(move) as url, HttpEndpoint("teacher", url) as endpoint:
+        with pytest.raises(PermanentError, match=r"it redirects to http://elsewhere.\.example: if"):
+            await endpoint.post("/x", b"{}", content_type="application/json", deadline=soon())
+    assert asked == ["/x"]
 
 
 async def test_a_proxy_that_is_not_there_is_what_the_error_names_not_the_server_behind_it() -> None:

@@ -261,7 +261,7 @@ async def test_a_key_comes_from_the_environment_and_is_in_no_error(monkeypatch: 
     monkeypatch.setenv("JUDGE_KEY", KEY)
 
     async def repeat(question: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        assert f"authorization: Bearer {KEY}" in judge.heads[-1]
+        assert f"Authorization: Bearer {KEY}" in judge.heads[-1]
         writer.write(reply(f"{KEY} is no good".encode(), 400))
 
     judge = Judge(repeat)

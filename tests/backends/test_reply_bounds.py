@@ -163,6 +163,13 @@ async def test_a_content_length_that_is_no_number_of_bytes_is_the_servers_failur
                 await endpoint.get("/x", deadline=soon())
 
 
+async def test_a_header_on_two_lines_is_read_as_one() -> None:
+    twice = reply(zlib.compress(b"said", 1, 31), "Content-Encoding: gzip", "Content-Encoding: gzip")
+    async with endpoint_to(twice) as endpoint:
+        with pytest.raises(PoisonedReplyError, match="its Content-Encoding 'gzip, gzip' was not asked for"):
+            await endpoint.get("/x", deadline=soon())
+
+
 async def test_a_reply_that_was_refused_is_let_go_at_once() -> None:
     """Without a collection, which a run has few of: an error and the trace that holds the reply hold each other."""
     async with endpoint_to(without_end) as endpoint:
