@@ -2,8 +2,8 @@
 
     python benchmarks/client.py
 
-1. One small `generate` request: by bare aiohttp, by httpx over its own transport, and by `HttpEndpoint`, each without
-   encoding, decoding or checks; then by the local backend, which encodes the request and reads and checks the reply.
+1. One small `generate` request: by bare aiohttp and by `HttpEndpoint`, both without encoding, decoding or checks; then
+   by the local backend, which encodes the request and reads and checks the reply.
 2. A whole SPOT sample through the real orchestrator, policy and verifier: 1 rollout, 1 score, 1 candidate request,
    8 probes, 9 verdicts, of eight tokens each.
 3. Scores of remote servers, by dialect (`scoring.py`).
@@ -25,7 +25,6 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
-import httpx
 import numpy as np
 from pipeline import EXAMPLE, PROBES, VOCAB, make_orchestrator
 from report import show
@@ -94,15 +93,10 @@ async def make_backend(stack: AsyncExitStack, uds: str, directory: Path) -> Loca
 async def ways_to_ask(stack: AsyncExitStack, uds: str, backend: LocalBackend) -> dict[str, Ask]:
     session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(uds, limit=0))
     await stack.enter_async_context(session)
-    transport = httpx.AsyncHTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None))
-    client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, timeout=None))
 
     async def by_aiohttp() -> None:
         async with session.post(URL + api.GENERATE, data=BODY) as reply:
             await reply.read()
-
-    async def by_httpx() -> None:
-        await client.post(URL + api.GENERATE, content=BODY)
 
     async def by_endpoint() -> None:
         await backend._server.endpoint.post(api.GENERATE, BODY, content_type=api.CONTENT_TYPE, deadline=soon())
@@ -116,7 +110,6 @@ async def ways_to_ask(stack: AsyncExitStack, uds: str, backend: LocalBackend) ->
 
     return {
         "bare aiohttp": by_aiohttp,
-        "httpx, its own transport": by_httpx,
         "HttpEndpoint": by_endpoint,
         "local backend, all included": by_backend,
         "local backend, 8 of a session": by_session,
@@ -169,7 +162,7 @@ async def measure(arguments: argparse.Namespace, directory: Path, uds: str) -> N
             for in_flight in IN_FLIGHT:
                 for name, ask in ways.items():
                     of_each = 8 if "session" in name else 1
-                    count = arguments.requests // (4 if "own transport" in name else of_each)
+                    count = arguments.requests // of_each
                     cpu_ms = await cpu_ms_per_request(ask, max(1, in_flight // of_each), count) / of_each
                     if round_number:  # the first round only opens the connections
                         best[name, in_flight] = min(cpu_ms, best.get((name, in_flight), cpu_ms))
