@@ -7,6 +7,7 @@ SIGTERM, SIGUSR1 or a terminal that was closed.
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import traceback
@@ -17,13 +18,11 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from spot_async.base.processes.resources import tune_gc
 from spot_async.base.tasks import root_cause
 from spot_async.cli import files, runs, servers
 from spot_async.cli.arguments import ConfiguredCommand
-from spot_async.cli.ending import EXIT_CODES as EXIT_CODES
-from spot_async.cli.ending import exit_code as exit_code
-from spot_async.cli.ending import fail, screen, stderr
-from spot_async.cli.ending import hung as hung
+from spot_async.cli.ending import exit_code, fail, screen, stderr
 from spot_async.errors import ConfigError, SpotError
 from spot_async.telemetry.screen import show_nearest_characters
 
@@ -111,6 +110,7 @@ app.command("compare", help=flowing(files.compare_runs))(files.compare_runs)
 
 def main() -> None:
     """Entry point of the `spot-async` command."""
+    tune_gc()  # what is imported from here on is no garbage
     show_nearest_characters()
     os.umask(os.umask(0) | 0o022)  # weights that others could write would be refused
     try:
@@ -118,3 +118,5 @@ def main() -> None:
     except Exception:  # noqa: BLE001 - a bug, whose trace may quote what a server said
         stderr.print(Text(traceback.format_exc().rstrip()))
         raise SystemExit(1) from None
+    finally:
+        gc.freeze()  # or the interpreter examines torch and transformers once more before it exits, for a second

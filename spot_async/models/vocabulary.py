@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spot_async.base.processes.resources import without_gc
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.models.small_files import GENERATION_CONFIG, read_json, refuse_large
@@ -78,7 +77,6 @@ def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
     return tuple(dict.fromkeys(end for vocabulary in vocabularies for end in vocabulary.end_token_ids))
 
 
-@without_gc()  # imports transformers
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory. Raises DataError when there is none that loads."""
     from transformers import AutoTokenizer  # slow to import

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import os
@@ -274,6 +275,7 @@ def test_serve_refuses_a_model_that_others_can_write_in_one_line(monkeypatch, tm
 
 def test_what_the_command_makes_nobody_else_can_write_whatever_the_umask(monkeypatch):
     monkeypatch.setattr("sys.argv", ["spot-async", "--version"])
+    monkeypatch.setattr("spot_async.cli.tune_gc", lambda: None)
     before = os.umask(0o002)
     try:
         with pytest.raises(SystemExit):
@@ -281,6 +283,7 @@ def test_what_the_command_makes_nobody_else_can_write_whatever_the_umask(monkeyp
         assert os.umask(before) == 0o022
     finally:
         os.umask(before)
+        gc.unfreeze()
 
 
 def test_a_dry_run_says_how_many_problems_make_no_batch(tmp_path, monkeypatch):

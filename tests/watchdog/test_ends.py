@@ -51,7 +51,8 @@ def test_a_cancellation_that_nobody_asked_for_ends_with_its_trace(tmp_path, monk
 HANGING = """
     import asyncio, os, sys, time
     from pathlib import Path
-    from spot_async.cli import ending, hung
+    from spot_async.cli import ending
+    from spot_async.cli.ending import hung
     from spot_async.base.tasks import (alongside, in_thread)
     from spot_async.base.processes.child import ChildProcess
     from spot_async.base.processes.exits import exit_with_parent

@@ -176,7 +176,7 @@ def without_gc() -> Iterator[None]:
 
 
 def tune_gc(threshold: int = COLLECTION_THRESHOLD, *, prompts: int = 0) -> None:
-    """Make garbage collections rare and cheap. Call this once everything long-lived is loaded.
+    """Make garbage collections rare and cheap. Call this first, and again once everything long-lived is loaded.
 
     The half million objects that exist now, mostly the libraries', are never examined again. Requests and tasks make
     thousands of new objects but few cycles. So a collection comes after `threshold` new objects, beyond those of
