@@ -7,6 +7,7 @@ one aborts its request.
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ class EngineWorker:
     def run(self) -> None:
         """Work until `stop`. Whatever this raises is a bug, and the process must not continue without its engine."""
         while not self._stopping:
+            if self._engine.scoring:  # is cheapest in large batches, and who waits for this core may ask for more
+                os.sched_yield()
             if self._engine.busy and self._calls.empty():
                 self._engine.step()
             else:
