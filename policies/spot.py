@@ -165,7 +165,7 @@ class SpotPolicy:
         )
         selection = await self._acquire(prompt, rollout, scores, stages)
         explored = (self._explore(prompt, rollout, scores, int(position), stages) for position in selection.positions)
-        branches, selection = await both(gather(explored), self._compared(selection, rollout, scores, stages))
+        selection, branches = await both(self._compared(selection, rollout, scores, stages), gather(explored))
         retained = [branch for branch in branches if self._keeps(branch)]  # B+
         targets = self._exploit(retained)
         sample = student_sample(prompt, stages, rollout, judgement, scores, pulls=(pull(scores),), soft_targets=targets)

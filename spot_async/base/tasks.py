@@ -31,16 +31,12 @@ Loop: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results in order. The first failure cancels the rest and is raised by itself, not in a group."""
-    asked = list(coroutines)
-    if not asked:
-        return []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in asked[1:]]
-            first = await asked[0]  # in the caller's task, which has nothing else to do
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
         raise first_error(failures) from None
-    return [first, *(task.result() for task in tasks)]
+    return [task.result() for task in tasks]
 
 
 async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:

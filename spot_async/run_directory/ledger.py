@@ -201,18 +201,14 @@ class Ledger:
 
         It is on disk when this returns, also after a power cut.
         """
-        self._do("pragma synchronous = full")
-        try:
-            with self._transaction():
-                self._connection.executemany(
-                    "update prompts set state = ?, batch = ?, lineage = ? where ordinal = ?",
-                    [
-                        ("batched" if is_trained else "left_out", batch, lineage, ordinal)
-                        for ordinal, is_trained in prompts.items()
-                    ],
-                )
-        finally:
-            self._do("pragma synchronous = normal")
+        with self._transaction("pragma synchronous = full"):
+            self._connection.executemany(
+                "update prompts set state = ?, batch = ?, lineage = ? where ordinal = ?",
+                [
+                    ("batched" if is_trained else "left_out", batch, lineage, ordinal)
+                    for ordinal, is_trained in prompts.items()
+                ],
+            )
 
     def forget_samples(self, step: int) -> None:
         """Delete the samples of batches before `step`, once a manifest of that step is written."""
@@ -279,15 +275,24 @@ class Ledger:
                         "insert or replace into spending values (?, ?, ?, ?)", (role, server, *amounts)
                     )
 
-    def _do(self, statement: str, values: Sequence[Any] = ()) -> None:
+    def _do(self, statement: str, values: Sequence[Any]) -> None:
         with self._failing():
             self._connection.execute(statement, values)
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._failing(), self._connection:  # it commits, or rolls back
-            self._connection.execute("begin immediate")
-            yield
+    def _transaction(self, pragma: str = "pragma synchronous = normal") -> Iterator[None]:
+        with self._failing():
+            self._connection.execute(pragma)
+            try:
+                self._connection.execute("begin immediate")
+                yield
+                self._connection.execute("commit")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("rollback")
+                raise
+            finally:
+                self._connection.execute("pragma synchronous = normal")
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
