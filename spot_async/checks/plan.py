@@ -426,8 +426,8 @@ def self_teacher_warnings(config: Config, plan: TrainPlan) -> list[str]:
     if needs.candidates_key is not None and getattr(config.policy, needs.candidates_key) == "score" and not skips:
         warnings.append(
             "policy.selection=score: the teacher has the student's own weights, and the score goes to where it reads "
-            "the answer: set policy.skip_answer=true, and compare with plain OPD (policy.kind=opd). It has "
-            "cost 28 points in one study, and nothing in another (docs/methods.md)"
+            "the answer: set policy.skip_answer=true, and compare with plain OPD (policy.kind=opd). The "
+            "score has cost 28 points in one study, and nothing in another (docs/methods.md)"
         )
     return warnings
 

@@ -81,7 +81,6 @@ def test_two_that_answer_in_shifts_beside_the_trainer_change_nothing_but_time(fi
     SleepyLocal.woken.clear()
     sleeps = {"sleep_while_others_answer": True, "sleep_while_training": True}
     run = in_shifts(tmp_path, "in shifts", 0, kind="sleepy_local:SleepyLocal", **sleeps)
-    # For the checks of the start, and for each batch.
     # For the checks of the start, and for each batch. A rollout that comes late begins another shift.
     batches = len((run / "metrics.jsonl").read_text().splitlines())
     assert min(SleepyLocal.woken.count(name) for name in ("teachers.math", "teachers.code")) > batches > 0

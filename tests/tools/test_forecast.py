@@ -244,7 +244,7 @@ def test_the_verdict_says_whether_it_helps_why_and_what_would_change_it(of_candi
             1.0,
             "OPD alone gains 31 ± 2.4 points a response to first order, and SPOT's tilt adds 42",
         ),
-        (lambda n: 2.0, 0.1, "The tilt is the smaller part: compare with plain OPD (policy.kind=opd), without probes."),
+        (lambda n: 2.0, 0.1, "The tilt is the smaller part: compare with policy.kind=opd, which needs no probes."),
         (lambda n: -2.0, 1.0, "this teacher's advice does not point to right answers"),
         (lambda n: (2.0, -1.0)[n % 2], 1.0, "which could be none. With about 58 --prompts it would be clear."),
         (lambda n: 0.0, 1.0, "which could be none. The two lie too close together"),

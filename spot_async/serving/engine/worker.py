@@ -37,7 +37,7 @@ class EngineWorker:
     def run(self) -> None:
         """Work until `stop`. Whatever this raises is a bug, and the process must not continue without its engine."""
         while not self._stopping:
-            if self._engine.scoring:  # is cheapest in large batches, and who waits for this core may ask for more
+            if self._engine.scoring:  # in large batches it is cheapest: whoever waits for this core may ask for more
                 os.sched_yield()
             if self._engine.busy and self._calls.empty():
                 self._engine.step()

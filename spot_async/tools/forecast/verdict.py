@@ -147,7 +147,7 @@ def opd_beside_spot(forecast: Forecast) -> str:
         return f"{said}."
     said = f"{said}, and SPOT's tilt adds {points(tilt)}. Registered runs reached less in 11 of 11 rows."
     if tilt.value < SMALL_TILT * opd.value:
-        return f"{said} The tilt is the smaller part: compare with plain OPD (policy.kind=opd), without probes."
+        return f"{said} The tilt is the smaller part: compare with policy.kind=opd, which needs no probes."
     return said
 
 

@@ -52,7 +52,7 @@ def staleness_words(outcomes: Sequence[Outcome]) -> str:
 
 
 def core_words(outcome: Outcome) -> str:
-    """Return how many servers would be too many for one orchestrator, which is one thread."""
+    """Return how many times the servers that were simulated one orchestrator, which is one thread, could lead."""
     return (
         f"one orchestrator, which has one core, leads about {1 / outcome.orchestrator_cores:,.0f} times as many such "
         "servers on this machine"
