@@ -51,8 +51,9 @@ class Generator(Protocol):
         """Sample one response to `prompt_ids` (P,), with the sampled tokens' log-probabilities.
 
         With `top_k` > 0 the reply also has the most likely tokens of each position, (T, top_k). `session` is a hint:
-        requests with the same session share a prefix. `sampling.vocab_limit` limits what is sampled, before top-p; it
-        changes no log-probability. Raises a `RequestError`.
+        requests with the same session may be sent together, and their replies may wait for each other.
+        `sampling.vocab_limit` limits what is sampled, before top-p; it changes no log-probability. Raises a
+        `RequestError`.
         """
         ...
 

@@ -1,7 +1,9 @@
 """Joins generate requests of one session that are made in the same turn of the event loop into one HTTP request.
 
-A policy asks for all probes of a prompt at once. As one HTTP request they cost little more than a single probe. If
-there are more than a server accepts, they leave as several.
+A policy asks for all probes of a prompt at once. As one HTTP request they cost little more than a single probe. With
+`max_staleness` above 0 all prompts are one session: what is asked next of responses that come together, such as scores,
+leaves together too, and fuller batches cost each server less. If there are more than a server accepts, they leave as
+several.
 
 Nothing here sends anything, and there is no task. Whoever asks first carries the requests of all: it sends them, and
 hands out replies as they come (`Batch.settle`). If the carrier is cancelled, or its time is over, those without a reply

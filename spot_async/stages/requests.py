@@ -45,6 +45,8 @@ class PromptRequests:
         self.temperature = temperature or settings.sampling.temperature
         # All requests of a prompt begin with its tokens. Those of probes and candidates continue with its response's.
         self._session = f"prompt-{prompt.ordinal}"
+        # While another batch is trained, nobody waits for a single response, so those of all prompts share requests.
+        self._together = "all prompts" if settings.weights_may_change else self._session
 
     def sampling(self, max_tokens: int, *request: int | str) -> SamplingSettings:
         """Return how a request samples. What identifies it within the prompt decides its seed."""
@@ -94,7 +96,7 @@ class PromptRequests:
         return stage.ask(
             (self._prompt.ordinal, *priority),
             lambda generator, deadline: generator.generate(
-                prefix_ids, settings, top_k=top_k, session=self._session, deadline=deadline
+                prefix_ids, settings, top_k=top_k, session=self._together, deadline=deadline
             ),
             session=self._session,
             tokens=len(prefix_ids) + settings.max_tokens,

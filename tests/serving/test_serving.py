@@ -272,13 +272,14 @@ async def test_requests_of_one_session_share_one_http_request_and_nothing_else(
             backend.generate(PROMPT, sampling(max_tokens=10**6), session="s", deadline=soon()),
             backend.generate(PROMPT, sampling(max_tokens=19000), session="s", deadline=soon(0.4)),
             backend.generate(PROMPT, settings[0], session="t", deadline=soon()),
+            backend.generate(PROMPT, settings[0], top_k=2, session="s", deadline=soon()),
             return_exceptions=True,
         )
-    assert sorted(sent) == [api.GENERATE, api.GENERATE_MANY]
-    *replies, too_long, too_late, other = together
+    assert sorted(sent) == [api.GENERATE, api.GENERATE, api.GENERATE_MANY]
+    *replies, too_long, too_late, other, with_top_k = together
     assert isinstance(too_long, PermanentError)
     assert isinstance(too_late, DeadlineExceededError)
-    for expected, reply in zip([*alone, alone[0]], [*replies, other], strict=True):
+    for expected, reply in zip([*alone, alone[0], alone[0]], [*replies, other, with_top_k], strict=True):
         assert isinstance(reply, Generation)
         np.testing.assert_array_equal(reply.token_ids, expected.token_ids)
         np.testing.assert_array_equal(reply.logprobs, expected.logprobs)

@@ -50,6 +50,7 @@ class Recorder:
 
     def __init__(self, verdicts=()):
         self.generated = []
+        self.sessions = []
         self.scored = []
         self.temperatures = []
         self.verdicts = list(verdicts)
@@ -58,6 +59,7 @@ class Recorder:
 
     async def generate(self, prompt_ids, sampling, *, top_k=0, session=None, deadline):
         self.generated.append((prompt_ids.tolist(), sampling))
+        self.sessions.append(session)
         self.top_k = top_k
         return generation([9])
 
@@ -125,6 +127,19 @@ async def test_a_probe_continues_the_prefix_and_the_candidate_with_the_budget_th
     assert prefix == [3, 4, 5, 6, 11]
     assert sampling.max_tokens == 6 - 2 - 1
     assert (sampling.temperature, sampling.top_p) == (0.7, 0.9)
+
+
+@pytest.mark.parametrize("weights_may_change", [False, True])
+async def test_a_strict_run_lets_only_responses_of_one_prompt_wait_for_each_other(weights_may_change):
+    recorder = Recorder()
+    for ordinal in (4, 5):
+        prompt = msgspec.structs.replace(PROMPT, ordinal=ordinal)
+        stages = bound(recorder, prompt=prompt, weights_may_change=weights_may_change)
+        await stages.rollout()
+        await stages.probe(RESPONSE, 2, 11, n=0)
+    rollout, probe, *other = recorder.sessions
+    assert rollout == probe
+    assert (other == [rollout, probe]) is weights_may_change
 
 
 @pytest.mark.parametrize(("position", "candidate"), [(2, 1), (5, 11)])
