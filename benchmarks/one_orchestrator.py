@@ -42,9 +42,9 @@ STUDENTS, TEACHERS, IN_FLIGHT = 64, 16, 8192
 UNLIMITED = 1 << 20
 PROBES, TOP_K = 8, 16  # of a prompt; of a position
 WARM_UP, COUNTED = 1, 2  # iterations; of the first, for each of those that are under way
-# One rollout, one score and one request for candidates of 0.157 ms each, and eight probes of 0.025 ms: "Client" in
+# One rollout, one score and one request for candidates of 0.122 ms each, and eight probes of 0.026 ms: "Client" in
 # README.md, at 1,024 in flight.
-WIRE_MS = 3 * 0.157 + 8 * 0.025
+WIRE_MS = 3 * 0.122 + 8 * 0.026
 
 
 def cluster(batch_size: int, students: int, teachers: int) -> tuple[Config, ClusterRates]:
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=IN_FLIGHT)
     parser.add_argument("--wire-ms", type=float, default=WIRE_MS, help="CPU of a prompt's requests on the wire")
     arguments = parser.parse_args()
-    tune_gc()  # as a run does
+    tune_gc(prompts=arguments.in_flight)  # as a run does
     columns = []
     for staleness in (0, 1):
         found = measure(staleness, arguments)
