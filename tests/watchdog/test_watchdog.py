@@ -100,10 +100,10 @@ class Student(SimulatedStudent):
         super().__init__(latency=Latency(base_s=10.0))
         self.update_s, self.hangs_at = update_s, hangs_at
 
-    async def generate(self, *args, session, **rest):
-        if session == f"prompt-{self.hangs_at}":
+    async def generate(self, prompt_ids, *args, **rest):
+        if self.hangs_at is not None and len(prompt_ids) == 5 + self.hangs_at:  # as `simulated_prompts` makes them
             await asyncio.sleep(FOR_EVER)
-        return await super().generate(*args, session=session, **rest)
+        return await super().generate(prompt_ids, *args, **rest)
 
     async def update_weights(self, snapshot, *, deadline):
         await asyncio.sleep(self.update_s)
