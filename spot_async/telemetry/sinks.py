@@ -113,7 +113,8 @@ def tensorboard_files(directory: Path) -> Iterator[MetricSink]:
             self.write(iteration, figures, texts)
 
     directory.mkdir(exist_ok=True)
-    with closing(EventsWriter(str(directory / "events"))) as writer:
+    suffix = f".{time.time_ns()}"  # tensorboardX names files by the second, and overwrites one of the same name
+    with closing(EventsWriter(str(directory / "events"), suffix)) as writer:
         overview = {title: ["Multiline", list(tags)] for title, tags in OVERVIEW.items()}
         writer.write_event(Event(wall_time=time.time(), summary=custom_scalars({"overview": overview})))
         yield Sink()
