@@ -322,7 +322,8 @@ def local_cases(wire_: Wire, model: Path) -> Iterator[Case]:
         return outcomes
 
     plain = msgspec.structs.replace(generation, topk_ids=None, topk_logprobs=None)
-    frames = [wire.encode(api.GenerateReply(index=index, generation=plain)) for index in (1, 0)]
+    reply = msgspec.Raw(wire.encode(plain))
+    frames = [wire.encode(api.ManyReply(index=index, reply=reply)) for index in (1, 0)]
     yield Case("generate", wire.encode(generation), generate, _local_generation)
     yield Case("several", b"".join(api.frame(frame) for frame in frames), several)
     yield Case(

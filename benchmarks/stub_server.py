@@ -11,16 +11,18 @@ import asyncio
 import functools
 import sys
 
+import msgspec
 import numpy as np
 
 from spot_async.base import wire
 from spot_async.serving import api
-from spot_async.types import Generation, SamplingSettings, TokenScores, VersionSpan, WeightVersion
+from spot_async.types import Generation, IntArray, SamplingSettings, TokenScores, VersionSpan, WeightVersion
 
 TOKENS = 8
 TOP_K = 16
 FIRST_TOKEN = 20  # past the special tokens of the shipped tokenizer
 VERSION = WeightVersion(0, 0)
+MANY = api.MANY.encode()
 
 
 def generation(sampling: SamplingSettings) -> Generation:
@@ -43,25 +45,10 @@ def _generation(tokens: int, end_token_id: int | None) -> Generation:
     )
 
 
-def generate(body: bytes) -> bytes:
-    request = wire.decode(body, api.GenerateRequest)
-    return wire.encode(generation(request.sampling))
-
-
-def generate_many(body: bytes) -> bytes:
-    frames = []
-    for index, request in enumerate(wire.decode(body, api.GenerateManyRequest).requests):
-        reply = api.GenerateReply(index=index, generation=generation(request.sampling))
-        frame = wire.encode(reply)
-        frames.append(api.frame(frame))
-    return b"".join(frames)
-
-
-def score(body: bytes) -> bytes:
-    response_ids = wire.decode(body, api.ScoreRequest).response_ids
+def scores(response_ids: IntArray) -> TokenScores:
     tokens = len(response_ids)
     entropy = np.linspace(0.1, 1.0, tokens, dtype=np.float32)
-    reply = TokenScores(
+    return TokenScores(
         logprobs=np.where(response_ids == FIRST_TOKEN, -1.0, -2.0 - TOP_K).astype(np.float32),
         topk_ids=np.tile(np.arange(FIRST_TOKEN, FIRST_TOKEN + TOP_K, dtype=np.int32), (tokens, 1)),
         topk_logprobs=np.tile(-1.0 - np.arange(TOP_K, dtype=np.float32), (tokens, 1)),
@@ -70,20 +57,25 @@ def score(body: bytes) -> bytes:
         entropy_upper=entropy,
         version=VERSION,
     )
-    return wire.encode(reply)
 
 
-def candidates(body: bytes) -> bytes:
-    shape = wire.decode(body, api.CandidateRequest).candidate_ids.shape
-    return wire.encode(api.CandidateReply(logprobs=np.full(shape, -3.0, np.float32), version=VERSION))
+def answer(request: api.EngineRequest) -> bytes:
+    match request:
+        case api.GenerateRequest():
+            return wire.encode(generation(request.sampling))
+        case api.ScoreRequest():
+            return wire.encode(scores(request.response_ids))
+        case api.CandidateRequest():
+            logprobs = np.full(request.candidate_ids.shape, -3.0, np.float32)
+            return wire.encode(api.CandidateReply(logprobs=logprobs, version=VERSION))
 
 
-ANSWERS = {
-    api.GENERATE.encode(): generate,
-    api.GENERATE_MANY.encode(): generate_many,
-    api.SCORE.encode(): score,
-    api.CANDIDATE_LOGPROBS.encode(): candidates,
-}
+def answer_many(body: bytes) -> bytes:
+    replies = map(answer, wire.decode(body, api.ManyRequest).requests)
+    return b"".join(
+        api.frame(wire.encode(api.ManyReply(index=index, reply=msgspec.Raw(reply))))
+        for index, reply in enumerate(replies)
+    )
 
 
 class Connection(asyncio.Protocol):
@@ -101,7 +93,7 @@ class Connection(asyncio.Protocol):
                 return
             path, body = self._received.split(b" ", 2)[1], self._received[start : start + length]
             self._received = self._received[start + length :]
-            reply = ANSWERS[path](body)
+            reply = answer_many(body) if path == MANY else answer(wire.decode(body, api.EngineRequest))
             header = f"HTTP/1.1 200 OK\r\ncontent-type: {api.CONTENT_TYPE}\r\ncontent-length: {len(reply)}\r\n\r\n"
             self._transport.write(header.encode() + reply)  # type: ignore[attr-defined]
 

@@ -18,7 +18,7 @@ from spot_async.serving import api
 from spot_async.serving.api import Credentials
 from spot_async.types import WeightSnapshot
 
-from ..shared.bodies import ANSWER_BYTES, largest_reply_bytes, read_aside
+from ..shared.bodies import ANSWER_BYTES, read_aside
 from ..shared.connection import proxy_for, tls_context
 from ..shared.excerpts import UNREADABLE
 from ..shared.failures import FailedReply, classify
@@ -145,12 +145,6 @@ def error_of(name: str, reply: api.ErrorReply | None) -> RequestError | None:
     if reply is None or not (isinstance(kind, type) and issubclass(kind, RequestError)):
         return None
     return kind(f"{name}: {reply.message}")
-
-
-def largest_generation(request: api.GenerateRequest) -> int:
-    """Return how many bytes the reply can have."""
-    tokens = request.sampling.max_tokens
-    return largest_reply_bytes(tokens, tokens * (1 + request.top_k))
 
 
 def take_frames(received: bytearray) -> Iterator[bytes]:

@@ -34,15 +34,15 @@ from spot_async.errors import (
     TransientError,
     VersionMismatchError,
 )
-from spot_async.types import FloatArray, Generation, IntArray, SamplingSettings, WeightSnapshot, WeightVersion
+from spot_async.types import FloatArray, IntArray, SamplingSettings, WeightSnapshot, WeightVersion
 
 HEALTH = "/health"
 CAPABILITIES = "/capabilities"
 STATS = "/stats"
 GENERATE = "/generate"
-GENERATE_MANY = "/generate_many"
 SCORE = "/score"
 CANDIDATE_LOGPROBS = "/candidate_logprobs"
+MANY = "/many"
 UPDATE_WEIGHTS = "/update_weights"
 LOAD_ADAPTER = "/load_adapter"
 UNLOAD_ADAPTER = "/unload_adapter"
@@ -53,7 +53,7 @@ CONTENT_TYPE = "application/msgpack"
 INSTANCE_HEADER = "X-Spot-Async-Instance"
 UPDATE_TOKEN_HEADER = "X-Spot-Async-Update-Token"  # required for new weights; see `Credentials`
 FRAME_HEADER = struct.Struct(">II")  # the frame's size in bytes, and its CRC-32
-MAX_TOGETHER = 64  # requests in one `GenerateManyRequest`
+MAX_TOGETHER = 64  # requests in one `ManyRequest`
 DIGEST_HEADER = "Content-Digest"  # RFC 9530: shows whether a proxy or the network has changed a number
 API_KEY_VARIABLE = "SPOT_ASYNC_API_KEY"
 UPDATE_TOKEN_VARIABLE = "SPOT_ASYNC_UPDATE_TOKEN"
@@ -92,7 +92,7 @@ class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answered with a `Generation`."""
 
     prompt_ids: IntArray  # (P,)
@@ -102,47 +102,48 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class GenerateManyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answered with one frame per request, as each is done: a `FRAME_HEADER`, then a `GenerateReply`."""
-
-    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
-
-
-class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The generation or the error of the request at `index`."""
-
-    index: int
-    generation: Generation | None = None
-    error: ErrorReply | None = None
-
-
-class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answered with `TokenScores`."""
-
+class _ResponseRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: IntArray  # (P,)
     response_ids: IntArray  # (T,)
-    top_k: int
     temperature: float = 1.0
     adapter: str | None = None
     timeout_s: float
 
 
-class CandidateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ScoreRequest(_ResponseRequest, frozen=True, kw_only=True, tag=True):
+    """Answered with `TokenScores`."""
+
+    top_k: int
+
+
+class CandidateRequest(_ResponseRequest, frozen=True, kw_only=True, tag=True):
     """Answered with a `CandidateReply`."""
 
-    prompt_ids: IntArray  # (P,)
-    response_ids: IntArray  # (T,)
     positions: IntArray  # (N,) 0-based response positions
     candidate_ids: IntArray  # (N, k)
     expected_version: WeightVersion | None  # None: those that it holds then
-    temperature: float = 1.0
-    adapter: str | None = None
-    timeout_s: float
 
 
 class CandidateReply(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray  # (N, k)
     version: WeightVersion
+
+
+EngineRequest = GenerateRequest | ScoreRequest | CandidateRequest
+
+
+class ManyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Answered with one frame per request, as each is done: a `FRAME_HEADER`, then a `ManyReply`."""
+
+    requests: Annotated[list[EngineRequest], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
+
+
+class ManyReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply to the request at `index`, or its error."""
+
+    index: int
+    reply: msgspec.Raw = msgspec.Raw(b"\xc0")  # the message that it gets alone; nil beside an error
+    error: ErrorReply | None = None
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from spot_async.backends.local.coalescing import Batch, Coalescer
+from spot_async.backends.local.coalescing import Asked, Batch, Coalescer
 from spot_async.errors import DeadlineExceededError, PermanentError, RequestError, TransientError
 from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
 from spot_async.testing.virtual_time import run_on_virtual_time
@@ -18,18 +18,22 @@ from spot_async.types import Generation, SamplingSettings
 Send = Callable[[Batch, float], Awaitable[None]]
 
 
-async def ask(coalescer: Coalescer, send: Send, session: str, request: GenerateRequest, deadline: float) -> Generation:
+async def ask(
+    coalescer: Coalescer, send: Send, session: str, request: Asked[Generation], deadline: float
+) -> Generation:
     """Ask as the backend does."""
     if (found := await coalescer.reply_with_others(session, request, deadline)) is not None:
         return found
     async with coalescer.carry(session, request) as batch:
         await send(batch, deadline)
-    return batch.own_reply()
+    own: Generation = batch.own_reply()
+    return own
 
 
-def request(seed: int) -> GenerateRequest:
+def request(seed: int) -> Asked[Generation]:
     sampling = SamplingSettings(max_tokens=4, stop_token_ids=(), seed=seed)
-    return GenerateRequest(prompt_ids=np.ones(2, np.int32), sampling=sampling, timeout_s=1.0)
+    sent = GenerateRequest(prompt_ids=np.ones(2, np.int32), sampling=sampling, timeout_s=1.0)
+    return Asked(sent, Generation, lambda reply: reply, 0)
 
 
 def reply(seed: int) -> Generation:
@@ -46,7 +50,7 @@ class Server:
         self.open = asyncio.Event()
 
     async def send(self, batch: Batch, deadline: float) -> None:
-        seeds = [each.sampling.seed for each in batch.requests]
+        seeds = [each.request.sampling.seed for each in batch.asked]
         self.batches.append(seeds)
         await self.open.wait()
         for index, seed in enumerate(seeds):
@@ -123,8 +127,8 @@ def test_a_request_is_not_given_up_for_the_carrier_s_deadline() -> None:
                 await asyncio.sleep(10.0)
         except TimeoutError:
             raise DeadlineExceededError("late") from None
-        for index, each in enumerate(batch.requests):
-            batch.settle(index, reply(each.sampling.seed))
+        for index, each in enumerate(batch.asked):
+            batch.settle(index, reply(each.request.sampling.seed))
 
     async def scenario() -> None:
         coalescer = Coalescer()

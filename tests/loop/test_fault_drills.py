@@ -33,6 +33,7 @@ from spot_async.errors import (
 from spot_async.loop.admission import PromptState
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.policies.spot import SpotPolicy
+from spot_async.serving import api
 from spot_async.stages.services import TeacherService
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import SimulatedRun, make_policy, make_run, simulated_prompts
@@ -180,7 +181,7 @@ async def test_a_damaged_stream_of_replies_gives_those_that_came_whole(attached:
             return await asyncio.gather(*asked, return_exceptions=True)
 
         honest = await ask()
-        proxy.plan = only(fault, "/generate_many")
+        proxy.plan = only(fault, api.MANY)
         outcomes = await ask()
     refused = [each for each in outcomes if isinstance(each, BaseException)]
     assert refused

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -339,6 +340,7 @@ def test_replies_that_end_within_a_moment_are_sent_at_once_and_the_last_one_wait
         assert loop.time() == ended
 
     run_on_virtual_time(main())
-    frames = [api.frame(wire.encode(api.GenerateReply(index=i, generation=generation))) for i in range(4)]
+    reply = msgspec.Raw(wire.encode(generation))
+    frames = [api.frame(wire.encode(api.ManyReply(index=i, reply=reply))) for i in range(4)]
     assert [body for _, body in sent] == [b"".join(frames[:3]), frames[3]]
     assert sent[0][0] == pytest.approx(1.0 + TOGETHER_S)

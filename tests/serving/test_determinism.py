@@ -20,12 +20,12 @@ import transformers
 from problem_files import FEW
 
 import spot_async
-from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.api import CandidateRequest, EngineRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.engine import model as serving_model
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.fused import FusedModel, fused
 from spot_async.serving.engine.model import load_model
-from spot_async.serving.engine.requests import Request, new_task
+from spot_async.serving.engine.requests import new_task
 from spot_async.serving.settings import EngineSettings
 from spot_async.types import Generation, SamplingSettings, WeightVersion
 
@@ -68,7 +68,7 @@ def rollouts(count: int, **sampling: float) -> list[GenerateRequest]:
     ]
 
 
-def answers(model: Any, requests: Sequence[Request], concurrency: int, **settings: int) -> list[Any]:
+def answers(model: Any, requests: Sequence[EngineRequest], concurrency: int, **settings: int) -> list[Any]:
     """Replies in the requests' order; they arrive shuffled, in groups, at most `concurrency` at a time."""
     dice = random.Random(concurrency)
     engine = Engine(model, EngineSettings(slots=concurrency, **settings))

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from spot_async import stages_for
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.backends.shared.http import HttpEndpoint
+from spot_async.base import wire
 from spot_async.config import SamplingConfig, ScoreStageConfig, StagesConfig
 from spot_async.errors import (
     DeadlineExceededError,
@@ -43,6 +44,7 @@ from spot_async.testing.services import SimulatedVerifier
 from spot_async.testing.simulation import make_policy, simulated_vocabulary
 from spot_async.types import (
     Generation,
+    IntArray,
     Problem,
     Prompt,
     SamplingSettings,
@@ -252,37 +254,72 @@ async def test_requests_nobody_waits_for_give_their_slots_back(backend: LocalBac
     assert 0 < stats.tokens_generated < 19000
 
 
-@with_backend
-async def test_requests_of_one_session_share_one_http_request_and_nothing_else(
-    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[str] = []
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of all HTTP requests."""
+    paths: list[str] = []
     request = HttpEndpoint._request
 
     async def counted(self: HttpEndpoint, question: Any, *args: Any, **more: Any) -> None:
-        sent.append(question.path)
+        paths.append(question.path)
         await request(self, question, *args, **more)
 
+    monkeypatch.setattr(HttpEndpoint, "_request", counted)
+    return paths
+
+
+@with_backend
+async def test_requests_of_one_session_share_one_http_request_and_nothing_else(
+    backend: LocalBackend, sent: list[str]
+) -> None:
     settings = [sampling(max_tokens=tokens, seed=tokens) for tokens in (3, 40, 8)]
     alone = [await backend.generate(PROMPT, each, deadline=soon()) for each in settings]
-    with monkeypatch.context() as patch:
-        patch.setattr(HttpEndpoint, "_request", counted)
-        together = await asyncio.gather(
-            *(backend.generate(PROMPT, each, session="s", deadline=soon()) for each in settings),
-            backend.generate(PROMPT, sampling(max_tokens=10**6), session="s", deadline=soon()),
-            backend.generate(PROMPT, sampling(max_tokens=19000), session="s", deadline=soon(0.4)),
-            backend.generate(PROMPT, settings[0], session="t", deadline=soon()),
-            backend.generate(PROMPT, settings[0], top_k=2, session="s", deadline=soon()),
-            return_exceptions=True,
-        )
-    assert sorted(sent) == [api.GENERATE, api.GENERATE, api.GENERATE_MANY]
-    *replies, too_long, too_late, other, with_top_k = together
+    sent.clear()
+    together = await asyncio.gather(
+        *(backend.generate(PROMPT, each, session="s", deadline=soon()) for each in settings),
+        backend.generate(PROMPT, sampling(max_tokens=20000), session="s", deadline=soon()),
+        backend.generate(PROMPT, sampling(max_tokens=19000), session="s", deadline=soon(0.4)),
+        backend.generate(PROMPT, settings[0], session="t", deadline=soon()),
+        backend.generate(PROMPT, settings[0], top_k=2, session="s", deadline=soon()),
+        backend.generate(PROMPT, sampling(max_tokens=19000), top_k=9, session="s", deadline=soon(0.4)),
+        return_exceptions=True,
+    )
+    assert sorted(sent) == [api.GENERATE, api.GENERATE, api.MANY]
+    *replies, too_long, too_late, other, with_top_k, long_and_wide = together
     assert isinstance(too_long, PermanentError)
     assert isinstance(too_late, DeadlineExceededError)
+    assert isinstance(long_and_wide, DeadlineExceededError)
     for expected, reply in zip([*alone, alone[0], alone[0]], [*replies, other, with_top_k], strict=True):
         assert isinstance(reply, Generation)
         np.testing.assert_array_equal(reply.token_ids, expected.token_ids)
         np.testing.assert_array_equal(reply.logprobs, expected.logprobs)
+
+
+@with_backend
+async def test_scores_of_one_turn_share_one_http_request_and_so_do_chosen_tokens(
+    backend: LocalBackend, sent: list[str]
+) -> None:
+    def ask(response: IntArray) -> Awaitable[list[Any]]:
+        request = ScoreRequest(PROMPT, response, 1.0, soon())
+        positions, ids = np.array([0, 1], np.int32), np.array([[5, 6], [7, 8]], np.int32)
+        return asyncio.gather(
+            backend.score(request, top_k=0),
+            backend.score(request, top_k=3),
+            backend.candidate_logprobs(request, positions, ids, expected_version=None),
+        )
+
+    responses = [RESPONSE, RESPONSE[:2], RESPONSE[::-1]]
+    alone = [await ask(each) for each in responses]
+    sent.clear()
+    *together, refused = await asyncio.gather(
+        *map(ask, responses),
+        backend.score(ScoreRequest(PROMPT, RESPONSE + VOCAB, 1.0, soon()), top_k=0),
+        return_exceptions=True,
+    )
+    assert sent == [api.MANY, api.MANY]
+    assert isinstance(refused, PermanentError)
+    for expected, found in zip(alone, together, strict=True):
+        assert wire.encode(found) == wire.encode(expected)
 
 
 @with_backend
@@ -314,7 +351,7 @@ async def test_a_session_that_hangs_up_gives_all_its_slots_back(backend: LocalBa
 async def test_the_server_ends_a_request_whose_time_is_up_by_itself(backend: LocalBackend) -> None:
     request = api.GenerateRequest(prompt_ids=PROMPT, sampling=sampling(max_tokens=19000), timeout_s=0.2)
     with pytest.raises(DeadlineExceededError, match=r"/generate: not answered in 0\.2 s"):
-        await backend._generate(request, soon())
+        await backend._server.post(api.GENERATE, request, Generation, lambda reply: reply, soon())
     await wait_until_idle(backend)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.errors import PermanentError
-from spot_async.serving.api import CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.api import CandidateRequest, EngineRequest, GenerateRequest, ScoreRequest
 
 MAX_TOP_K = 1024
 
@@ -25,7 +25,7 @@ class Limits:
     def max_top_k(self) -> int:
         return min(MAX_TOP_K, self.vocab_size)
 
-    def check(self, request: GenerateRequest | ScoreRequest | CandidateRequest) -> None:
+    def check(self, request: EngineRequest) -> None:
         match request:
             case GenerateRequest():
                 self._check_generate(request)

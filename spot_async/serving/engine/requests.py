@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spot_async.models.alignment import decision_row, decision_rows
-from spot_async.serving.api import CandidateReply, CandidateRequest, GenerateRequest, ScoreRequest
+from spot_async.serving.api import CandidateReply, CandidateRequest, EngineRequest, GenerateRequest, ScoreRequest
 from spot_async.serving.engine.logits import draw_uniforms
 from spot_async.serving.engine.weights import Adapter
 from spot_async.types import (
@@ -97,11 +97,10 @@ class CandidateTask:
         return self.request.candidate_ids.shape[1], self.request.temperature
 
 
-Request = GenerateRequest | ScoreRequest | CandidateRequest
 Task = GenerateTask | ScoreTask | CandidateTask
 
 
-def new_task(request: Request) -> Task:
+def new_task(request: EngineRequest) -> Task:
     """Return the task of a request that has passed `Limits.check`."""
     match request:
         case GenerateRequest(sampling=sampling):

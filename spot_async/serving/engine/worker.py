@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from spot_async.errors import SpotError
-from spot_async.serving.api import Stats, VersionReply
+from spot_async.errors import PermanentError, SpotError
+from spot_async.serving.api import EngineRequest, Stats, VersionReply
 from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.limits import Limits
-from spot_async.serving.engine.requests import Request, Task, new_task
+from spot_async.serving.engine.requests import Task, new_task
 from spot_async.serving.engine.weights import Adapter
 from spot_async.types import WeightVersion
 
@@ -55,9 +55,14 @@ class EngineWorker:
     def limits(self) -> Limits:
         return self._engine.limits
 
-    def submit(self, request: Request) -> Future[Any]:
-        """Return a future of the request's reply. Raises `PermanentError` if it cannot be served."""
-        self._engine.limits.check(request)
+    def submit(self, request: EngineRequest) -> Future[Any]:
+        """Return a future of the request's reply, or of a `PermanentError` if it cannot be served."""
+        try:
+            self._engine.limits.check(request)
+        except PermanentError as error:
+            refused: Future[Any] = Future()
+            refused.set_exception(error)
+            return refused
         task = new_task(request)
         task.future.add_done_callback(functools.partial(self._abort_cancelled, task))
         self._calls.put(functools.partial(self._engine.submit, task))

@@ -99,8 +99,8 @@ def build_app(
 
         return endpoint
 
-    async def generate_many(request: Request) -> Response:
-        return Replies(worker, (await decode(request, api.GenerateManyRequest)).requests)
+    async def many(request: Request) -> Response:
+        return Replies(worker, (await decode(request, api.ManyRequest)).requests)
 
     async def update_weights(request: Request) -> Response:
         access.check_update(request.headers)
@@ -129,9 +129,9 @@ def build_app(
         api.STATS: ("GET", _replying(stats)),
         api.CAPABILITIES: ("GET", _replying(describe)),
         api.GENERATE: ("POST", _replying(submit(api.GenerateRequest))),
-        api.GENERATE_MANY: ("POST", _replying(generate_many)),
         api.SCORE: ("POST", _replying(submit(api.ScoreRequest))),
         api.CANDIDATE_LOGPROBS: ("POST", _replying(submit(api.CandidateRequest))),
+        api.MANY: ("POST", _replying(many)),
         api.UPDATE_WEIGHTS: ("POST", _replying(update_weights)),
         api.LOAD_ADAPTER: ("POST", _replying(load_adapter)),
         api.UNLOAD_ADAPTER: ("POST", _replying(unload_adapter)),

@@ -1,4 +1,4 @@
-"""Answers for as long as the client waits, and several generate requests with one stream of frames (`api.frame`).
+"""Answers for as long as the client waits, and several requests with one stream of frames (`api.frame`).
 
 The work for a client that hangs up ends, so that it frees what it holds.
 
@@ -14,8 +14,9 @@ import functools
 from collections import deque
 from collections.abc import Awaitable
 from concurrent.futures import Future
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -24,7 +25,6 @@ from spot_async.base.tasks import while_alive
 from spot_async.errors import DeadlineExceededError, SpotError
 from spot_async.serving import api
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.types import Generation
 
 TOGETHER_S = 0.1  # a reply waits this long for others to be sent with it; the last one does not wait
 
@@ -55,7 +55,7 @@ class Replies(Response):
 
     media_type = api.CONTENT_TYPE
 
-    def __init__(self, worker: EngineWorker, requests: list[api.GenerateRequest]) -> None:
+    def __init__(self, worker: EngineWorker, requests: list[api.EngineRequest]) -> None:
         super().__init__()
         del self.headers["content-length"]
         self._worker = worker
@@ -63,7 +63,7 @@ class Replies(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        futures = [self._submit(request) for request in self._requests]
+        futures = [self._worker.submit(request) for request in self._requests]
         try:
             with contextlib.suppress(ClientGone):
                 await while_connected(receive, self._answer(futures, send))
@@ -71,22 +71,14 @@ class Replies(Response):
             for future in futures:
                 future.cancel()  # this aborts the request
 
-    def _submit(self, request: api.GenerateRequest) -> Future[Generation]:
-        try:
-            return self._worker.submit(request)
-        except SpotError as error:
-            refused: Future[Generation] = Future()
-            refused.set_exception(error)
-            return refused
-
-    async def _answer(self, futures: list[Future[Generation]], send: Send) -> None:
+    async def _answer(self, futures: list[Future[Any]], send: Send) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
         due = {index: now + request.timeout_s for index, request in enumerate(self._requests)}  # of those not sent
         done: deque[int] = deque()  # replies that are done and not sent
         changed = asyncio.Event()
 
-        def settled(index: int, future: Future[Generation]) -> None:  # on the engine's thread
+        def settled(index: int, future: Future[Any]) -> None:  # on the engine's thread
             done.append(index)
             if len(done) in (1, len(due)):
                 loop.call_soon_threadsafe(changed.set)
@@ -113,12 +105,12 @@ class Replies(Response):
                 frames = [api.frame(wire.encode(self._reply(index, futures[index]))) for index in ready]
                 await send({"type": "http.response.body", "body": b"".join(frames), "more_body": bool(due)})
 
-    def _reply(self, index: int, future: Future[Generation]) -> api.GenerateReply:
+    def _reply(self, index: int, future: Future[Any]) -> api.ManyReply:
         try:
             if future.cancelled():
-                late = f"{api.GENERATE_MANY}: not answered in {self._requests[index].timeout_s:.3g} s"
+                late = f"{api.MANY}: not answered in {self._requests[index].timeout_s:.3g} s"
                 raise DeadlineExceededError(late)
-            return api.GenerateReply(index=index, generation=future.result())
+            return api.ManyReply(index=index, reply=msgspec.Raw(wire.encode(future.result())))
         except SpotError as error:
             failed = api.ErrorReply(error=type(error).__name__, message=str(error))
-            return api.GenerateReply(index=index, error=failed)
+            return api.ManyReply(index=index, error=failed)
