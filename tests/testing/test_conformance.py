@@ -173,6 +173,7 @@ async def test_requests_that_go_on_when_given_up_fail_abort(
     backend: LocalBackend, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_service, "ABANDONED", 64)  # far more than its 8 slots already
+    monkeypatch.setattr(test_service, "ABANDONED_AFTER", 0.9)  # by then all are on their way, on a busy machine too
     faulty = FinishesWhatNobodyWantsAnyMore(backend)
     try:
         found = await failing(faulty, model_directory, tmp_path, {"deadline", "abort"})
