@@ -193,7 +193,7 @@ class LocalBackend(AdapterBackend):
             return (await self._reply(api.CANDIDATE_LOGPROBS, asked, request.deadline)).logprobs
 
     async def _reply(self, path: str, asked: Asked[T], deadline: float, session: str | None = "") -> T:
-        """Send the request, with others of its session, and return its reply. None: alone."""
+        """Return the request's reply. It leaves with others of its path and session, and without a session alone."""
         alone = functools.partial(self._server.post, path, asked.request, asked.reply, asked.check)
         if session is None or asked.largest > MOST_BYTES:
             return await alone(deadline, asked.largest)
