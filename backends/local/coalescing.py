@@ -1,8 +1,8 @@
-"""Joins requests of one session that are made in the same turn of the event loop into one HTTP request.
+"""Joins requests of one group that are made in the same turn of the event loop into one HTTP request.
 
 A policy asks for all probes of a prompt at once. As one HTTP request they cost little more than a single probe. Scores
-of responses that came together are asked for together too, and fuller batches cost each server less. If there are more
-than a server accepts, they leave as several.
+of responses that came together are asked for together too, and fuller batches cost each server less. More than
+`MAX_TOGETHER` leave as several HTTP requests.
 
 Nothing here sends anything, and there is no task. Whoever asks first carries the requests of all: it sends them, and
 hands out replies as they come (`Batch.settle`). If the carrier is cancelled, or its time is over, those without a reply
@@ -14,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Generic, TypeVar
 
 from spot_async.errors import DeadlineExceededError, RequestError
 from spot_async.serving.api import MAX_TOGETHER, EngineRequest
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -29,7 +31,7 @@ class Asked(Generic[T]):
     """A request, and what its reply has to be."""
 
     request: EngineRequest
-    reply: type[T]
+    kind: type[T]
     check: Callable[[T], T]  # raises a `RequestError` for numbers that cannot be true
     largest: int  # bytes that the reply may have
 
@@ -38,55 +40,47 @@ class _CarrierGone(Exception):
     pass
 
 
-class _Member:
-    def __init__(self, asked: Asked[Any]) -> None:
-        self.asked = asked
-        self.reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def settle(self, outcome: object) -> None:
-        if self.reply.done():  # answered already, or cancelled
-            return
-        if isinstance(outcome, Exception):
-            self.reply.set_exception(outcome)
-        else:
-            self.reply.set_result(outcome)
+class RefusedTogetherError(RequestError):
+    """Requests were refused as one. Each has to be asked alone, since it may not be the reason."""
 
 
-class Batch:
+class Batch(Generic[T]):
     """Requests that leave together. The first is the carrier's own."""
 
-    def __init__(self, first: Asked[Any]) -> None:
-        self._members = [_Member(first)]
+    def __init__(self, first: Asked[T]) -> None:
+        self.asked: list[Asked[Any]] = []
+        self._replies: list[asyncio.Future[Any]] = []
+        self.join(first)
 
-    @property
-    def asked(self) -> Sequence[Asked[Any]]:
-        return [member.asked for member in self._members]
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._members) == MAX_TOGETHER
-
-    def join(self, asked: Asked[T]) -> asyncio.Future[T]:
-        self._members.append(_Member(asked))
-        return self._members[-1].reply
+    def join(self, asked: Asked[S]) -> asyncio.Future[S]:
+        self.asked.append(asked)
+        self._replies.append(asyncio.get_running_loop().create_future())
+        return self._replies[-1]
 
     def settle(self, index: int, outcome: object) -> None:
         """Hand out what the request at `index` got: its reply or a `RequestError`."""
-        self._members[index].settle(outcome)
+        reply = self._replies[index]
+        if reply.done():  # answered already, or cancelled
+            return
+        if isinstance(outcome, Exception):
+            reply.set_exception(outcome)
+        else:
+            reply.set_result(outcome)
 
     def settle_all(self, error: Exception, first: int = 0) -> None:
         """Give an error to all requests from the first on that have no reply yet, to each one of its own."""
-        for member in self._members[first:]:
-            member.settle(copy.copy(error))
+        for index in range(first, len(self._replies)):
+            self.settle(index, copy.copy(error))
 
     def leave(self) -> None:
         """Let those leave that still wait."""
-        self._members = [member for member in self._members if not member.reply.done()]
+        waiting = [not reply.done() for reply in self._replies]
+        self.asked, self._replies = list(compress(self.asked, waiting)), list(compress(self._replies, waiting))
 
-    def own_reply(self) -> Any:
+    def own_reply(self) -> T:
         """Return the carrier's reply, at the end. Raises the `RequestError` that it got."""
-        own = self._members.pop(0).reply
-        self._members.clear()
+        own: asyncio.Future[T] = self._replies.pop(0)
+        self._replies.clear()
         try:
             return own.result()
         finally:
@@ -97,14 +91,14 @@ class Coalescer:
     """Joins requests. It keeps nothing but those that have not left yet."""
 
     def __init__(self) -> None:
-        self._forming: dict[str, Batch] = {}
+        self._forming: dict[str, Batch[Any]] = {}
 
-    async def reply_with_others(self, session: str, asked: Asked[T], deadline: float) -> T | None:
+    async def reply_with_others(self, group: str, asked: Asked[T], deadline: float) -> T | None:
         """Return the reply to one request that another one carries; None if the caller has to `carry` it itself.
 
         Raises the `RequestError` that it got.
         """
-        while (forming := self._forming.get(session)) is not None and not forming.is_full:
+        while (forming := self._forming.get(group)) is not None and len(forming.asked) < MAX_TOGETHER:
             reply = forming.join(asked)
             try:
                 return await reply
@@ -118,18 +112,18 @@ class Coalescer:
         return None
 
     @contextlib.asynccontextmanager
-    async def carry(self, session: str, asked: Asked[Any]) -> AsyncIterator[Batch]:
+    async def carry(self, group: str, asked: Asked[T]) -> AsyncIterator[Batch[T]]:
         """Give the batch that the caller has to send, once all others that ask in this turn of the loop have joined.
 
         Every request of it must be settled, or a `RequestError` raised, which then is that of all without a reply.
         """
-        batch = self._forming[session] = Batch(asked)
+        batch = self._forming[group] = Batch(asked)
         try:
             try:
                 await asyncio.sleep(0)
             finally:
-                if self._forming.get(session) is batch:
-                    del self._forming[session]
+                if self._forming.get(group) is batch:
+                    del self._forming[group]
             batch.leave()
             try:
                 yield batch

@@ -102,7 +102,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     timeout_s: float
 
 
-class _ResponseRequest(msgspec.Struct, frozen=True, kw_only=True):
+class _ScoringRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: IntArray  # (P,)
     response_ids: IntArray  # (T,)
     temperature: float = 1.0
@@ -110,13 +110,13 @@ class _ResponseRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
 
-class ScoreRequest(_ResponseRequest, frozen=True, kw_only=True, tag=True):
+class ScoreRequest(_ScoringRequest, frozen=True, kw_only=True, tag=True):
     """Answered with `TokenScores`."""
 
     top_k: int
 
 
-class CandidateRequest(_ResponseRequest, frozen=True, kw_only=True, tag=True):
+class CandidateRequest(_ScoringRequest, frozen=True, kw_only=True, tag=True):
     """Answered with a `CandidateReply`."""
 
     positions: IntArray  # (N,) 0-based response positions
@@ -133,7 +133,7 @@ EngineRequest = GenerateRequest | ScoreRequest | CandidateRequest
 
 
 class ManyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answered with one frame per request, as each is done: a `FRAME_HEADER`, then a `ManyReply`."""
+    """Answered with one frame per request: a `FRAME_HEADER`, then a `ManyReply`. Those done first are sent first."""
 
     requests: Annotated[list[EngineRequest], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
 
@@ -142,7 +142,7 @@ class ManyReply(msgspec.Struct, frozen=True, kw_only=True):
     """The reply to the request at `index`, or its error."""
 
     index: int
-    reply: msgspec.Raw = msgspec.Raw(b"\xc0")  # the message that it gets alone; nil beside an error
+    reply: msgspec.Raw = msgspec.Raw(b"\xc0")  # what it would be answered with alone; nil if there is an `error`
     error: ErrorReply | None = None
 
 

@@ -15,7 +15,7 @@ from spot_async.serving.api import MAX_TOGETHER, GenerateRequest
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Generation, SamplingSettings
 
-Send = Callable[[Batch, float], Awaitable[None]]
+Send = Callable[[Batch[Generation], float], Awaitable[None]]
 
 
 async def ask(
@@ -26,8 +26,7 @@ async def ask(
         return found
     async with coalescer.carry(session, request) as batch:
         await send(batch, deadline)
-    own: Generation = batch.own_reply()
-    return own
+    return batch.own_reply()
 
 
 def request(seed: int) -> Asked[Generation]:
@@ -49,7 +48,7 @@ class Server:
         self.batches: list[list[int]] = []
         self.open = asyncio.Event()
 
-    async def send(self, batch: Batch, deadline: float) -> None:
+    async def send(self, batch: Batch[Generation], deadline: float) -> None:
         seeds = [each.request.sampling.seed for each in batch.asked]
         self.batches.append(seeds)
         await self.open.wait()
@@ -95,7 +94,7 @@ async def test_an_error_is_its_own_request_s() -> None:
 
 
 async def test_when_sending_fails_every_request_fails_with_an_error_of_its_own() -> None:
-    async def send(batch: Batch, deadline: float) -> None:
+    async def send(batch: Batch[Generation], deadline: float) -> None:
         batch.settle(0, reply(1))
         raise TransientError("connection reset")
 
@@ -121,7 +120,7 @@ async def test_when_the_carrier_is_cancelled_the_others_ask_again(turns: int) ->
 
 
 def test_a_request_is_not_given_up_for_the_carrier_s_deadline() -> None:
-    async def send(batch: Batch, deadline: float) -> None:
+    async def send(batch: Batch[Generation], deadline: float) -> None:
         try:
             async with asyncio.timeout_at(deadline):
                 await asyncio.sleep(10.0)
@@ -155,7 +154,7 @@ async def test_a_cancelled_request_leaves_the_batch_alone() -> None:
 
 
 async def test_requests_that_fail_together_leave_nothing_behind_them() -> None:
-    async def send(batch: Batch, deadline: float) -> None:
+    async def send(batch: Batch[Generation], deadline: float) -> None:
         batch.settle(1, PermanentError("seed 2"))
         raise TransientError("connection reset")
 

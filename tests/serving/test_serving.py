@@ -311,13 +311,18 @@ async def test_scores_of_one_turn_share_one_http_request_and_so_do_chosen_tokens
     responses = [RESPONSE, RESPONSE[:2], RESPONSE[::-1]]
     alone = [await ask(each) for each in responses]
     sent.clear()
-    *together, refused = await asyncio.gather(
+    positions, ids = np.zeros(1, np.int32), np.ones((1, 2), np.uint16)  # cannot be read, so all of them are refused
+    *together, unreadable, refused = await asyncio.gather(
         *map(ask, responses),
+        backend.candidate_logprobs(ScoreRequest(PROMPT, RESPONSE, 1.0, soon()), positions, ids, expected_version=None),
         backend.score(ScoreRequest(PROMPT, RESPONSE + VOCAB, 1.0, soon()), top_k=0),
         return_exceptions=True,
     )
-    assert sent == [api.MANY, api.MANY]
+    assert sorted(sent) == [api.CANDIDATE_LOGPROBS] * 4 + [api.MANY] * 2
+    assert isinstance(unreadable, PermanentError)
     assert isinstance(refused, PermanentError)
+    assert refused.exchange is not None
+    assert refused.exchange.sent["response_ids"] == ["<i4", [4], "16 bytes"]
     for expected, found in zip(alone, together, strict=True):
         assert wire.encode(found) == wire.encode(expected)
 
