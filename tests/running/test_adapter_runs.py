@@ -82,8 +82,9 @@ def test_a_strict_run_learns_from_adapters_what_it_learns_from_merged_weights(ru
 
 
 def test_no_response_of_an_asynchronous_run_meets_an_update(run: Run) -> None:
-    _, answered = run("run", AS_ADAPTERS, "max_staleness=1", "training.iterations=4")
-    assert {reply.version_spans[0].version.step for reply in answered} >= {0, 1, 2}
+    _, answered = run("run", AS_ADAPTERS, "max_staleness=1", "training.iterations=5")
+    # The first batch is of step 0, the third of 1 or 2, the fifth of 3 or 4.
+    assert len({reply.version_spans[0].version.step for reply in answered}) >= 3
     assert all(len(reply.version_spans) == 1 for reply in answered)
 
 
