@@ -193,7 +193,7 @@ class LocalBackend(AdapterBackend):
             return (await self._reply(api.CANDIDATE_LOGPROBS, asked, request.deadline)).logprobs
 
     async def _reply(self, path: str, asked: Asked[T], deadline: float, session: str | None = "") -> T:
-        """Return the request's reply. Requests of one path and session leave together, without a session alone."""
+        """Return the reply. Requests of one path and session leave together. With None the request leaves alone."""
         alone = functools.partial(self._server.post, path, asked.request, asked.kind, asked.check)
         if session is None or asked.largest > MOST_BYTES_TOGETHER:
             return await alone(deadline, asked.largest)
