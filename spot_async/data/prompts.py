@@ -39,6 +39,7 @@ DATE_WARNING = (
 _FIELDS = {"problem": "text", "solution": "solution", "answer": "answer", "category": "category"}
 # For models without a chat template. It continues worked examples of a benchmark: "Question: ... Answer: ...".
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}Answer:"
+AT_ONCE = 1024  # prompts that are rendered together: their ids are Python's numbers until all are there
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}here\N{OBJECT REPLACEMENT CHARACTER}"
 # In front of a template, this macro replaces the function through which transformers lets templates read the clock.
 _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
@@ -89,6 +90,22 @@ class PromptRenderer:
     def token_ids(self, problem: Problem) -> IntArray:
         """Return the ids (P,) of the rendered prompt. Raises DataError if it is empty, which no server accepts."""
         return self.turn_ids(self._turns(problem), f"problem {problem.id!r}")
+
+    def all_token_ids(self, problems: Sequence[Problem]) -> list[IntArray]:
+        """Return what `token_ids` does for each problem, and raise as that does. Many are rendered in one call."""
+        found: list[IntArray] = []
+        for start in range(0, len(problems), AT_ONCE):
+            some = problems[start : start + AT_ONCE]
+            self._try_once(chats := [_messages(self._turns(problem)) for problem in some])
+            try:
+                ids = self._render(chats, tokenize=True, return_dict=True)["input_ids"]
+            except Exception:  # noqa: BLE001 - the template is the user's own program; singly, the problem is named
+                ids = []
+            if len(ids) == len(some) and all(ids):
+                found += (np.array(each, dtype=np.int32) for each in ids)
+            else:
+                found += map(self.token_ids, some)
+        return found
 
     def turn_ids(self, turns: Sequence[ChatTurn], what: str = "these turns") -> IntArray:
         """Return the ids (P,) of a prompt made of turns; `what` names them in messages. Raises as `token_ids`."""
@@ -144,25 +161,30 @@ class PromptRenderer:
         return [*problem.history, ChatTurn(role="user", content=self._content(problem))]
 
     def _apply(self, turns: Sequence[ChatTurn], **arguments: Any) -> Any:
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        if not self._is_tried:
-            self._try(messages)
+        messages = _messages(turns)
+        self._try_once([messages])
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, **{**self._arguments, **arguments}
-            )
+            return self._render(messages, **arguments)
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
             where = f" in line {line}" if (line := template_line(error)) else ""
             raise DataError(f"{self._name}: the chat template fails{where}: {first_line(error)}") from None
 
-    def _try(self, messages: list[dict[str, str]]) -> None:
-        """Raise DataError if the template never comes to its end, or takes all memory."""
+    def _render(self, messages: Sequence[object], **arguments: Any) -> Any:
+        """Apply the template to one chat, or to each of a list of chats."""
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, **{**self._arguments, **arguments}
+        )
+
+    def _try_once(self, chats: Sequence[Sequence[dict[str, str]]]) -> None:
+        """Raise DataError if the template never comes to its end for the first chat, or takes all memory."""
+        if self._is_tried:
+            return
         self._is_tried = True
         variables = {name: value for name, value in self._arguments.items() if name != "chat_template"}
         special = {name: str(value) for name, value in self._tokenizer.special_tokens_map.items()}
         try:
             template = self.template_text
-            call = json.dumps({**special, **variables, "messages": messages, "add_generation_prompt": True})
+            call = json.dumps({**special, **variables, "messages": chats[0], "add_generation_prompt": True})
         except (ValueError, TypeError):
             return  # said when it is used
         if (fault := overdoes(template, call)) is not None:
@@ -192,7 +214,9 @@ class TeacherPromptRenderer(PromptRenderer):
         read the same of two problems that the student can tell apart.
         """
         name = self._teacher
-        rendered = [(each, self.token_ids(each.problem) if each.problem.asks(name) else None) for each in sources]
+        asked = [each.problem for each in sources if each.problem.asks(name)]
+        ids_of = iter(self.all_token_ids(asked))
+        rendered = [(each, next(ids_of) if each.problem.asks(name) else None) for each in sources]
         first_with: dict[bytes, PromptSource] = {}
         for each, own_ids in rendered:
             if own_ids is None:
@@ -233,6 +257,10 @@ class TeacherPromptRenderer(PromptRenderer):
         return self._template_config.filled(part)
 
 
+def _messages(turns: Sequence[ChatTurn]) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.content} for turn in turns]
+
+
 def template_line(error: Exception) -> int | None:
     """Return the line of a Jinja template that an exception came from. Jinja writes it into the traceback."""
     if isinstance(error, jinja2.TemplateSyntaxError):
@@ -259,7 +287,10 @@ def render_all(
     The caller can compare lengths to see how many were dropped. Raises DataError if a prompt is empty, or all are the
     same.
     """
-    rendered = [PromptSource(problem=problem, token_ids=renderer.token_ids(problem)) for problem in problems]
+    rendered = [
+        PromptSource(problem=problem, token_ids=token_ids)
+        for problem, token_ids in zip(problems, renderer.all_token_ids(problems), strict=True)
+    ]
     renderer.check_differ(rendered)
     if max_prompt_tokens is None:
         return rendered

@@ -10,7 +10,7 @@ import pytest
 
 from spot_async.config import ProblemSetConfig, PromptConfig
 from spot_async.config.loading import validate_as
-from spot_async.data import load_problem_set
+from spot_async.data import load_problem_set, prompts
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, TeacherPromptRenderer, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
@@ -124,6 +124,34 @@ def test_a_template_without_the_problem_is_refused_before_anything_starts(tmp_pa
         render_all(problems, renderer)
     if template:  # rows that repeat each other are no fault of the template
         assert len(render_all([problems[0]] * 2, renderer)) == 2
+
+
+def test_prompts_rendered_together_are_those_rendered_singly(tmp_path, monkeypatch):
+    """Problems differ in length, turns and special tokens. A call renders three of them, and the last one two."""
+    monkeypatch.setattr(prompts, "AT_ONCE", 3)
+    path = tmp_path / "mine.jinja"
+    path.write_text("{% if 'unreadable' in messages[-1].content %}{{ 1 / 0 }}{% endif %}" + TEMPLATE)
+    vocabulary = Vocabulary.load(Path("examples/running_sum/student"))
+    renderer = PromptRenderer(vocabulary, PromptConfig(template=str(path)))
+    texts = ["1+1", "2+2-3", "7", "a15b-9c-4d+5e+2", "1+<eos>", "é", "\n 4 "]
+    problems = [Problem(id=text, text=text, answer="2") for text in texts]
+    problems.append(Problem(id="talk", text="5", answer="5", history=(ChatTurn(role="system", content="Brief."),)))
+    singly = [renderer.token_ids(problem) for problem in problems]
+    calls = []
+    apply = vocabulary.tokenizer.apply_chat_template
+
+    def counted(chats, **arguments):
+        calls.append(len(chats))
+        return apply(chats, **arguments)
+
+    monkeypatch.setattr(vocabulary.tokenizer, "apply_chat_template", counted)
+    together = [source.token_ids for source in render_all(problems, renderer)]
+    assert calls == [3, 3, 2]
+    for one, other in zip(singly, together, strict=True):
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+    with pytest.raises(DataError, match=r"^prompt\.template=.*mine\.jinja: the chat template fails in line 1: div"):
+        render_all([*problems, Problem(id="bad", text="unreadable", answer="2")], renderer)
 
 
 def schedule(count=23, **arguments):
