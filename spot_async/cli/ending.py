@@ -35,7 +35,6 @@ from spot_async.errors import (
     StalledError,
     StorageError,
 )
-from spot_async.evaluation.response_log import count_kept
 from spot_async.loop.resuming import StopRequest
 from spot_async.models.hub import with_downloads
 from spot_async.run_directory.layout import ENDS_EARLY, RunDirectory
@@ -205,6 +204,8 @@ def saved(directory: RunDirectory) -> str:
     if not directory.is_there():
         return f"what was saved went with {directory.path}"
     if directory.purpose == "eval":
+        from spot_async.evaluation.response_log import count_kept  # with problems and templates: not for --help
+
         kept = counted(count_kept(directory.path / "evaluation.jsonl"), "judged response")
         return f"saved: {kept}; to continue: the same command with --resume {directory.path}"
     student = directory.path / "student"

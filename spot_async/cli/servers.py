@@ -17,7 +17,6 @@ from spot_async.config import ROLES
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, SpotError
 from spot_async.run_directory.layout import RunDirectory, name_of
-from spot_async.telemetry.run_log import log_events_to
 
 
 @contextlib.contextmanager
@@ -26,6 +25,8 @@ def working_directory(given: Path | None) -> Iterator[Path]:
 
     Raises ConfigError if `given` cannot be made, and StorageError if a temporary directory cannot.
     """
+    from spot_async.telemetry.run_log import log_events_to  # with problems and templates: not for --help
+
     with contextlib.ExitStack() as stack:
         path = given or stack.enter_context(private_directory("spot-async-"))
         try:
