@@ -35,9 +35,12 @@ import pytest
 import structlog
 from whole_distributions import dense_scores, heavy_tailed, recomputed  # noqa: F401 - fixtures
 
+from spot_async.base.processes.resources import keep_rows_apart
 from spot_async.config import TrainingConfig
 from spot_async.trainer.settings import TrainerSettings
 from spot_async.types import Divergence, Pull, SoftTargets, Supervision, WeightVersion
+
+keep_rows_apart()  # as a server does; nothing above computes with torch
 
 if TYPE_CHECKING:
     import torch

@@ -13,6 +13,7 @@ Which row belongs to which response is up to the engine.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -20,12 +21,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 WIDTH_MULTIPLE = 32  # a width that is not a multiple of the vector length gives other roundings
 
 # The longest context decides a decode's width. A shorter context in it must be summed in the same order at every width
-# that is used, and the libraries choose the order. MKL sums up to 192 numbers in one block, and 384 or more in blocks
-# of 192. Counts in between it halves, wherever the middle is, so no width may have one. torch's attention gives MKL 512
-# positions at a time. torch computes a product of fewer than 400 multiplications in its own loop.
+# that is used, and the libraries choose the order. MKL sums a number of positions in one block that follows the
+# processor. It halves a count of more than one block and less than two, wherever the middle is, so no width may have
+# one. torch's attention gives MKL 512 positions at a time. torch computes a product of fewer than 400 multiplications
+# in its own loop.
 SMALLEST_DECODE_WIDTH = 64
 ATTENTION_BLOCK = 512
-HALVED = range(193, 384)
 
 
 def bucketed(width: int) -> int:
@@ -35,9 +36,29 @@ def bucketed(width: int) -> int:
 
 def decode_width(width: int) -> int:
     """Round `width` up to one that a decode may have."""
+    block = summed_at_once()
+    if block < ATTENTION_BLOCK < 2 * block:  # all but the attention's last block are halved, so that must be whole too
+        return -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
     blocks, rest = divmod(bucketed(width), ATTENTION_BLOCK)
-    rest = HALVED.stop if rest in HALVED else rest
+    rest = 2 * block if block < rest < 2 * block else rest
     return max(SMALLEST_DECODE_WIDTH, blocks * ATTENTION_BLOCK + rest)
+
+
+@functools.cache
+def summed_at_once() -> int:
+    """Return how many positions products of this process sum in one block, by trying; at most `ATTENTION_BLOCK`.
+
+    MKL has 192 with AVX2, 384 with AVX-512, and no bound below.
+    """
+    dice = torch.Generator().manual_seed(0)
+    weights = torch.rand(1, 4, ATTENTION_BLOCK, generator=dice)
+    values = torch.rand(1, ATTENTION_BLOCK, 16, generator=dice)
+    for width in range(SMALLEST_DECODE_WIDTH, ATTENTION_BLOCK, WIDTH_MULTIPLE):
+        longer = values[:, : width + WIDTH_MULTIPLE].clone()
+        longer[:, width:] = 0.0
+        if not torch.equal(weights[..., :width] @ values[:, :width], weights[..., : width + WIDTH_MULTIPLE] @ longer):
+            return width
+    return ATTENTION_BLOCK
 
 
 class PrefillDone(Exception):

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spot_async.serving.engine.cache import bucketed
+from spot_async.serving.engine.cache import SMALLEST_DECODE_WIDTH, bucketed
 from spot_async.serving.engine.model import CausalModel, logprob_gap
 from spot_async.serving.engine.weights import Products
 
 TOLERANCE_NATS = 1e-4
+SUMMED_BLOCK = 192  # positions that every processor's products sum at once; what is left of them is `WIDTH_MULTIPLE`s
+WIDTH_MULTIPLE = SMALLEST_DECODE_WIDTH
 
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -115,6 +117,7 @@ class FusedModel(CausalModel):
         self._cos: torch.Tensor = cos[0, :, None]  # (positions, 1, d)
         # This is multiplied with a head whose halves are swapped.
         self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]
+        self._columns = torch.arange(self.padded_width(self.max_context_tokens), device=self.device)
         self._norm_of_head = torch.tensor([0] * self._query_heads + [1] * self._kv_heads, device=self.device)
 
     @staticmethod
@@ -136,6 +139,9 @@ class FusedModel(CausalModel):
             for number, layer in enumerate(self._base.layers)
             for product, linears in _products(layer.self_attn, layer.mlp).items()
         }
+
+    def padded_width(self, width: int) -> int:
+        return -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if self.is_deterministic else bucketed(width)
 
     def new_cache(self, slots: int) -> FusedCache:  # type: ignore[override]
         return FusedCache(
@@ -190,7 +196,7 @@ class FusedModel(CausalModel):
                 keys[..., :width].flatten(0, 1),
                 alpha=self._scale,
             )
-            attended = torch.bmm(scores.softmax(-1), values[:, :, :width].flatten(0, 1))  # (n G, H / G, d)
+            attended = _weighed(values[:, :, :width].flatten(0, 1), scores.softmax(-1))  # (n G, H / G, d)
             x = self._mlp(layer, self._project(layer, x, attended.view(n, -1)))
         return self._norm(x)
 
@@ -246,6 +252,18 @@ class FusedModel(CausalModel):
         x.addmm_(inner, layer.down)
         self._adapted.add((layer.number, "down"), inner, x)
         return x if layer.down_bias is None else x.add_(layer.down_bias)
+
+
+def _weighed(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the product (b, q, d) of weights (b, q, W) and values (b, W, d), in an order of sums that W leaves alone.
+
+    A library's own order follows W and the processor (`cache.py`), but none divides a `SUMMED_BLOCK`.
+    """
+    total = torch.bmm(weights[..., :SUMMED_BLOCK], values[:, :SUMMED_BLOCK])
+    for start in range(SUMMED_BLOCK, weights.shape[-1], SUMMED_BLOCK):
+        block = slice(start, start + SUMMED_BLOCK)
+        total.baddbmm_(weights[..., block], values[:, block])
+    return total
 
 
 def _layer_fits(layer: Any) -> bool:

@@ -66,7 +66,7 @@ class CausalModel:
         stand_in = _GivenHidden(type(self._base(**self._any_token())))
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
         self._dtype: torch.dtype = module.dtype
-        self._columns = torch.arange(decode_width(max_context_tokens), device=self.device)
+        self._columns = torch.arange(self.padded_width(max_context_tokens), device=self.device)
         self._shown = torch.tensor(0.0, dtype=self._dtype, device=self.device)  # what a mask adds to scores
         self._masked = torch.tensor(torch.finfo(self._dtype).min, dtype=self._dtype, device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
