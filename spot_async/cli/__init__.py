@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import os
 import traceback
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -112,7 +111,6 @@ def main() -> None:
     """Entry point of the `spot-async` command."""
     tune_gc()  # what is imported from here on is no garbage
     show_nearest_characters()
-    os.umask(os.umask(0) | 0o022)  # weights that others could write would be refused
     try:
         app()
     except Exception:  # noqa: BLE001 - a bug, whose trace may quote what a server said

@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from spot_async.base.addresses import own_address_towards
+from spot_async.base.processes.nursery import NURSERY
 from spot_async.base.text import counted, rough_time
 from spot_async.cli.arguments import Brief, DryRun, EvaluationOverrides, OptionalConfigPath, Overrides
 from spot_async.cli.ending import (
@@ -369,6 +370,8 @@ def _evaluate(settings: Config, name: str, *, dry_run: bool, brief: bool, resume
             raise DataError(unloadable[0])
         from spot_async.running.measuring import evaluate_student  # late, for the same reason as in `train`
 
+        if not any(each.runs_here for each in settings.student.backend.servers()):
+            NURSERY.end()  # for nothing that this evaluation starts
         directory = evaluation_directory(settings, path, is_new=resume is None)
         try:
             stack.enter_context(directory.locked())

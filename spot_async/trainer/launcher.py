@@ -57,13 +57,30 @@ def main(words: Sequence[str]) -> int:
         for rank in range(ranks):
             error_file = str(Path(given.channel_directory) / ERROR_FILE.format(rank))
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE_VARIABLE: error_file}
-            running[os.posix_spawn(sys.executable, command, variables | own, setsigmask=())] = rank
+            running[start(command, variables | own)] = rank
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         ended = first_ends(running)
     finally:
         end(running)
     sys.stderr.write(f"{describe(ended, given.channel_directory, first_rank=given.node_rank * ranks)}\n")
     return 1
+
+
+def start(command: list[str], environment: Mapping[str, str]) -> int:
+    """Start a rank and return its process id. A launcher that was forked has torch already, and forks it too."""
+    if "torch" not in sys.modules:
+        return os.posix_spawn(sys.executable, command, environment, setsigmask=())
+    from spot_async.base.processes.nursery import Order, fork, run_as_program
+
+    _, _, module, *words = command
+
+    def become() -> None:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        run_as_program(Order(module, words, environment))
+
+    return fork(become)
 
 
 def stop(number: int, frame: object) -> NoReturn:

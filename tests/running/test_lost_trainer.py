@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ KEYS = (
     "sampling.max_response_tokens=64",
     "evaluation=null",
 )
+NURSERY = "base.processes.nursery"
 SHARDED = ("training.ranks=2", "training.sharding=fsdp2")
 
 
@@ -112,6 +114,21 @@ def test_a_strict_run_whose_trainer_is_killed_ends_by_itself_with_the_same_bits(
     assert all(each == servers[0] for each in servers)
     check_run(directory)
     assert weights(directory) == whole(keys)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
+def test_a_strict_run_whose_nursery_is_killed_goes_on_without_it_to_the_same_bits(tmp_path, whole):
+    """Servers and trainer end with it. They are started anew, by themselves."""
+    directory = tmp_path / "run"
+    run, said, servers = kill_after(directory, (), [(2, NURSERY)], random.Random(0))
+    assert run.returncode == 0, said
+    assert "trainer restarts: 1" in said
+    assert len(servers[0]) == len(servers[1]) == 2
+    assert not {*servers[0]} & {*servers[1]}
+    assert not processes(run, NURSERY)
+    check_run(directory)
+    assert weights(directory) == whole(())
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import math
 import os
-import re
 import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from spot_async.base.files import writing
 from spot_async.base.processes import guard
 from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.last_words import error_in, headline, readable
+from spot_async.base.processes.nursery import NURSERY, ForkedProcess
 from spot_async.base.secrets import SECRETS, pattern
 from spot_async.errors import ProcessDiedError
 
@@ -50,7 +50,7 @@ class ChildProcess:
     def __init__(
         self,
         name: str,
-        process: asyncio.subprocess.Process,
+        process: asyncio.subprocess.Process | ForkedProcess,
         log_path: Path,
         *,
         guard_grace_s: float | None = None,
@@ -74,9 +74,13 @@ class ChildProcess:
         """Start `argv` in a session of its own, with stdout and stderr in `log_path`.
 
         It gets our environment without keys, and `environment`. With `cores` it is bound to those, else it shares ours.
+        If it is a program of the nursery's (`nursery.py`), that forks it.
         """
-        own = {**SECRETS.without_keys(os.environ), **(environment or {})}
-        return cls(name, await _spawn(argv, log_path, own, cores), log_path)
+        own = {**(environment or {}), **_given_cores(cores)}
+        whole = {**SECRETS.without_keys(os.environ), **own}
+        with _open_log(log_path) as log:
+            forked = await NURSERY.fork(argv, own, whole, log)
+        return cls(name, forked or await _spawn(argv, log_path, whole), log_path)
 
     @classmethod
     async def start_foreign(
@@ -97,7 +101,8 @@ class ChildProcess:
         """
         hidden = {guard.SECRET_VARIABLE: pattern(secrets)} if secrets else {}
         guarded = [sys.executable, "-I", "-S", guard.__file__, str(FOREIGN_GRACE_S), *argv]
-        process = await _spawn(guarded, log_path, foreign_environment({**(environment or {}), **hidden}), cores)
+        own = {**(environment or {}), **hidden, **_given_cores(cores)}
+        process = await _spawn(guarded, log_path, foreign_environment(own))
         return cls(name, process, log_path, guard_grace_s=FOREIGN_GRACE_S + GUARD_MARGIN_S)
 
     @classmethod
@@ -111,7 +116,7 @@ class ChildProcess:
         grace_s = FOREIGN_GRACE_S + GUARD_MARGIN_S  # the far guard has the program's own grace, and then some to kill
         guarded, environment = program.guarded(grace_s, far_grace_s=FOREIGN_GRACE_S)
         hidden = {guard.SECRET_VARIABLE: pattern(secrets)} if secrets else {}
-        process = await _spawn(guarded, log_path, foreign_environment({**environment, **hidden}), None)
+        process = await _spawn(guarded, log_path, foreign_environment({**environment, **hidden}))
         return cls(name, process, log_path, guard_grace_s=grace_s + GUARD_MARGIN_S)
 
     @property
@@ -199,17 +204,18 @@ def foreign_environment(own: Mapping[str, str]) -> dict[str, str]:
     return {**{name: value for name, value in ours.items() if name not in OF_OUR_ENVIRONMENT}, **own}
 
 
-async def _spawn(
-    argv: Sequence[str], log_path: Path, environment: Mapping[str, str], cores: Collection[int] | None
-) -> asyncio.subprocess.Process:
-    given = {guard.CORES_VARIABLE: ",".join(map(str, sorted(cores)))} if cores else {}
+def _given_cores(cores: Collection[int] | None) -> dict[str, str]:
+    return {guard.CORES_VARIABLE: ",".join(map(str, sorted(cores)))} if cores else {}
+
+
+async def _spawn(argv: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
     with _open_log(log_path) as log:
         return await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**environment, **given, "SPOT_ASYNC_PARENT": str(os.getpid())},
+            env={**environment, "SPOT_ASYNC_PARENT": str(os.getpid())},
             start_new_session=True,
         )
 
@@ -245,8 +251,8 @@ def standing_still(root: int) -> Iterator[str]:
 
 def _name_of(pid: int) -> str:
     with contextlib.suppress(OSError):  # the process ended meanwhile
-        if (rank := re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())) is not None:
-            return f"rank {rank[1].decode()}"  # as torch numbers the processes of one program
+        if (own := Path(f"/proc/{pid}/comm").read_text().strip()).startswith("rank "):
+            return own
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if "-m" in arguments[:-1]:
             return arguments[arguments.index("-m") + 1]
