@@ -153,6 +153,7 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 docs: install
 	$(BIN)/python tests/support/generated_docs.py

@@ -19,6 +19,7 @@ import os
 import pwd
 import stat
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -96,9 +97,11 @@ def _fault(path: Path, *, is_last: bool, trusted: frozenset[int]) -> str | None:
 
 def _is_list_private(path: Path, trusted: frozenset[int]) -> bool:
     """Whether an access-control list, if there is one, lets nobody write but those who are trusted."""
+    if sys.platform != "linux":
+        return True
     try:
         entries = os.getxattr(path, _ACCESS_LIST)[4:]  # after its version
-    except (OSError, AttributeError):  # none, or a system without
+    except OSError:  # none, or a file system without
         return True
     for tag, permissions, who in _ENTRY.iter_unpack(entries[: len(entries) // _ENTRY.size * _ENTRY.size]):
         if not permissions & _WRITE:

@@ -25,6 +25,17 @@ print(SharedMemory(create=True, size=64).name, flush=True)
 time.sleep(600)
 """
 
+# A guard that believes to be on a system without prctl, /proc and `sigtimedwait`.
+ELSEWHERE = """
+import signal, sys
+from spot_async.base.processes import guard
+sys.platform = "darwin"
+del signal.sigtimedwait
+guard.process_tree = lambda root: {}
+own = guard.Guard(sys.argv[2:])
+guard.end_as(own.run(float(sys.argv[1])))
+"""
+
 
 @pytest.fixture
 def server(tmp_path):
@@ -55,6 +66,17 @@ async def test_what_ignores_sigterm_is_killed_with_all_below_it(server, monkeypa
     await child.stop()
     assert 0.5 <= time.monotonic() - started < 15  # which it would be without the patch
     assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize(("manner", "grace_s", "ends_by"), [("polite", 600, "SIGTERM"), ("stubborn", 0.2, "SIGKILL")])
+async def test_elsewhere_than_on_linux_a_stop_ends_the_program_alone(server, manner, grace_s, ends_by):
+    argv = [sys.executable, "-c", ELSEWHERE, str(grace_s), sys.executable, str(server), "0", manner]
+    child = await ChildProcess.start("guard", argv, log_path=server.with_name("log"))
+    (pid,) = await printed(child.log_path, 1)
+    os.kill(child.pid, signal.SIGTERM)
+    with pytest.raises(ProcessDiedError, match=f"was killed by {ends_by}"):
+        await child.watch()
+    assert not is_alive(pid)
 
 
 async def test_shared_memory_of_what_had_to_be_killed_is_freed(tmp_path, monkeypatch):

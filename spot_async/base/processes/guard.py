@@ -57,7 +57,7 @@ KILL_INTERVAL_S = 0.05  # pause between two searches for processes that were sta
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-_AWAITED = {*_STOP, signal.SIGCHLD}
+_AWAITED = {*_STOP, signal.SIGCHLD, signal.SIGALRM}  # the last ends a wait where there is no `sigtimedwait`
 
 
 class Guard:
@@ -140,8 +140,12 @@ class Guard:
                 received = signal.sigwait(_AWAITED)
                 if received in _STOP:
                     return received
-            else:
+            elif sys.platform == "linux":
                 signal.sigtimedwait(_AWAITED, left)  # further stop signals change nothing: we are stopping
+            else:
+                signal.setitimer(signal.ITIMER_REAL, left)
+                signal.sigwait(_AWAITED)
+                signal.setitimer(signal.ITIMER_REAL, 0)
             self._reap()
         return None
 
@@ -159,8 +163,14 @@ class Guard:
             os.kill(self._program.pid, number)
 
     def _signal_tree(self, number: int, spared: str | None = None) -> None:
-        """Signal everything below, except processes with `spared` in their command line."""
-        for pid in process_tree(os.getpid()).keys() - {os.getpid()}:
+        """Signal everything below, except processes with `spared` in their command line.
+
+        Where there is no /proc only the program is known.
+        """
+        below = process_tree(os.getpid()).keys() - {os.getpid()}
+        if sys.platform != "linux" and self.status is None:
+            below = {self._program.pid}
+        for pid in below:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 if spared is None or spared.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, number)
@@ -214,7 +224,7 @@ def _copy_without(secret: re.Pattern[bytes], source: int) -> None:
 def take_given_cores() -> None:
     """Bind this process to the cores that our parent gave, if any. Use all if those are no longer available."""
     given = os.environ.pop(CORES_VARIABLE, None)
-    if given is not None:
+    if sys.platform == "linux" and given is not None:
         try:
             os.sched_setaffinity(0, {int(core) for core in given.split(",")})
         except OSError as error:

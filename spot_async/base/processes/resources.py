@@ -55,10 +55,12 @@ class CoreShares:
 
 def available_cores() -> frozenset[int]:
     """Return the cores that this process may use; empty where processes cannot be bound (not Linux, or refused)."""
+    if sys.platform != "linux":
+        return frozenset()
     try:
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)
-    except (AttributeError, OSError):
+    except OSError:
         return frozenset()
     return frozenset(cores)
 
@@ -89,7 +91,7 @@ def share_cores(available: Collection[int], wanted: Mapping[str, int]) -> CoreSh
 @contextlib.contextmanager
 def confined(shares: CoreShares) -> Iterator[None]:
     """Keep this process, and what it starts meanwhile, to the shared cores."""
-    if not shares.own:
+    if sys.platform != "linux" or not shares.own:
         yield
         return
     before: dict[int, Collection[int]] = {}
