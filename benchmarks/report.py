@@ -8,17 +8,11 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-
-def processor() -> str:
-    """Return the CPU's name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+from spot_async.base.processes.resources import cpu_type
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
@@ -28,7 +22,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
-    console.print(f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    console.print(f"{cpu_type()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     console.print(f"{datetime.date.today().isoformat()}: python {' '.join(sys.argv)}")
     console.print(table)
     for note in notes:

@@ -38,11 +38,10 @@ class Machine:
 
 def look() -> Machine:
     """Look at this machine. Imports torch."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import torch
-    from report import processor
 
     from spot_async.base.processes.gpus import GpuSoftware
+    from spot_async.base.processes.resources import cpu_type
 
     software = GpuSoftware.found()
     there = torch.cuda.is_available()
@@ -54,7 +53,7 @@ def look() -> Machine:
         cuda=torch.version.cuda or "",
         driver=software.driver or "",
         nccl=".".join(map(str, torch.cuda.nccl.version())) if count else "",
-        processor=processor(),
+        processor=cpu_type(),
         python=platform.python_version(),
         commit=commit(),
     )

@@ -128,6 +128,7 @@ class _RunFile(msgspec.Struct):
     command: Purpose | None = None  # the command that made the directory; None where older programs did not say
     versions: dict[str, str] = msgspec.field(default_factory=software_versions)  # {} where older programs made it
     cores: int | None = None  # how many the command could use; the report's advice depends on it
+    cpu: str | None = None  # that the trainer computed on last; None on GPUs, and where older programs did not say
 
 
 class _RowOfIteration(msgspec.Struct):
@@ -319,6 +320,19 @@ class RunDirectory:
                     os.truncate(path, _end_of(path, iteration))
             except OSError as error:
                 raise StorageError(f"cannot cut {path}: {error.strerror}") from None
+
+    def note_cpu(self, cpu: str) -> str | None:
+        """Write down what the trainer computes on from now on; return what it computed on before, if that is known.
+
+        Raises DataError or StorageError.
+        """
+        path = self.path / "run.json"
+        with writing(path):
+            data = read_bounded(path)
+        before = decode_json(data, _RunFile, path.name).cpu
+        if before != cpu:
+            write_whole(path, as_json(decode_json(data, dict[str, Any], path.name) | {"cpu": cpu}))
+        return before
 
     @property
     def has_summary(self) -> bool:

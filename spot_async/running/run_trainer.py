@@ -77,6 +77,7 @@ class RunTrainer:
     async def start(self) -> None:
         """Start a trainer. Raises `TrainerError` as entering a `TrainerProcess` does."""
         self._process = await self._resources.enter_async_context(InTurn(self._turns, TRAINER, self._make()))
+        self.cpu = self._process.cpu
 
     async def stop(self) -> None:
         """End what is left of the trainer."""

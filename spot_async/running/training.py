@@ -207,6 +207,7 @@ class TrainingRun:
             sinks=self._sinks,
             lag=self._lag,
         )
+        self._note_cpu()
         compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
         self._warn_once(MISMATCHED, lambda finished: mismatch_words(finished.report.metrics, compared))
         self._warn_once(NO_ADVICE, OutcomeHistory(RunFiles(self._directory.path).metrics()).warning)
@@ -226,6 +227,15 @@ class TrainingRun:
                     sink.conclude(state.iteration, evaluation_metrics(after), sample_texts(after))
         if self._nodes is not None:
             self._nodes.ends("stopped" if state.stopped else "done")
+
+    def _note_cpu(self) -> None:
+        """Write down what the trainer computes on. Say so if an earlier part of the run computed on another CPU."""
+        now = self._trainer.cpu
+        before = self._directory.note_cpu(now) if now else None
+        if before is not None and before != now:
+            words = f"trained on {before} so far, and now on {now}: from here on the numbers differ in their last bits"
+            self._screen.warn(words)
+            structlog.get_logger().warning("other cpu", reason=words)
 
     async def _train(self, run: OpenRun) -> OrchestratorState:
         """Train one part after the other, and return where the last one ended."""

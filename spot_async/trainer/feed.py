@@ -60,10 +60,10 @@ class BatchFeed:
         self._due = step
         self._last: Trained | None = None
 
-    def ready(self) -> None:
-        """Say so once all ranks are."""
+    def ready(self, cpu: str) -> None:
+        """Say so once all ranks are, and on which CPU this one computes, if on one."""
         wait_for_all(self._group)
-        self._say(Ready(self._due))
+        self._say(Ready(self._due, cpu))
 
     def next(self, divide: Divide) -> Share | Save:
         """Wait for what this rank is to do next. `divide` is called on rank 0 alone.

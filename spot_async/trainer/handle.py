@@ -42,7 +42,7 @@ Told = TypeVar("Told", Published, Saved)
 
 class TrainerProcess(Opened):
     """The trainer of a run, as an async context manager. Entering waits until all ranks are ready;
-    `step` is then the number of steps behind them, and so the first iteration to train.
+    `step` is then the number of steps behind them, and so the first iteration to train. `cpu` is that of `Ready`.
 
     Implements `protocols.Trainer`. Whatever goes wrong in entering or training is a `TrainerError`; then leave.
     """
@@ -74,7 +74,8 @@ class TrainerProcess(Opened):
         stack.push_async_callback(self._child.stop)
         if self._nodes is not None:
             stack.push_async_callback(self._nodes.stop)
-        self.step = (await self._while_it_lives(self._ready(), "the trainer was not ready")).step
+        ready = await self._while_it_lives(self._ready(), "the trainer was not ready")
+        self.step, self.cpu = ready.step, ready.cpu
 
     async def watch(self) -> None:
         """Run for as long as the trainer lives. Raises `ProcessDiedError` when it ends by itself."""

@@ -66,6 +66,7 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     # The steps behind the trainer, which is also the iteration that is due.
     step: int = 0
+    cpu: str = ""  # that rank 0 computes on, and the instruction set that torch uses there; empty: it has a GPU
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):

@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from spot_async.base.processes.resources import cpu_type
 from spot_async.base.seeds import derive_seed
 from spot_async.errors import TrainerError
 from spot_async.trainer.batching import (
@@ -63,7 +64,7 @@ def train_batches(trainer: StudentTrainer, feed: BatchFeed) -> NoReturn:
 
     After an error only answer, always with that error.
     """
-    feed.ready()
+    feed.ready(trainer.cpu)
     try:
         while True:
             match feed.next(trainer.divide):
@@ -84,6 +85,8 @@ class StudentTrainer:
         self._training = settings.training
         self._strategy = strategy
         self._device = device
+        # What bits depend on. The environment may ask for another instruction set than the CPU's best.
+        self.cpu = f"{cpu_type()}, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
         dtype = torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32
         self.model = new_student(settings.model_directory)
         is_packed = packs(

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spot_async.base import wire
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.processes.exits import exit_at_once
+from spot_async.base.processes.resources import cpu_type
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
 from spot_async.trainer.groups import Ranks
 from spot_async.trainer.handle import TrainerProcess
@@ -263,6 +264,7 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
     batch = unequal_batch(0)
     batch[4].behavior_logprobs[0] = np.nan
     async with TrainerProcess(trainer_settings(student, tmp_path, ranks=2, **SHORT)) as trainer:
+        assert trainer.cpu == f"{cpu_type()}, {torch.backends.cpu.get_cpu_capability()}"
         pids = list(trainer_pids(os.getpid()))
         for _ in range(2):  # and it stays stopped
             with pytest.raises(

@@ -163,12 +163,9 @@ class Guard:
             os.kill(self._program.pid, number)
 
     def _signal_tree(self, number: int, spared: str | None = None) -> None:
-        """Signal everything below, except processes with `spared` in their command line.
-
-        Where there is no /proc only the program is known.
-        """
+        """Signal everything below, or all that is known, except processes with `spared` in their command line."""
         below = process_tree(os.getpid()).keys() - {os.getpid()}
-        if sys.platform != "linux" and self.status is None:
+        if sys.platform != "linux" and self.status is None:  # without /proc
             below = {self._program.pid}
         for pid in below:
             with contextlib.suppress(OSError):  # it ended meanwhile

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import platform
 import resource
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -68,6 +69,21 @@ def available_cores() -> frozenset[int]:
 def usable_cores() -> int:
     """Return how many cores this process may use, at least 1."""
     return len(available_cores()) or os.cpu_count() or 1
+
+
+def cpu_type() -> str:
+    """Return what the system says of this machine's CPU: `AMD EPYC 7763 64-Core Processor, family 25, model 1`.
+
+    The numbers tell CPUs apart whose names are equal, as in virtual machines. Without a name it is the architecture.
+    """
+    told: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines():  # of the first core
+            name, _, value = line.partition(":")
+            told[name.strip()] = value.strip()
+    numbers = {"family": "cpu family", "model": "model", "implementer": "CPU implementer", "part": "CPU part"}
+    known = [f"{word} {told[name]}" for word, name in numbers.items() if name in told]
+    return ", ".join([told.get("model name", platform.machine()), *known])
 
 
 def share_cores(available: Collection[int], wanted: Mapping[str, int]) -> CoreShares:
