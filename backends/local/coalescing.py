@@ -128,6 +128,7 @@ class Coalescer:
             try:
                 yield batch
             except RequestError as error:
-                batch.settle_all(error)
+                # From Python 3.12 on its trace leads to `__aexit__`, which refers to it: it would stay in memory.
+                batch.settle_all(error.with_traceback(None))
         finally:
             batch.settle_all(_CarrierGone(), first=1)
