@@ -193,7 +193,8 @@ def notes(config: Config, found: Requirements) -> list[str]:
         lines.append("the memory of a rank is unknown: the estimate does not know the student's architecture")
     elif found.machine is None:
         lines.append(
-            "a rank is estimated as on a GPU; what servers take is not known, as none starts on a numbered GPU"
+            "a rank is estimated as on a GPU; what servers take is not known, as none starts on a numbered GPU. On "
+            "a CPU the orchestrator, each of our servers and each rank take 0.4 GB, and what they compute with"
         )
     return [*lines, "None of it is measured. `simulate` estimates the time of an iteration"]
 
