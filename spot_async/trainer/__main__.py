@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-from contextlib import suppress
-from pathlib import Path
 
-from spot_async.base.processes.exits import exit_at_once, exit_with_parent
+from spot_async.base.processes.exits import exit_at_once, exit_with_parent, show_rank
 from spot_async.base.processes.resources import raise_open_file_limit, tune_malloc, without_gc
 
 if __name__ == "__main__":
     exit_with_parent()  # first, because importing torch and transformers takes seconds
-    with suppress(OSError):  # elsewhere than on Linux
-        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")  # as torch numbers it; stall reports show it
+    show_rank()
 
 with without_gc():
     import torch

@@ -103,9 +103,13 @@ async def test_who_exits_at_once_waits_for_no_thread_and_says_why(tmp_path):
 
 
 def test_a_process_that_somebody_stopped_is_named_and_a_rank_by_its_number():
-    waiting = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
-    environments = [{**os.environ, "RANK": "3"}, {name: each for name, each in os.environ.items() if name != "RANK"}]
-    rank, other = (subprocess.Popen(waiting, env=each, stdout=subprocess.PIPE) for each in environments)
+    waiting = "import time; print(flush=True); time.sleep(600)"
+    as_rank = f"from spot_async.base.processes.exits import show_rank; show_rank(); {waiting}"
+    environment = {**os.environ, "RANK": "3"}
+    rank, other = (
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+        for code in (as_rank, waiting)
+    )
     try:
         for each in (rank, other):
             each.stdout.read(1)

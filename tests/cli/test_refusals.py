@@ -15,8 +15,8 @@ from command import arguments, assert_refused, invoke
 from problem_files import FEW
 from safetensors.numpy import load_file, save_file
 
+from spot_async.__main__ import main
 from spot_async.checks import machine as checked_room
-from spot_async.cli import main
 from spot_async.config.loading import load_config
 from spot_async.run_directory import room
 from spot_async.run_directory.layout import RunDirectory

@@ -25,7 +25,7 @@ from spoiled_gradient import SPOILS, spoiled_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spot_async.base import wire
-from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.child import ChildProcess, processes_below
 from spot_async.base.processes.exits import exit_at_once
 from spot_async.base.processes.resources import cpu_type
 from spot_async.errors import ProcessDiedError, TrainerError, TrainerLostError
@@ -273,6 +273,7 @@ async def test_a_non_finite_sample_stops_all_ranks_and_publishes_nothing_and_a_k
                 await trainer.train(0, batch)
             assert not isinstance(not_finite.value, TrainerLostError)
         victim = pid_of_rank(1)
+        assert [each for each in processes_below(os.getpid()) if each[0].startswith(f"rank 1 (pid {victim})")]
         os.kill(victim, signal.SIGKILL)
         async with asyncio.timeout(60):
             with pytest.raises(ProcessDiedError, match=rf"rank 1 \(pid {victim}\) was killed by SIGKILL"):

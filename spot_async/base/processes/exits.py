@@ -1,14 +1,16 @@
-"""How processes of ours end that another of ours has started.
+"""How processes of ours that another of ours has started end, and what they are called.
 
 This imports little, because it is the first thing that each of them does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from types import TracebackType
 
 from spot_async.base.processes import guard
@@ -37,3 +39,9 @@ def exit_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(expected_parent):
         os._exit(1)  # the parent died before we asked
+
+
+def show_rank() -> None:
+    """Call this process by its rank, as torch numbers the processes of one program. Stall reports show it."""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
