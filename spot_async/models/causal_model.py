@@ -20,9 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from spot_async.errors import DataError
 from spot_async.models.small_files import CONFIG_FILE, read_json
 from spot_async.models.vocabulary import without_code
-from spot_async.models.weight_files import names_in_model, weight_files, weight_headers
+from spot_async.models.weight_files import FLOATING, names_in_model, weight_files, weight_headers
 
-FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 # What transformers raises for a config.json that is none; it checks few of the values.
 LOADING_ERRORS = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError,
                   ImportError, RuntimeError, SafetensorError)  # fmt: skip

@@ -9,14 +9,16 @@ import functools
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spot_async.base.later import later
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import local_path
 from spot_async.models.small_files import CONFIG_FILE, read_json, refuse_foreign_files
-from spot_async.models.vocabulary import Vocabulary
+from spot_async.models.vocabulary import Vocabulary, untyped_config
 from spot_async.models.weight_files import ADAPTER_CONFIG
 from spot_async.types import PolicyContext
 
@@ -99,13 +101,15 @@ def _size(role: str, directory: Path, text_config: Mapping[str, Any], keys: Sequ
                 f"{role}.model: {directory}/config.json has {keys[0]}={named!r}, which is no number of tokens"
             )
         return named
-    from spot_async.models.causal_model import read_config  # slow to import
+    with later("torch"):
+        config = untyped_config(directory)
+    if config is None:
+        from spot_async.models.causal_model import read_config  # imports torch
 
-    try:
-        config = read_config(directory).get_text_config(decoder=True)
-    except DataError:
-        config = None
-    if (default := next((getattr(config, key) for key in keys if hasattr(config, key)), None)) is not None:
+        with suppress(DataError):
+            config = read_config(directory)
+    text = config and config.get_text_config(decoder=True)
+    if (default := next((getattr(text, key) for key in keys if hasattr(text, key)), None)) is not None:
         return int(default)
     raise DataError(
         f"{role}.model: {directory}/config.json names no {keys[0]}, and transformers has no default for its model_type"

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spot_async.base.later import later
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
-from spot_async.models.small_files import GENERATION_CONFIG, read_json, refuse_large
+from spot_async.models.plain_decoder import DTYPES, is_plain
+from spot_async.models.small_files import CONFIG_FILE, DTYPE_KEYS, GENERATION_CONFIG, read_json, refuse_large
 from spot_async.types import IntArray
 
 if TYPE_CHECKING:  # slow to import
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # The modules of `decode` and `_decode` as all models have them whose tokenizer is the library's.
 TRANSFORMERS_DECODE = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 
@@ -79,14 +82,55 @@ def stop_token_ids(*vocabularies: Vocabulary) -> tuple[int, ...]:
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model directory. Raises DataError when there is none that loads."""
-    from transformers import AutoTokenizer  # slow to import
-
     if directory.is_dir():
         refuse_large(directory)
+    with later("torch"):  # transformers imports it for types of weights and arrays, which no tokenizer here has
+        from transformers import AutoTokenizer  # slow to import
+
+        config = _bare_config(directory) or untyped_config(directory)
+        try:
+            return AutoTokenizer.from_pretrained(
+                directory, config=config, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # noqa: BLE001 - the tokenizers library raises no other class for what it cannot read
+            raise DataError(f"{directory}: has no tokenizer that can be loaded: {without_code(error)}") from None
+
+
+def _bare_config(directory: Path) -> PreTrainedConfig | None:
+    """Return all that AutoTokenizer asks of a configuration whose kind is known, where the tokenizer's class is named.
+
+    Without it, llama's own configuration would import torch.
+    """
+    from transformers import PreTrainedConfig
+
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - the tokenizers library raises no other class for what it cannot read
-        raise DataError(f"{directory}: has no tokenizer that can be loaded: {without_code(error)}") from None
+        config, tokenizer = read_json(directory / CONFIG_FILE), read_json(directory / TOKENIZER_CONFIG)
+    except DataError:
+        return None
+    config = {key: value for key, value in config.items() if key != "quantization_config"}  # not the tokenizer's matter
+    if "auto_map" in tokenizer or not tokenizer.get("tokenizer_class") or not is_plain(config):
+        return None
+    return PreTrainedConfig(model_type=config["model_type"], name_or_path=directory)
+
+
+def untyped_config(directory: Path) -> PreTrainedConfig | None:
+    """Return a directory's configuration as transformers' AutoConfig, but whose type of weights is none of torch's.
+
+    None where AutoConfig may take another, or refuse: whoever asks it then learns what is wrong.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        raw = read_json(directory / CONFIG_FILE)
+        is_other = raw["model_type"] == "mistral" and "layer_types" in raw  # another kind for AutoConfig
+        if is_other or {"auto_map", "configuration_files"} & raw.keys():
+            return None
+        if not {raw[key] for key in DTYPE_KEYS if key in raw} <= DTYPES:
+            return None
+        untyped = {key: value for key, value in raw.items() if key not in DTYPE_KEYS}
+        return CONFIG_MAPPING[raw["model_type"]](**untyped, name_or_path=directory)
+    except Exception:  # noqa: BLE001 - AutoConfig meets the same, and says it
+        return None
 
 
 def without_code(error: Exception) -> str:

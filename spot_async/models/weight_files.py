@@ -38,6 +38,7 @@ COMPUTED = re.compile(
 Shapes = dict[str, tuple[int, ...]]
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
         "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}  # fmt: skip
+FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 MAX_HEADER_BYTES = 16 << 20  # of 100,000 tensors
 
 

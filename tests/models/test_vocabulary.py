@@ -1,8 +1,10 @@
-"""The text of token ids is transformers', whoever makes it."""
+"""Tokenizers are those that transformers chooses, and the text of token ids is transformers', whoever makes it."""
 
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from spot_async.models.vocabulary import Vocabulary
+from spot_async.errors import DataError
+from spot_async.models.plain_decoder import PLAIN_KINDS
+from spot_async.models.vocabulary import Vocabulary, load_tokenizer, tokenizer_fingerprint, without_code
 
 ROOT = Path(__file__).parent.parent.parent
 DIRECTORIES = ["examples/running_sum/student", "experiments/mechanism/relay/student", "tests/recorded/openai"]
@@ -50,3 +54,55 @@ def test_a_tokenizer_that_cleans_up_spaces_goes_on_doing_so(places):
     cleaned = cleaning_tokenizer()
     assert Vocabulary(cleaned, (1,))._decode == cleaned.decode
     assert_same_text(cleaned, [int(place * len(cleaned)) for place in places])
+
+
+def variant(directory, name, **changes):
+    """Change keys of a directory's JSON file; those that are set to None are taken out."""
+    values = json.loads((directory / name).read_text()) | changes
+    (directory / name).write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+@pytest.fixture
+def model(tmp_path, random_architecture):
+    """Makes a directory of a kind of model, with a tokenizer."""
+
+    def make(kind):
+        directory = shutil.copytree(random_architecture(kind), tmp_path / kind)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ROOT / DIRECTORIES[0] / name, directory)
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [*PLAIN_KINDS, "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "Unknown", None])
+def test_a_tokenizer_is_of_the_class_that_transformers_chooses(model, kind, name):
+    directory = model(kind)
+    variant(directory, "tokenizer_config.json", tokenizer_class=name)
+    own, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    assert type(own) is type(theirs)
+    assert own.name_or_path == theirs.name_or_path
+    assert tokenizer_fingerprint(own) == tokenizer_fingerprint(theirs)
+    assert own.encode("12 + 7 =") == theirs.encode("12 + 7 =")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dtype": "nonsense"},
+        {"model_type": ["llama"]},
+        {"rms_norm_eps": "small"},
+        {"num_hidden_layers": "many"},
+        {"layer_types": ["nonsense"] * 2},
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_what_transformers_refuses_is_refused_in_its_words(model, kind, config):
+    directory = model(kind)
+    variant(directory, "config.json", **config)
+    with pytest.raises(Exception, match=r"\S") as theirs:
+        AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    with pytest.raises(DataError) as own:
+        load_tokenizer(directory)
+    assert str(own.value) == f"{directory}: has no tokenizer that can be loaded: {without_code(theirs.value)}"
