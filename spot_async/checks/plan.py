@@ -49,6 +49,7 @@ from spot_async.models.files import ModelFiles, check_attention, read_model, sof
 from spot_async.models.hub import is_elsewhere, local_path
 from spot_async.models.vocabulary import Vocabulary, stop_token_ids
 from spot_async.models.weight_files import has_weights, same_weights, weight_files
+from spot_async.models.whole import check_whole
 from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
@@ -215,18 +216,9 @@ def check_weights(role: str, model: ModelConfig, directory: Path, *, is_trained:
     """
     if (is_elsewhere(model) and not is_trained) or not has_weights(directory):
         return
-    from spot_async.models.causal_model import check_files, empty_model  # imports torch
-
     try:
-        if not any(map(Path.is_file, weight_files(directory))):
-            return
-        try:
-            empty = empty_model(directory)
-        except DataError:
-            if is_trained:
-                raise
-            return
-        check_files(directory, empty)
+        if any(map(Path.is_file, weight_files(directory))):
+            check_whole(directory, must_load=is_trained)
     except DataError as error:
         raise DataError(f"{role}.model: {error}") from None
 

@@ -24,6 +24,7 @@ from spot_async.errors import ConfigError, DataError
 from spot_async.models.hub import NAME, HubName, access_token, hub_api, refused_token, the_hub
 from spot_async.models.small_files import is_small
 from spot_async.models.weight_files import ADAPTER_CONFIG
+from spot_async.models.whole import check_whole
 from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.reading import RunFiles
 from spot_async.tools.compare.tables import markdown_table
@@ -176,10 +177,8 @@ def prepare(run: Path, repository: str, *, is_best: bool) -> Upload:
     if not student.is_dir():
         reason = "was not evaluated during training" if is_best else "has trained nothing"
         raise DataError(f"{run} has no {'best' if is_best else 'trained'} student: it {reason}")
-    from spot_async.models.causal_model import check_files, empty_model  # imports torch
-
     refuse_foreign_writers([student, *_published(student)])  # a link could lead to any file of this user's
-    check_files(student, empty_model(student))
+    check_whole(student)
     config = files.config()
     found = {each.relative_to(student).as_posix(): each for each in _published(student)}
     made = {

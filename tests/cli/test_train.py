@@ -299,7 +299,7 @@ def test_servers_and_trainer_agree_on_temperature_and_on_whose_token_is_whose(in
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory):
-    """With the cores that each of its processes could use, by their command lines."""
+    """With the cores that each of its processes could use, by their command lines, and the orchestrator's libraries."""
     run = tmp_path_factory.mktemp("runs") / "killed"
     command = train(run, "training.iterations=500")
     command.wait_for(run / "student" / "config.json")
@@ -307,23 +307,31 @@ def killed_run(tmp_path_factory):
     for pid, line in (command.processes() | {command.process.pid: "orchestrator"}).items():
         with contextlib.suppress(ProcessLookupError):  # one that has ended meanwhile
             cores[line] = os.sched_getaffinity(pid)
+    libraries = Path(f"/proc/{command.process.pid}/maps").read_text()
     command.process.kill()
     command.finish()
-    return command, run, cores
+    return command, run, cores, libraries
 
 
 @pytest.mark.long
 def test_a_killed_orchestrator_leaves_no_process(killed_run):
-    command, run, cores = killed_run
+    command, run, cores, _ = killed_run
     assert len(cores) >= 5  # orchestrator, student, teacher, launcher, rank
     command.assert_nothing_left()
     assert_complete(run)
 
 
 @pytest.mark.long
+def test_the_orchestrator_of_a_run_has_no_torch(killed_run):
+    *_, libraries = killed_run
+    assert "numpy" in libraries
+    assert "torch" not in libraries
+
+
+@pytest.mark.long
 @pytest.mark.skipif(len(available_cores()) < 2, reason="needs two cores that processes can be bound to")
 def test_the_quickstart_s_student_has_a_core_of_its_own_and_training_uses_all(killed_run):
-    *_, cores = killed_run
+    _, _, cores, _ = killed_run
     (student,) = [own for line, own in cores.items() if "serv" in line and "sum/student" in line]
     (teacher,) = [own for line, own in cores.items() if "serv" in line and "sum/teacher" in line]
     trainers = [own for line, own in cores.items() if "spot_async.trainer" in line]

@@ -8,17 +8,22 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from evaluation_files import written
+from problem_files import FEW
+from run_files import make_run, metrics_row, spot_sample
 from typer.testing import CliRunner
 
 import spot_async
 from spot_async.cli import app
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.models.plain_decoder import PLAIN_KINDS
 from spot_async.running.summary import TrainOutcome
 from spot_async.types import ScoreRequest
 
@@ -173,6 +178,61 @@ def test_importing_the_package_loads_neither_torch_nor_transformers():
         "assert not {'torch', 'transformers'} & set(sys.modules), 'slow imports'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=300)
+
+
+NO_TORCH = """
+import json, sys
+from pathlib import Path
+from unittest import mock
+
+from typer.testing import CliRunner
+
+from spot_async.checks.plan import plan_training
+from spot_async.cli import app
+from spot_async.config.loading import load_config
+
+def look(after):
+    found = {"torch", "sympy", "pandas", "datasets", "pyarrow"} & set(sys.modules)
+    assert not found, f"{after} imported {sorted(found)}"
+
+models, few, commands = map(json.loads, sys.argv[1:])
+plan_training(load_config(Path("configs/quickstart.yaml")))
+look("the quickstart's plan")
+for model in models:
+    given = [f"student.model={model}", f"teacher.model={model}", *few]
+    plan_training(load_config(Path("configs/quickstart.yaml"), given))
+    look(model)
+with mock.patch("spot_async.tools.tune.command.run"):  # asks servers, which are processes of their own
+    for words in commands:
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, (words, done.output)
+        look(words)
+"""
+
+
+def test_neither_a_plan_nor_a_command_imports_torch(tmp_path, random_architecture):
+    models = []
+    for kind in PLAIN_KINDS:
+        models.append(str(shutil.copytree(random_architecture(kind), tmp_path / kind)))
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(ROOT / QUICK["student"]["model"] / name, models[-1])
+    make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)])
+    evaluated = [str(written(tmp_path / name, {"sums": [1, 8]})) for name in ("one", "other")]
+    config, few = "configs/quickstart.yaml", FEW
+    rates = ("student.tokens_per_s=900", "teacher.tokens_per_s=900", "student.tokens_per_s_each=90",
+             "trainer.tokens_per_s=900", "lengths.median=50")  # fmt: skip
+    commands = [
+        ["train", config, few, "--dry-run"],
+        ["eval", config, "--dry-run"],
+        ["check", config, few, "--no-servers"],
+        ["tune", config, "-o", str(tmp_path / "tuned.yaml"), few],
+        ["simulate", config, "--max-staleness", "0", "--iterations", "1", *(f"--rate={each}" for each in rates), few],
+        ["inspect", str(tmp_path / "run"), "0"],
+        ["report", str(tmp_path / "run")],
+        ["compare", *evaluated],
+    ]
+    short = [few, "sampling.max_response_tokens=64", "evaluation.max_response_tokens=64"]
+    python(ROOT, "-c", NO_TORCH, *map(json.dumps, (models, short, commands)))
 
 
 def test_every_public_name_is_there_and_type_checkers_see_the_same_ones():
