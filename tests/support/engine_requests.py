@@ -62,10 +62,20 @@ def run_all(engine: Engine, requests: list[GenerateRequest], *, steps_between: i
     return [task.future.result(timeout=0) for task in tasks]
 
 
-def dense_logprobs(directory: Path, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Return the log-probabilities (T, V), float64, that decide each response token, from one plain full forward."""
+def dense_logprobs(
+    directory: Path,
+    prompt: np.ndarray,
+    response: np.ndarray,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> np.ndarray:
+    """Return the log-probabilities (T, V), float64, that decide each response token, from one plain full forward.
+
+    `dtype` is that of the forward.
+    """
     config = transformers.AutoConfig.from_pretrained(directory)
-    dtype = torch.float32 if config.model_type == "mixtral" else torch.float64  # torch's expert kernel has no float64
+    if config.model_type == "mixtral":
+        dtype = torch.float32  # torch's expert kernel has no float64
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
     tokens = torch.tensor([[*prompt.tolist(), *response.tolist()]])
     with torch.no_grad():
