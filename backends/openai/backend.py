@@ -249,7 +249,7 @@ class OpenAIBackend(RemoteBackend):
                 f"({self._files.directory}): not one token of a plain sentence is the same; name its own model there"
             )
         others = await gather(read() for _ in range(NOISE_READINGS))
-        return noise_nats(first.logprobs - other.logprobs for other in others)
+        return noise_nats([np.ptp([each.logprobs for each in (first, *others)], axis=0)])
 
     async def _score(self, request: ScoreRequest, top_k: int) -> TokenScores:
         dialect, texts, prompt_tokens = self._dialect, self._texts, len(request.prompt_ids)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -82,17 +83,20 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
     if not (top_k or generation_top_k):
         return
     try:
-        first, *others = await gather(
+        read = await gather(
             discovery.readings(each, asked, score_top_k=top_k, generation_top_k=generation_top_k)
             for each in servers.values()
         )
     except RequestError as error:
         found.warnings.append(f"{role}.backend: its servers could not be compared: {error}")
         return
-    pairs = [discovery.in_common(first, other) for other in others]
-    if any(not one.size for one, _ in pairs):
+    pairs = {  # each with those before it
+        (name, before): discovery.in_common(earlier, later)
+        for (before, earlier), (name, later) in combinations(zip(servers, read, strict=True), 2)
+    }
+    if any(not one.size for one, _ in pairs.values()):
         found.warnings.append(f"{role}.backend: its servers could not be compared: they mask different positions")
-    differences = np.concatenate([np.abs(one - two) for one, two in pairs])
+    differences = np.concatenate([np.abs(one - two) for one, two in pairs.values()])
     if not differences.size:
         return
     found.largest_nats = float(differences.max())
@@ -100,12 +104,11 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
         together, logprob_noise_nats=max(together.logprob_noise_nats, noise_nats(differences))
     )
     served = precision(together.dtype)
-    for name, (one, two) in zip(list(servers)[1:], pairs, strict=True):
-        nats, most = served.judged_nats(one - two), "" if served.share == 1.0 else "mostly "
-        line = (
-            f"{role}.backend: {name} gives log-probabilities {most}up to {nats:.2g} nats from those of "
-            f"{next(iter(servers))}"
-        )
+    apart = {pair: served.judged_nats(one - two) for pair, (one, two) in pairs.items()}
+    for later in list(servers)[1:]:
+        name, before = pair = max((pair for pair in pairs if pair[0] == later), key=apart.__getitem__)
+        nats, (one, two), most = apart[pair], pairs[pair], "" if served.share == 1.0 else "mostly "
+        line = f"{role}.backend: {name} gives log-probabilities {most}up to {nats:.2g} nats from those of {before}"
         if nats > OTHER_ROWS_NATS:
             found.refusals.append(f"{line}: these are not the same weights; give all servers of a role the same model")
         elif served.fault(one, two) is not None:

@@ -10,6 +10,7 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,15 +73,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Noise:
-    """Differences (N,) between repeated computations of the same rows, in nats."""
+    """How far repeated computations of the same rows lie apart, in nats. No one of them counts as the right one."""
 
-    alone: float  # the largest of rows that were asked for one after the other
-    together: float  # of several at once
-    differences: FloatArray  # all of them
-
-    @property
-    def largest(self) -> float:
-        return max(self.alone, self.together)
+    alone: float  # the largest range of rows that were asked for one after the other
+    largest: float  # of those that were asked for at once, too
+    ranges: FloatArray  # (N,) of all computations of a value
 
 
 async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list[IntArray]:
@@ -231,11 +228,11 @@ async def recomputed(servers: Sequence[Any], asked: Asked, *, top_k: int, max_to
         )
         found = [spoken - scored for spoken, scored in compared]
     else:
-        first, *others = await gather(
+        read = await gather(
             readings(servers[n % len(servers)], asked, score_top_k=top_k, generation_top_k=0)
             for n in range(1 + REPEATS)
         )
-        found = [one - two for other in others for one, two in zip(first, other, strict=True)]
+        found = [one - two for pair in combinations(read, 2) for one, two in zip(*pair, strict=True)]
     return np.concatenate(found)[:, 1:]
 
 
@@ -276,14 +273,13 @@ async def round_trip_s(server: Any, asked: Asked, *, scores: bool) -> float:
 
 
 async def _noise(read: Callable[[], Coroutine[Any, Any, FloatArray]]) -> Noise | None:
-    first = await read()
-    if not first.size:
+    alone = [await read()]
+    if not alone[0].size:
         return None
-    alone = [await read() for _ in range(REPEATS - 1)]
+    alone += [await read() for _ in range(REPEATS - 1)]
     together = await gather(read() for _ in range(TOGETHER))
-    apart = [np.concatenate([np.abs(other - first) for other in others]) for others in (alone, together)]
-    largest_alone, largest_together = (float(each.max(initial=0.0)) for each in apart)
-    return Noise(largest_alone, largest_together, np.concatenate(apart))
+    ranges = np.ptp([*alone, *together], axis=0)
+    return Noise(float(np.ptp(alone, axis=0).max()), float(ranges.max()), ranges)
 
 
 def _convention(at_one: FloatArray, cool: FloatArray) -> LogprobTemperature | None:

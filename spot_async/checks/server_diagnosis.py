@@ -272,12 +272,12 @@ class ServerDiagnosis:
 
     def _note_noise(self, noise: Noise | None) -> None:
         self.facts["noise_alone_nats"] = None if noise is None else noise.alone
-        self.facts["noise_together_nats"] = None if noise is None else noise.together
+        self.facts["noise_together_nats"] = None if noise is None else noise.largest
         if noise is None:
             return
         self.noise_nats = noise.largest
         served = precision(self.said.dtype)
-        if (nats := served.judged_nats(noise.differences)) > served.largest_nats:
+        if (nats := served.judged_nats(noise.ranges)) > served.largest_nats:
             self.warnings.append(
                 f"{self.section}: the same row differs by up to {nats:.2g} nats between requests: serve "
                 "it in a wider type, or without what batches requests differently"

@@ -63,6 +63,18 @@ async def test_what_lies_between_servers_counts_as_noise_until_it_is_too_much(
     assert found.together.logprob_noise_nats == pytest.approx(noise, abs=1e-5)
 
 
+async def test_servers_are_compared_with_each_other_and_not_with_the_first_alone() -> None:
+    servers = {"teacher-1": Server(), "teacher-2": Server(0.75), "teacher-3": Server(-0.75)}
+    found = await agreement("teacher", servers, dict.fromkeys(servers, SAID), ASKED)
+    (refusal,) = found.refusals
+    assert refusal.startswith(
+        "teacher.backend: teacher-3 gives log-probabilities up to 1.5 nats from those of teacher-2"
+    )
+    assert [line.partition(":")[2].split()[0] for line in found.warnings] == ["teacher-2"]
+    assert found.largest_nats == pytest.approx(1.5, abs=1e-5)
+    assert found.together.logprob_noise_nats == pytest.approx(3.0, abs=1e-5)
+
+
 def rounded(rows: Any) -> Any:
     """Log-probabilities as another computation in 16 bits gives them; one unlikely token is 0.56 nats off."""
     moved = rows + np.random.default_rng(0).uniform(-0.15, 0.15, rows.shape)
