@@ -13,7 +13,6 @@ Which row belongs to which response is up to the engine.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -21,44 +20,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 WIDTH_MULTIPLE = 32  # a width that is not a multiple of the vector length gives other roundings
 
 # The longest context decides a decode's width. A shorter context in it must be summed in the same order at every width
-# that is used, and the libraries choose the order. MKL sums a number of positions in one block that follows the
-# processor. It halves a count of more than one block and less than two, wherever the middle is, so no width may have
-# one. torch's attention gives MKL 512 positions at a time. torch computes a product of fewer than 400 multiplications
-# in its own loop.
-SMALLEST_DECODE_WIDTH = 64
+# that is used, and a library's order follows the width and the processor: MKL sums 192 positions at once with AVX2 and
+# 384 with AVX-512, and halves what is more than one such block and less than two. torch's attention gives it 512
+# positions at a time, so only whole ones are all alike.
 ATTENTION_BLOCK = 512
 
 
-def bucketed(width: int) -> int:
-    """Round `width` up to a multiple of `WIDTH_MULTIPLE`."""
-    return -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-
-
-def decode_width(width: int) -> int:
-    """Round `width` up to one that a decode may have."""
-    block = summed_at_once()
-    if block < ATTENTION_BLOCK < 2 * block:  # all but the attention's last block are halved, so that must be whole too
-        return -(-width // ATTENTION_BLOCK) * ATTENTION_BLOCK
-    blocks, rest = divmod(bucketed(width), ATTENTION_BLOCK)
-    rest = 2 * block if block < rest < 2 * block else rest
-    return max(SMALLEST_DECODE_WIDTH, blocks * ATTENTION_BLOCK + rest)
-
-
-@functools.cache
-def summed_at_once() -> int:
-    """Return how many positions products of this process sum in one block, by trying; at most `ATTENTION_BLOCK`.
-
-    MKL has 192 with AVX2, 384 with AVX-512, and no bound below.
-    """
-    dice = torch.Generator().manual_seed(0)
-    weights = torch.rand(1, 4, ATTENTION_BLOCK, generator=dice)
-    values = torch.rand(1, ATTENTION_BLOCK, 16, generator=dice)
-    for width in range(SMALLEST_DECODE_WIDTH, ATTENTION_BLOCK, WIDTH_MULTIPLE):
-        longer = values[:, : width + WIDTH_MULTIPLE].clone()
-        longer[:, width:] = 0.0
-        if not torch.equal(weights[..., :width] @ values[:, :width], weights[..., : width + WIDTH_MULTIPLE] @ longer):
-            return width
-    return ATTENTION_BLOCK
+def bucketed(width: int, multiple: int = WIDTH_MULTIPLE) -> int:
+    """Round `width` up to a multiple."""
+    return -(-width // multiple) * multiple
 
 
 class PrefillDone(Exception):
@@ -185,7 +155,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _reserve(self, width: int) -> None:
         if width <= self.capacity:
             return
-        capacity = decode_width(min(max(width, 2 * self.capacity), self._limit))
+        capacity = max(width, bucketed(min(2 * self.capacity, self._limit)))
         used = [layer for layer in self.layers if layer.is_initialized]
         for layer, buffers in zip(used, [layer.grown(capacity) for layer in used], strict=True):
             layer.keys, layer.values = buffers  # last, so that all layers keep their old buffers if memory runs out

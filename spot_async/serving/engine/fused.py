@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spot_async.serving.engine.cache import SMALLEST_DECODE_WIDTH, bucketed
+from spot_async.serving.engine.cache import bucketed
 from spot_async.serving.engine.model import CausalModel, logprob_gap
 from spot_async.serving.engine.weights import Products
 
 TOLERANCE_NATS = 1e-4
-SUMMED_BLOCK = 192  # positions that every processor's products sum at once; what is left of them is `WIDTH_MULTIPLE`s
-WIDTH_MULTIPLE = SMALLEST_DECODE_WIDTH
+# Positions that every processor's products sum at once. What is left of them is a multiple of a third, since torch
+# computes a product of fewer than 400 multiplications in its own loop.
+SUMMED_BLOCK = 192
+WIDTH_MULTIPLE = SUMMED_BLOCK // 3
 
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -141,7 +143,7 @@ class FusedModel(CausalModel):
         }
 
     def padded_width(self, width: int) -> int:
-        return -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if self.is_deterministic else bucketed(width)
+        return bucketed(width, WIDTH_MULTIPLE) if self.is_deterministic else bucketed(width)
 
     def new_cache(self, slots: int) -> FusedCache:  # type: ignore[override]
         return FusedCache(

@@ -21,7 +21,7 @@ from spot_async.base.text import first_line
 from spot_async.config.training import TARGETS
 from spot_async.errors import DataError
 from spot_async.models.causal_model import load_whole, read_config
-from spot_async.serving.engine.cache import PrefillDone, SlotCache, bucketed, decode_width
+from spot_async.serving.engine.cache import ATTENTION_BLOCK, PrefillDone, SlotCache, bucketed
 from spot_async.serving.engine.weights import AdaptedRows, Adapter, Products
 from spot_async.serving.settings import EngineSettings
 
@@ -96,7 +96,7 @@ class CausalModel:
 
     def padded_width(self, width: int) -> int:
         """Return how many positions a decode attends to if its longest context has `width`."""
-        return decode_width(width) if self.is_deterministic else bucketed(width)
+        return bucketed(width, ATTENTION_BLOCK) if self.is_deterministic else bucketed(width)
 
     def hidden(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return hidden states (R, D) of some rows (R,) of right-padded sequences (n, L), counted through them all."""
