@@ -77,11 +77,14 @@ class RunTrainer:
     async def start(self) -> None:
         """Start a trainer. Raises `TrainerError` as entering a `TrainerProcess` does."""
         self._process = await self._resources.enter_async_context(InTurn(self._turns, TRAINER, self._make()))
-        self.cpu = self._process.cpu
 
     async def stop(self) -> None:
         """End what is left of the trainer."""
         await self._resources.aclose()
+
+    @property
+    def cpu(self) -> str:
+        return self._process.cpu
 
     async def watch(self) -> None:
         """Run for as long as the trainer lives. Raises `TrainerLostError` when it ends by itself."""
