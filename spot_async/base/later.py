@@ -37,7 +37,7 @@ def later(package: str) -> Iterator[None]:
         return
     stand_in = _StandIn(package)
     stand_in.__spec__ = spec  # who looks whether the package is installed finds it here
-    sys.modules[package] = stand_in
+    sys.modules.setdefault(package, stand_in)  # another thread may have begun to import it
     try:
         yield
     finally:
@@ -46,4 +46,4 @@ def later(package: str) -> Iterator[None]:
 
 def _take_out(stand_in: _StandIn) -> None:
     if sys.modules.get(stand_in.__name__) is stand_in:
-        del sys.modules[stand_in.__name__]
+        sys.modules.pop(stand_in.__name__, None)
