@@ -22,7 +22,6 @@ import uvicorn
 from spot_async.base.addresses import is_loopback
 from spot_async.base.processes.resources import (
     SERVER_COLLECTION_THRESHOLD,
-    keep_rows_apart,
     raise_open_file_limit,
     tune_gc,
     tune_malloc,
@@ -53,7 +52,6 @@ def serve(settings: ServeSettings) -> None:
     _check_exposure(settings, credentials)
     with _listen(settings) as listener:
         tune_malloc()
-        keep_rows_apart()
         raise_open_file_limit()
         with without_gc():
             worker, app = _load(directory, settings, credentials)

@@ -118,6 +118,19 @@ def test_the_general_path_has_the_same_bits_at_every_concurrency() -> None:
         assert differing(answers(model, requests, concurrency), expected) == []
 
 
+def of_any_length() -> list[GenerateRequest]:
+    draw = np.random.default_rng(0)
+    return [
+        GenerateRequest(
+            prompt_ids=draw.integers(0, 50, length).astype(np.int32),
+            sampling=SamplingSettings(max_tokens=48, stop_token_ids=(), seed=seed),
+            top_k=4,
+            timeout_s=60.0,
+        )
+        for seed, length in enumerate((5, 12, 40, 150, 170, 185, 190, 220, 260, 330, 380, 405, 690, 725, 900))
+    ]
+
+
 @pytest.mark.parametrize("heads", [(8, 2, 16), (4, 4, 8)], ids=["4 queries a key", "1 query a key"])
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_neighbours_of_any_length_leave_the_bits_alone(
@@ -128,16 +141,7 @@ def test_neighbours_of_any_length_leave_the_bits_alone(
     directory = random_model(**sizes, initializer_range=0.1)  # attention to many positions
     model = served(fast, directory, max_context_tokens=960)
     assert isinstance(model, FusedModel) == fast
-    draw = np.random.default_rng(0)
-    requests = [
-        GenerateRequest(
-            prompt_ids=draw.integers(0, 50, length).astype(np.int32),
-            sampling=SamplingSettings(max_tokens=48, stop_token_ids=(), seed=seed),
-            top_k=4,
-            timeout_s=60.0,
-        )
-        for seed, length in enumerate((5, 12, 40, 150, 170, 185, 190, 220, 260, 330, 380, 405, 690, 725, 900))
-    ]
+    requests = of_any_length()
     expected = answers(model, requests, len(requests))
     for concurrency in (1, 3):
         assert differing(answers(model, requests, concurrency), expected) == []
@@ -145,22 +149,49 @@ def test_neighbours_of_any_length_leave_the_bits_alone(
     assert differing(answers(low, requests[:7], 7), expected[:7]) == []
 
 
-def test_without_padding_and_strict_products_bits_follow_the_company() -> None:
-    """What they are for; should this fail, the tests above no longer show that they work."""
-    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
-    environment["PYTHONPATH"] = str(ROOT / "tests" / "support")
-    said = subprocess.run([sys.executable, __file__], env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    assert json.loads(said.stdout) == {"no padding": [True, True], "deterministic: false": [True, True]}
+def test_without_row_padding_bits_follow_the_company(
+    random_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the padding is for; should this fail, the tests of equal bits no longer show that it works.
+
+    A row of this model does not fill a vector.
+    """
+    model, requests = served(False, random_model(hidden_size=36, intermediate_size=44)), rollouts(16)
+    assert differing(answers(model, requests, 1), answers(model, requests, 16)) == []
+    monkeypatch.setattr(serving_model, "ROW_MULTIPLE", 1)
+    assert differing(answers(model, requests, 1), answers(model, requests, 16))
 
 
-def follow_the_company() -> dict[str, list[bool]]:
-    """Return whether bits do, by what is taken away: on the fast path, and on the general one."""
-    requests, follows = rollouts(16), {}
-    for way in ("deterministic: false", "no padding"):  # the second changes this process
-        serving_model.ROW_MULTIPLE = 8 if way == "deterministic: false" else 1
-        models = [served(fast, deterministic=None if way == "no padding" else False) for fast in (True, False)]
-        follows[way] = [bool(differing(answers(each, requests, 1), answers(each, requests, 16))) for each in models]
-    return follows
+@pytest.mark.parametrize("fast", [True, False])
+def test_bits_follow_the_company_where_nobody_wants_them_equal(fast: bool, random_model: Callable[..., Path]) -> None:
+    """Else `deterministic: false` would save nothing, and nothing would show what the widths of a decode are for."""
+    directory = random_model(num_attention_heads=8, head_dim=16, initializer_range=0.1)
+    model, requests = served(fast, directory, deterministic=False, max_context_tokens=960), of_any_length()
+    assert differing(answers(model, requests, 1), answers(model, requests, len(requests)))
+
+
+ROWS_OF_A_PRODUCT = """
+import sys
+from pathlib import Path
+import torch
+from spot_async.serving.engine.model import load_model
+from spot_async.serving.settings import EngineSettings
+torch.set_num_threads(1)
+model = load_model(Path(sys.argv[1]), EngineSettings())
+hidden = torch.randn(2000, 256, generator=torch.Generator().manual_seed(0))
+expected = model.logits(hidden)
+for rows in range(1, 200):
+    assert torch.equal(model.logits(hidden[:rows]), expected[:rows]), rows
+"""
+
+
+def test_a_process_that_serves_a_wide_model_multiplies_a_row_alike_in_every_company(
+    random_model: Callable[..., Path],
+) -> None:
+    """Nobody asks MKL for that but the engine, and before the first product of its process."""
+    directory = random_model(hidden_size=256, vocab_size=512)
+    plain = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    subprocess.run([sys.executable, "-c", ROWS_OF_A_PRODUCT, str(directory)], env=plain, check=True)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -214,8 +245,3 @@ def test_strict_runs_end_with_the_same_weights_at_every_concurrency(
 
 def few_at_once(concurrency: int) -> list[str]:
     return [f"stages.{stage}.concurrency={concurrency}" for stage in ("rollout", "score", "candidates", "probe")]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(follow_the_company()))

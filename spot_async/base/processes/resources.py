@@ -181,8 +181,8 @@ def tune_malloc() -> None:
 def keep_rows_apart() -> None:
     """Let no row of a matrix product have other bits because of the rows beside it. Call this before the first product.
 
-    On newer processors Intel's MKL otherwise chooses by the number of rows in which order it sums. That costs nothing
-    measurable there. Elsewhere MKL has no such choice, and `MKL_CBWR` may mean its slowest code.
+    On some of Intel's processors MKL otherwise chooses by the number of rows in which order it sums. Its strict mode
+    costs nothing measurable there. Other makers' are left alone: there the variable may mean its slowest code.
     """
     with contextlib.suppress(OSError):
         if "GenuineIntel" in Path("/proc/cpuinfo").read_text():

@@ -20,15 +20,23 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 WIDTH_MULTIPLE = 32  # a width that is not a multiple of the vector length gives other roundings
 
 # The longest context decides a decode's width. A shorter context in it must be summed in the same order at every width
-# that is used, and a library's order follows the width and the processor: MKL sums 192 positions at once with AVX2 and
-# 384 with AVX-512, and halves what is more than one such block and less than two. torch's attention gives it 512
-# positions at a time, so only whole ones are all alike.
+# that is used, and the libraries choose the order. MKL sums up to 192 numbers one after the other, and divides more by
+# rules of each processor's own. torch's attention gives it 512 positions at a time, so of these only 192, or all, may
+# be used. torch computes a product of fewer than 400 multiplications in its own loop: hence a multiple of 64.
+DECODE_MULTIPLE = 64
+SUMMED_IN_ORDER = 192
 ATTENTION_BLOCK = 512
 
 
 def bucketed(width: int, multiple: int = WIDTH_MULTIPLE) -> int:
     """Round `width` up to a multiple."""
     return -(-width // multiple) * multiple
+
+
+def decode_width(width: int) -> int:
+    """Round `width` up to one that a decode by torch's attention may have."""
+    blocks, rest = divmod(bucketed(width, DECODE_MULTIPLE), ATTENTION_BLOCK)
+    return blocks * ATTENTION_BLOCK + (rest if rest <= SUMMED_IN_ORDER else ATTENTION_BLOCK)
 
 
 class PrefillDone(Exception):
@@ -155,7 +163,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _reserve(self, width: int) -> None:
         if width <= self.capacity:
             return
-        capacity = max(width, bucketed(min(2 * self.capacity, self._limit)))
+        capacity = decode_width(min(max(width, 2 * self.capacity), self._limit))
         used = [layer for layer in self.layers if layer.is_initialized]
         for layer, buffers in zip(used, [layer.grown(capacity) for layer in used], strict=True):
             layer.keys, layer.values = buffers  # last, so that all layers keep their old buffers if memory runs out

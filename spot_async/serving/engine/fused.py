@@ -16,15 +16,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from spot_async.serving.engine.cache import bucketed
+from spot_async.serving.engine.cache import DECODE_MULTIPLE, SUMMED_IN_ORDER, bucketed
 from spot_async.serving.engine.model import CausalModel, logprob_gap
 from spot_async.serving.engine.weights import Products
 
 TOLERANCE_NATS = 1e-4
-# Positions that every processor's products sum at once. What is left of them is a multiple of a third, since torch
-# computes a product of fewer than 400 multiplications in its own loop.
-SUMMED_BLOCK = 192
-WIDTH_MULTIPLE = SUMMED_BLOCK // 3
 
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -119,7 +115,6 @@ class FusedModel(CausalModel):
         self._cos: torch.Tensor = cos[0, :, None]  # (positions, 1, d)
         # This is multiplied with a head whose halves are swapped.
         self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)[:, None]
-        self._columns = torch.arange(self.padded_width(self.max_context_tokens), device=self.device)
         self._norm_of_head = torch.tensor([0] * self._query_heads + [1] * self._kv_heads, device=self.device)
 
     @staticmethod
@@ -143,7 +138,7 @@ class FusedModel(CausalModel):
         }
 
     def padded_width(self, width: int) -> int:
-        return bucketed(width, WIDTH_MULTIPLE) if self.is_deterministic else bucketed(width)
+        return bucketed(width, DECODE_MULTIPLE) if self.is_deterministic else bucketed(width)
 
     def new_cache(self, slots: int) -> FusedCache:  # type: ignore[override]
         return FusedCache(
@@ -198,7 +193,7 @@ class FusedModel(CausalModel):
                 keys[..., :width].flatten(0, 1),
                 alpha=self._scale,
             )
-            attended = _weighed(values[:, :, :width].flatten(0, 1), scores.softmax(-1))  # (n G, H / G, d)
+            attended = self._weighted(scores.softmax(-1), values[:, :, :width].flatten(0, 1))  # (n G, H / G, d)
             x = self._mlp(layer, self._project(layer, x, attended.view(n, -1)))
         return self._norm(x)
 
@@ -235,6 +230,15 @@ class FusedModel(CausalModel):
 
         return by_sequence(query), by_sequence(key), by_sequence(value)
 
+    def _weighted(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Return the product of weights (n, h, width) and values (n, width, d), with sums in the positions' order."""
+        at_once = SUMMED_IN_ORDER if self.is_deterministic else weights.shape[-1]
+        first, *others = zip(torch.split(weights, at_once, 2), torch.split(values, at_once, 1), strict=True)
+        total = torch.bmm(*first)
+        for each in others:
+            total.baddbmm_(*each)
+        return total
+
     def _attend_causally(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return what each row attends to, (rows, H d)."""
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale, enable_gqa=True)
@@ -254,18 +258,6 @@ class FusedModel(CausalModel):
         x.addmm_(inner, layer.down)
         self._adapted.add((layer.number, "down"), inner, x)
         return x if layer.down_bias is None else x.add_(layer.down_bias)
-
-
-def _weighed(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the product (b, q, d) of weights (b, q, W) and values (b, W, d), in an order of sums that W leaves alone.
-
-    A library's own order follows W and the processor (`cache.py`), but none divides a `SUMMED_BLOCK`.
-    """
-    total = torch.bmm(weights[..., :SUMMED_BLOCK], values[:, :SUMMED_BLOCK])
-    for start in range(SUMMED_BLOCK, weights.shape[-1], SUMMED_BLOCK):
-        block = slice(start, start + SUMMED_BLOCK)
-        total.baddbmm_(weights[..., block], values[:, block])
-    return total
 
 
 def _layer_fits(layer: Any) -> bool:

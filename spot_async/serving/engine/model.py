@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import transformers
 
+from spot_async.base.processes.resources import keep_rows_apart
 from spot_async.base.text import first_line
 from spot_async.config.training import TARGETS
 from spot_async.errors import DataError
 from spot_async.models.causal_model import load_whole, read_config
-from spot_async.serving.engine.cache import ATTENTION_BLOCK, PrefillDone, SlotCache, bucketed
+from spot_async.serving.engine.cache import PrefillDone, SlotCache, bucketed, decode_width
 from spot_async.serving.engine.weights import AdaptedRows, Adapter, Products
 from spot_async.serving.settings import EngineSettings
 
@@ -66,7 +67,7 @@ class CausalModel:
         stand_in = _GivenHidden(type(self._base(**self._any_token())))
         self._head._modules = {**module._modules, module.base_model_prefix: stand_in}
         self._dtype: torch.dtype = module.dtype
-        self._columns = torch.arange(self.padded_width(max_context_tokens), device=self.device)
+        self._columns = torch.arange(decode_width(max_context_tokens), device=self.device)
         self._shown = torch.tensor(0.0, dtype=self._dtype, device=self.device)  # what a mask adds to scores
         self._masked = torch.tensor(torch.finfo(self._dtype).min, dtype=self._dtype, device=self.device)
         self.vocab_size: int = module(**self._any_token()).logits.shape[-1]
@@ -96,7 +97,7 @@ class CausalModel:
 
     def padded_width(self, width: int) -> int:
         """Return how many positions a decode attends to if its longest context has `width`."""
-        return bucketed(width, ATTENTION_BLOCK) if self.is_deterministic else bucketed(width)
+        return decode_width(width) if self.is_deterministic else bucketed(width)
 
     def hidden(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return hidden states (R, D) of some rows (R,) of right-padded sequences (n, L), counted through them all."""
@@ -172,6 +173,8 @@ class CausalModel:
 
 def load_model(directory: Path, settings: EngineSettings) -> CausalModel:
     """Load a model directory. Raises `DataError` if it cannot be read or would be served wrong."""
+    if settings.is_deterministic:
+        keep_rows_apart()
     config = read_config(directory)
     module: Any = load_whole(
         directory,
