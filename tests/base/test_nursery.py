@@ -190,6 +190,16 @@ async def test_a_nursery_that_ends_before_it_has_forked_is_done_without(begin, t
     assert not told(child)["warm"]
 
 
+async def test_a_nursery_that_stands_still_holds_up_no_start(begin, tmp_path, monkeypatch):
+    monkeypatch.setattr(nursery_module, "PATIENCE_S", 0.2)
+    nursery = begin()
+    os.kill(nursery._process.pid, signal.SIGSTOP)
+    child = await start(tmp_path, "stay")
+    assert not (await until_told(child))["warm"]
+    os.kill(nursery._process.pid, signal.SIGCONT)
+    await child.stop()
+
+
 async def test_a_start_that_is_given_up_leaves_no_child(begin, tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(1)")
     nursery = begin("slow")

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
+import structlog
 
 from spot_async.base.processes import guard
 from spot_async.base.processes.exits import exit_with_parent
@@ -49,6 +50,7 @@ _OF_NURSERY = re.compile(
 # Of a child, and what makes it differ from others. With any further variable it is started by itself, since a library
 # may have read that one before the fork.
 _OF_CHILDREN = re.compile(r"OMP_NUM_THREADS|SPOT_ASYNC_.*")
+PATIENCE_S = 120.0  # for its imports, from a slow disk
 LARGEST_ORDER = 1 << 17  # bytes; a message on the socket may have some more
 _NUMBER = struct.Struct("=i")  # a report: the child's process id, and later its exit code
 
@@ -75,9 +77,12 @@ class ForkedProcess:
         self._loop.add_reader(reports, self._hear)
 
     async def begun(self) -> bool:
-        """Wait for the fork. Return False if the nursery ended, or refused."""
+        """Wait for the fork. Return False if the nursery ended, refused, or does not answer."""
         try:
-            await self._heard.wait()
+            async with asyncio.timeout(PATIENCE_S):
+                await self._heard.wait()
+        except TimeoutError:
+            pass
         finally:
             if not self.pid and self.returncode is None:
                 self._end(-signal.SIGKILL)  # by a closed pipe the nursery knows that nobody waits for the child
@@ -168,7 +173,10 @@ class Nursery:
             self.end()
         finally:
             os.close(told)
-        return child if await child.begun() else None
+        if await child.begun():
+            return child
+        structlog.get_logger().warning("started without the nursery, which forked nothing", module=module)
+        return None
 
 
 NURSERY = Nursery()  # of this process
