@@ -13,7 +13,7 @@ EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 SPOT_VLLM_PYTHON ?=
 SPOT_SGLANG_PYTHON ?=
 
-.PHONY: install quickstart reproduction test test-long test-nodes test-ray test-slurm test-peers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
+.PHONY: install quickstart reproduction test test-long test-portable test-avx2 test-sse test-nodes test-ray test-slurm test-peers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
 
 install: $(VENV)/installed
 
@@ -42,6 +42,19 @@ test: install
 LONG ?= long and not nightly
 test-long: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(LONG)"
+
+# Whatever computes, with the instruction sets of other CPUs than this one: 40 minutes at most. The variables reach torch,
+# MKL and oneDNN in all processes that tests start.
+PORTABLE_TESTS := $(addprefix tests/,tools backends serving trainer models checks running evaluation loop)
+test-portable: test-avx2 test-sse
+test-avx2: export ATEN_CPU_CAPABILITY := avx2
+test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
+test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+test-sse: export ATEN_CPU_CAPABILITY := default
+test-sse: export MKL_ENABLE_INSTRUCTIONS := SSE4_2
+test-sse: export ONEDNN_MAX_CPU_ISA := SSE41
+test-avx2 test-sse: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not nightly" $(PORTABLE_TESTS)
 
 # Runs over several machines, which are network namespaces here, with all that may happen to them. Needs root.
 test-nodes: install

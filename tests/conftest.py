@@ -18,6 +18,7 @@ os.environ.update(dict.fromkeys(["http_proxy", "https_proxy", "all_proxy"], ""))
 
 import contextlib
 import gc
+import re
 import signal
 import ssl
 import subprocess
@@ -446,7 +447,9 @@ def running_server() -> Callable[..., AbstractContextManager[str]]:
         assert process.stderr is not None
         try:
             first = process.stderr.readline()
-            assert first.startswith(f"serving {model} on 127.0.0.1 port "), first + process.stderr.read()
+            assert re.match(rf"serving {re.escape(str(model))} with \w+ on 127.0.0.1 port ", first), (
+                first + process.stderr.read()
+            )
             yield f"http://127.0.0.1:{first.split()[-1]}"
             process.send_signal(signal.SIGINT)  # as Ctrl-C does
             assert process.wait(timeout=300) == 0

@@ -57,7 +57,7 @@ def serve(settings: ServeSettings) -> None:
             worker, app = _load(directory, settings, credentials)
         tune_gc(SERVER_COLLECTION_THRESHOLD)
         _notify_ready()
-        _say(f"serving {directory} on {_address(settings, listener)}")
+        _say(f"serving {directory} with {_computes_with(settings)} on {_address(settings, listener)}")
         asyncio.run(_run(worker, app, listener))
         _say("stopped")
 
@@ -111,6 +111,12 @@ def _load(directory: Path, settings: ServeSettings, credentials: Credentials) ->
     openai = openai_v1(worker, served, max_completions=settings.slots + settings.max_waiting)
     app = build_app(worker, capabilities, credentials=credentials, is_local=_is_local(settings), other_api=openai)
     return worker, app
+
+
+def _computes_with(settings: ServeSettings) -> str:
+    import torch  # here, as above
+
+    return torch.backends.cpu.get_cpu_capability() if settings.device == "cpu" else settings.device
 
 
 async def _run(worker: EngineWorker, app: ASGIApp, listener: socket.socket) -> None:

@@ -100,7 +100,7 @@ def device_words(device: torch.device) -> str:
     """Return what this rank computes on and with, for the log."""
     software = GpuSoftware.found().words
     if device.type == "cpu":
-        return f"on the CPU ({software})"
+        return f"on the CPU ({torch.backends.cpu.get_cpu_capability()}, {software})"
     visible = os.environ.get(VISIBLE)
     among = "" if visible is None else f" of {VISIBLE}={visible}"
     return f"on GPU {device.index}{among}, {torch.cuda.get_device_name(device)} ({software})"
