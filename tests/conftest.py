@@ -162,6 +162,7 @@ def random_architecture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         "llama": lambda: transformers.LlamaConfig(
             **sizes, **context, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=12
         ),
+        "plain_llama": lambda: transformers.LlamaConfig(**sizes, **context),
         "gpt2": lambda: transformers.GPT2Config(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=150),
         "gemma2": lambda: transformers.Gemma2Config(
             **sizes,

@@ -10,6 +10,7 @@ save memory (layers and blocks of logits in the backward pass).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,20 @@ class ModelSize:
     windowed_layers: int = 0
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The shapes of a layer's matrices, to what and from what width, by the names of `config.training.TARGETS`."""
+        return {
+            "q_proj": (self.queries, self.hidden),
+            **dict.fromkeys(("k_proj", "v_proj"), (self.keys, self.hidden)),
+            "o_proj": (self.hidden, self.queries),
+            **dict.fromkeys(("gate_proj", "up_proj"), (self.feed_forward, self.hidden)),
+            "down_proj": (self.hidden, self.feed_forward),
+        }
+
+    @property
     def layer_matrices(self) -> int:
         """The parameters of a layer that a token is multiplied with."""
-        return self.hidden * (2 * self.queries + 2 * self.keys) + 3 * self.hidden * self.feed_forward
+        return sum(map(math.prod, self.matrices.values()))
 
     @property
     def layer_parameters(self) -> int:
@@ -79,15 +91,8 @@ class ModelSize:
         return self.layers * self.layer_parameters + self.outer_parameters
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
-        """Return the parameters of a layer's adapters. `targets` are of `config.lora.TARGETS`."""
-        widths = {
-            "q_proj": self.hidden + self.queries,
-            "k_proj": self.hidden + self.keys,
-            "v_proj": self.hidden + self.keys,
-            "o_proj": self.queries + self.hidden,
-            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden + self.feed_forward),
-        }
-        return rank * sum(widths[each] for each in targets)
+        """Return the parameters of a layer's adapters. `targets` are of `config.training.TARGETS`."""
+        return rank * sum(sum(self.matrices[each]) for each in targets)
 
     @property
     def cache_bytes_per_token(self) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spot_async.config.training import MLP
 from spot_async.errors import DataError
+from spot_async.models.model_size import NEEDED, ModelSize, size_of
 from spot_async.models.small_files import CONFIG_FILE, DTYPE_KEYS, read_json
 from spot_async.models.weight_files import FLOATING, Shapes, weight_headers
 
-PLAIN_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+SIZES = (*NEEDED, "num_key_value_heads", "max_position_embeddings")
 DTYPES = frozenset({"float32", "float16", "bfloat16"})
 NUMBERS, NOTHING = (int, float), type(None)
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_mrope", "use_sliding_window")
@@ -39,44 +39,43 @@ def is_plainly_whole(directory: Path) -> bool:
     So there is no tensor that could differ from one that it is tied to.
     """
     try:
-        config = read_json(directory / CONFIG_FILE)
+        size = plain_size(read_json(directory / CONFIG_FILE))
         headers = weight_headers(directory)
     except DataError:
         return False
     shapes = {name: each.shape for name, each in headers.items()}
     are_numbers = all(each.dtype in FLOATING for each in headers.values())
-    return are_numbers and is_plain(config) and shapes == plain_shapes(config)
+    return are_numbers and size is not None and shapes == plain_shapes(size)
 
 
-def is_plain(config: dict[str, Any]) -> bool:
-    """Whether a config.json is one of a plain decoder, with values that transformers takes."""
+def plain_size(config: dict[str, Any]) -> ModelSize | None:
+    """Return a plain decoder's size by its config.json; None for another's, or with values that transformers refuses.
+
+    Also None with biases that the kind has not by itself, of which `size_of` knows nothing.
+    """
     if not all(type(value) in TYPES.get(key, ()) for key, value in config.items()):
-        return False
-    kind, ends = config.get("model_type"), config.get("eos_token_id")
-    if kind not in PLAIN_KINDS or not all(config.get(key, 0) > 0 for key in SIZES):
-        return False
-    width = _head_width(config)
-    full = ["full_attention"] * config["num_hidden_layers"]
-    return (
-        width > 0
-        and width % 2 == 0
-        and config["hidden_size"] % config["num_attention_heads"] == 0
+        return None
+    size = size_of(config)
+    if size is None or not all(config.get(key, 0) > 0 for key in SIZES):
+        return None
+    kind, ends = config["model_type"], config.get("eos_token_id")
+    full = ["full_attention"] * size.layers
+    is_plain = (
+        (kind != "qwen3" or "head_dim" in config)  # it has a width of its own, whatever the others are
+        and config.get("head_dim", size.head) > 0
+        and size.head % 2 == 0
+        and size.hidden % config["num_attention_heads"] == 0
         and config.get("hidden_act", "silu") == "silu"
         and all(config[key] in DTYPES for key in DTYPE_KEYS if key in config)
         and not config.get("use_sliding_window", False)
         and ("layer_types" not in config or (kind in ("qwen2", "qwen3") and config["layer_types"] == full))
         and 0 <= config.get("initializer_range", 0.0) <= 1
-        and 0 <= (config.get("pad_token_id") or 0) < config["vocab_size"]
+        and 0 <= (config.get("pad_token_id") or 0) < size.vocabulary
         and all(type(each) is int for each in (ends if isinstance(ends, list) else ()))
         and all(type(each) is str for each in config.get("architectures", ()))
         and all(_is_known_rope(config.get(key) or {}) for key in ("rope_scaling", "rope_parameters"))
     )
-
-
-def _head_width(config: dict[str, Any]) -> int:
-    """Return the width of an attention head, 0 where config.json must say it and does not."""
-    otherwise = 0 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
-    return int(config.get("head_dim", otherwise))
+    return size if is_plain else None
 
 
 def _is_known_rope(rope: dict[str, Any]) -> bool:
@@ -89,27 +88,17 @@ def _is_known_rope(rope: dict[str, Any]) -> bool:
     )
 
 
-def plain_shapes(config: dict[str, Any]) -> Shapes:
+def plain_shapes(size: ModelSize) -> Shapes:
     """Return the shapes of a plain decoder's tensors by name; of tied ones, only the embedding's."""
-    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
-    width = _head_width(config)
-    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden),
-                 "o_proj": (hidden, queries)}  # fmt: skip
-    feed_forward = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    layer: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    layer |= {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
-    layer |= {f"mlp.{name}.weight": shape for name, shape in feed_forward.items()}
-    if kind == "qwen3":
-        layer |= {f"self_attn.{name}.weight": (width,) for name in ("q_norm", "k_norm")}
-    if kind == "qwen2":
-        layer |= {f"self_attn.{name}.bias": attention[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
-    elif kind in ("llama", "qwen3") and config.get("attention_bias", False):
-        layer |= {f"self_attn.{name}.bias": shape[:1] for name, shape in attention.items()}
-    if kind == "llama" and config.get("mlp_bias", False):
-        layer |= {f"mlp.{name}.bias": shape[:1] for name, shape in feed_forward.items()}
-    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    if not config.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    numbers = range(config["num_hidden_layers"])
-    return shapes | {f"model.layers.{at}.{name}": shape for at in numbers for name, shape in layer.items()}
+    layer: Shapes = {f"{name}.weight": (size.hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+    layer |= {f"{'mlp' if name in MLP else 'self_attn'}.{name}.weight": shape for name, shape in size.matrices.items()}
+    if size.has_query_norm:
+        layer |= {f"self_attn.{name}.weight": (size.head,) for name in ("q_norm", "k_norm")}
+    if size.has_query_bias:
+        layer |= {f"self_attn.{name}.bias": size.matrices[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
+    outer = ("model.embed_tokens.weight", "lm_head.weight")[: 1 if size.tied else 2]
+    return {
+        "model.norm.weight": (size.hidden,),
+        **dict.fromkeys(outer, (size.vocabulary, size.hidden)),
+        **{f"model.layers.{at}.{name}": shape for at in range(size.layers) for name, shape in layer.items()},
+    }

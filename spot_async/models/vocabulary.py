@@ -13,7 +13,7 @@ import numpy as np
 from spot_async.base.later import later
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
-from spot_async.models.plain_decoder import DTYPES, is_plain
+from spot_async.models.plain_decoder import DTYPES, plain_size
 from spot_async.models.small_files import CONFIG_FILE, DTYPE_KEYS, GENERATION_CONFIG, read_json, refuse_large
 from spot_async.types import IntArray
 
@@ -108,7 +108,7 @@ def _bare_config(directory: Path) -> PreTrainedConfig | None:
     except DataError:
         return None
     config = {key: value for key, value in config.items() if key != "quantization_config"}  # not the tokenizer's matter
-    if "auto_map" in tokenizer or not tokenizer.get("tokenizer_class") or not is_plain(config):
+    if "auto_map" in tokenizer or not tokenizer.get("tokenizer_class") or plain_size(config) is None:
         return None
     return PreTrainedConfig(model_type=config["model_type"], name_or_path=directory)
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from spot_async.errors import DataError
 from spot_async.models.causal_model import check_files, empty_model
-from spot_async.models.plain_decoder import PLAIN_KINDS, is_plain, is_plainly_whole, plain_shapes
+from spot_async.models.model_size import SIZED, size_of
+from spot_async.models.plain_decoder import is_plainly_whole, plain_shapes, plain_size
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 160}  # fmt: skip
@@ -29,7 +30,7 @@ def write_config(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", PLAIN_KINDS)
+@pytest.mark.parametrize("kind", SIZED)
 def test_names_and_shapes_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     keys = ("tie_word_embeddings", "attention_bias", "mlp_bias")
     for *flags, width in itertools.product((False, True), (False, True), (False, True), (8, 12)):
@@ -38,11 +39,13 @@ def test_names_and_shapes_are_those_of_transformers(kind: str, tmp_path: Path) -
             del config["head_dim"]
         model = empty_model(write_config(tmp_path, config))
         own = {name: tuple(each.shape) for name, each in model.named_parameters()}  # a tied one once
-        assert is_plain(config)
-        assert plain_shapes(config) == own
+        size = plain_size(config)
+        assert size == size_of(config)
+        assert (size is None) == (config["mlp_bias"] or (config["attention_bias"] and kind != "qwen2"))
+        assert size is None or plain_shapes(size) == own
 
 
-@pytest.mark.parametrize("kind", PLAIN_KINDS)
+@pytest.mark.parametrize("kind", ["plain_llama", "mistral", "qwen2", "qwen3"])
 def test_a_model_that_transformers_has_saved_is_one(kind: str, random_architecture: Callable[..., Path]) -> None:
     assert is_plainly_whole(random_architecture(kind))
 
@@ -72,7 +75,7 @@ def test_other_tensors_are_no_plain_decoder(
 
 VALUES: list[tuple[str, Any]] = [
     *(("num_hidden_layers", value) for value in (None, "2", 2.0, 0, True)),
-    *(("head_dim", value) for value in (None, 0, 7, "8")),
+    *(("head_dim", value) for value in (None, -8, 0, 7, "8")),
     *(("layer_types", value) for value in (["full_attention"], ["other_attention"] * 2, "full")),
     *(
         ("rope_parameters", value)
@@ -99,18 +102,18 @@ VALUES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", PLAIN_KINDS)
+@pytest.mark.parametrize("kind", SIZED)
 def test_other_values_than_plain_ones_are_left_to_transformers(kind: str) -> None:
     config = {"model_type": kind, **SIZES, "head_dim": 8}
-    assert is_plain(config)
-    assert [(key, value) for key, value in VALUES if is_plain(config | {key: value})] == []
-    assert [key for key in SIZES if is_plain({other: config[other] for other in config if other != key})] == []
+    assert plain_size(config)
+    assert [(key, value) for key, value in VALUES if plain_size(config | {key: value})] == []
+    assert [key for key in SIZES if plain_size({other: config[other] for other in config if other != key})] == []
 
 
 def test_a_scaled_rope_of_llama_is_plain_and_layers_of_a_mistral_are_not(tmp_path: Path) -> None:
     config = {"model_type": "llama", **SIZES, "rope_theta": 5e5, "rope_scaling": LLAMA3, "torch_dtype": "bfloat16"}
-    assert is_plain(config)
+    assert plain_size(config)
     assert empty_model(write_config(tmp_path, config)).config.rope_parameters["rope_type"] == "llama3"
     layers = {"layer_types": ["full_attention"] * 2}
-    assert not is_plain({"model_type": "mistral", **SIZES, **layers})
-    assert is_plain({"model_type": "qwen2", **SIZES, **layers})
+    assert not plain_size({"model_type": "mistral", **SIZES, **layers})
+    assert plain_size({"model_type": "qwen2", **SIZES, **layers})

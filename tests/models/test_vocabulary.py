@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from spot_async.errors import DataError
-from spot_async.models.plain_decoder import PLAIN_KINDS
+from spot_async.models.model_size import SIZED
 from spot_async.models.vocabulary import Vocabulary, load_tokenizer, tokenizer_fingerprint, without_code
 
 ROOT = Path(__file__).parent.parent.parent
@@ -75,7 +75,7 @@ def model(tmp_path, random_architecture):
     return make
 
 
-@pytest.mark.parametrize("kind", [*PLAIN_KINDS, "gemma2", "gpt2"])
+@pytest.mark.parametrize("kind", [*SIZED, "gemma2", "gpt2"])
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2TokenizerFast", "Unknown", None])
 def test_a_tokenizer_is_of_the_class_that_transformers_chooses(model, kind, name):
     directory = model(kind)
