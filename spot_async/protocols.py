@@ -55,7 +55,6 @@ class Generator(Protocol):
         `sampling.vocab_limit` limits what is sampled, before top-p; it changes no log-probability. Raises a
         `RequestError`.
         """
-        ...
 
 
 @runtime_checkable
@@ -67,7 +66,6 @@ class Scorer(Protocol):
 
         All are at the request's temperature. Raises a `RequestError`.
         """
-        ...
 
 
 @runtime_checkable
@@ -79,7 +77,6 @@ class BaseScorer(Protocol):
 
     async def score_base(self, request: ScoreRequest, *, top_k: int) -> TokenScores:
         """Return what `Scorer.score` returns, of the first weights."""
-        ...
 
 
 @runtime_checkable
@@ -98,7 +95,6 @@ class PositionScorer(Protocol):
         `top_k` is at most `max_position_top_k`. The caller treats what is returned as exact, and what `score` returned
         as off by `logprob_noise_nats`.
         """
-        ...
 
 
 @runtime_checkable
@@ -118,7 +114,6 @@ class CandidateScorer(Protocol):
         All of them are of the same weights: `expected_version`, or where that is None those that the server holds when
         it answers. Raises `VersionMismatchError` when it holds others, or when they changed while it answered.
         """
-        ...
 
 
 @runtime_checkable
@@ -127,7 +122,6 @@ class WeightSink(Protocol):
 
     async def update_weights(self, snapshot: WeightSnapshot, *, deadline: float) -> None:
         """Load the snapshot's weights; return once the server answers with them. Raises a `RequestError`."""
-        ...
 
 
 @runtime_checkable
@@ -141,19 +135,15 @@ class Sleeper(Protocol):
     @property
     def sleeps_while_training(self) -> bool:
         """Whether its settings ask it to sleep."""
-        ...
 
     async def sleep(self, *, deadline: float) -> None:
         """Free the memory; return once it is free."""
-        ...
 
     async def wake_weights(self, *, deadline: float) -> None:
         """Take the memory for weights again, and nothing else. Nothing is done if that is awake."""
-        ...
 
     async def wake(self, *, deadline: float) -> None:
         """Wake whatever still sleeps; return once the server answers requests again."""
-        ...
 
 
 class Backend(Protocol):
@@ -168,11 +158,9 @@ class Backend(Protocol):
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
         """Return what the server offers. Callers enter the backend first."""
-        ...
 
     async def watch(self) -> None:
         """Run for as long as the server lives. Raises `ProcessDiedError` when it ends by itself."""
-        ...
 
 
 @runtime_checkable
@@ -182,7 +170,6 @@ class TrafficSource(Protocol):
     @property
     def traffic(self) -> Traffic:
         """The counts so far. Callers enter the backend first."""
-        ...
 
 
 @runtime_checkable
@@ -191,7 +178,6 @@ class SharedAddress(Protocol):
 
     async def behind_url(self, *, deadline: float) -> BehindUrl | None:
         """Ask over several connections. Return None if the server was started by this run."""
-        ...
 
 
 @runtime_checkable
@@ -203,7 +189,6 @@ class HealthCheck(Protocol):
 
         A server that is only busy, or loads weights, passes. The check is cheap.
         """
-        ...
 
 
 @runtime_checkable
@@ -213,7 +198,6 @@ class Replicated(Protocol):
     @property
     def backends(self) -> Mapping[str, Backend]:
         """The servers' backends by name, as they are now. Callers enter the backend first."""
-        ...
 
 
 class Verifier(Protocol):
@@ -224,7 +208,6 @@ class Verifier(Protocol):
 
         A verifier with a number or a text to give returns a `Judgement`.
         """
-        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -240,17 +223,14 @@ class PromptStages(Protocol):
     @property
     def student(self) -> Capabilities | None:
         """What the student's server offers. None where nobody asked it: then policies may use everything."""
-        ...
 
     @property
     def teachers(self) -> Mapping[str, float]:
         """The names of the teachers that the prompt asks, with shares that add up to 1. An only one's name is empty."""
-        ...
 
     @property
     def teacher(self) -> Capabilities | None:
         """What the prompt's teacher's server offers, or None as for the student; of several, what all of them offer."""
-        ...
 
     async def rollout(
         self,
@@ -269,7 +249,6 @@ class PromptStages(Protocol):
         tokens that end it beside the end tokens. What it writes behind other `prompt_ids` is `foreign`: it has no log
         pi_old of this prompt.
         """
-        ...
 
     def teacher_prompt(self, *turns: ChatTurn | str, teacher: str = "") -> IntArray:
         """Return a prompt (P,) for the teacher, made of these turns by its chat template; a text is a user's turn.
@@ -279,7 +258,6 @@ class PromptStages(Protocol):
         Its length counts against `PolicyNeeds.teacher_prompt_tokens`. It runs on the event loop: make contexts of many
         thousand tokens in a thread.
         """
-        ...
 
     async def teacher_response(
         self,
@@ -295,7 +273,6 @@ class PromptStages(Protocol):
 
         `prompt_ids` are as in `score`.
         """
-        ...
 
     async def score(
         self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None, teacher: str = ""
@@ -307,7 +284,6 @@ class PromptStages(Protocol):
 
         With `top_k` 0 only the response's own tokens and the entropies are wanted, and the top-k may hold anything.
         """
-        ...
 
     async def score_at(
         self,
@@ -322,7 +298,6 @@ class PromptStages(Protocol):
 
         Tokens that some model does not have are left out, so there may be fewer than `top_k`.
         """
-        ...
 
     async def teacher_candidates(
         self,
@@ -339,11 +314,9 @@ class PromptStages(Protocol):
         as themselves. Tokens that some model does not have are refused: `common_vocabulary.common_candidates` leaves
         them out.
         """
-        ...
 
     async def reference_logprobs(self, response_ids: IntArray) -> FloatArray:
         """Return log-probabilities (T,) of the response under the frozen reference."""
-        ...
 
     async def candidate_logprobs(
         self,
@@ -358,15 +331,12 @@ class PromptStages(Protocol):
         `version` names the weights that sampled the response. A strict run asks of these. A run with staleness asks of
         the live weights, which may be newer, and so does None.
         """
-        ...
 
     async def probe(self, response_ids: IntArray, position: int, candidate_id: int, *, n: int) -> Generation:
         """Sample the n-th continuation after `response_ids[:position], candidate_id`."""
-        ...
 
     async def verify(self, response_ids: IntArray) -> Judgement:
         """Judge a whole response to this prompt. Missing evidence has already been asked for once more."""
-        ...
 
     def written_response(self) -> Generation:
         """Return the problem's response in the data, with the student's end token. No student sampled its tokens.
@@ -374,11 +344,9 @@ class PromptStages(Protocol):
         It is cut after `sampling.max_response_tokens`. Nobody knows its log-probabilities: they are 0. Raises
         `DataError` where there is none, or one that goes on after an end token.
         """
-        ...
 
     def decode(self, token_ids: IntArray) -> str:
         """Return the text of response tokens without special tokens."""
-        ...
 
 
 class Policy(Protocol):
@@ -390,14 +358,12 @@ class Policy(Protocol):
     @property
     def needs(self) -> PolicyNeeds:
         """What it needs from the backends. This does not change during a run."""
-        ...
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         """Run Algorithm 1 for one prompt; return its samples, one per trajectory.
 
         Errors of stages pass through: a `RequestError` gives up the prompt, a `BudgetSpentError` ends admission.
         """
-        ...
 
 
 @runtime_checkable
@@ -406,7 +372,6 @@ class ScheduleChecker(Protocol):
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Check all prompts of all epochs, in admission order. Raises ConfigError or DataError to refuse the run."""
-        ...
 
 
 class Trainer(Protocol):
@@ -418,22 +383,18 @@ class Trainer(Protocol):
         The new weights may be written later, beside the next step: `published` waits for them. Raises `TrainerError`
         when a rank stopped (non-finite loss, full disk, killed).
         """
-        ...
 
     async def published(self, step: int) -> tuple[WeightFile, ...]:
         """Wait until the weights after `step` steps are on disk; return their files as they were then.
 
         Asked for each step once, in order. Raises `TrainerError` as `train` does.
         """
-        ...
 
     async def save(self, step: int, directory: str) -> None:
         """Begin to save the state after `step` steps, at which the trainer is, into a directory.
 
         Training may continue at once. One save is under way at a time.
         """
-        ...
 
     async def saved(self, step: int) -> float:
         """Wait until what `save` began is on disk; return its seconds. Raises `TrainerError` as `train` does."""
-        ...

@@ -244,7 +244,6 @@ class SglangTransport(WeightTransport, Protocol):
     @property
     def mixed(self) -> bool:
         """Whether an update ended half-way, so that the server has parts of the old and of the new weights."""
-        ...
 
 
 class DiskTransport(SglangTransport):

@@ -42,15 +42,12 @@ class AdapterServer(Protocol):
 
     async def load(self, name: str, adapter: WeightSnapshot, *, deadline: float) -> None:
         """Load an adapter from its directory, and return once a request that names it would be answered with it."""
-        ...
 
     async def unload(self, name: str, *, deadline: float) -> None:
         """Unload an adapter that no request names."""
-        ...
 
     def has_lost(self, refusal: PermanentError) -> bool:
         """Return whether a request was refused because the server does not know the adapter that it names."""
-        ...
 
 
 class Adapter:

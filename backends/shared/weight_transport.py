@@ -95,7 +95,6 @@ class WeightTransport(Protocol):
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         """Send the snapshot, whose tensors are those of `layout`; return once the server holds it under its version."""
-        ...
 
     async def close(self) -> None:
         """Release what is kept between updates."""

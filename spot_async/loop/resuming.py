@@ -32,7 +32,6 @@ class PromptLedger(Protocol):
 
     def cut(self, batch: int, lineage: int, prompts: Mapping[int, bool]) -> None:
         """Note a batch, durably: it is about to be trained on."""
-        ...
 
 
 class Checkpoints(Protocol):
@@ -40,15 +39,12 @@ class Checkpoints(Protocol):
 
     def is_due(self, iteration: int) -> bool:
         """Whether the trainer saves its state after this iteration (the first one is 1)."""
-        ...
 
     def directory(self, iteration: int) -> str:
         """Return where the trainer saves its state after this iteration."""
-        ...
 
     async def commit(self, iteration: int) -> None:
         """Make what was saved after this iteration the state to resume from. Everything else of it is on disk."""
-        ...
 
 
 class NoLedger(PromptLedger):

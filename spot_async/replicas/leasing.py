@@ -74,15 +74,12 @@ class Lease(Protocol[S_co]):
     @property
     def replica(self) -> str:
         """The replica's name; empty if there is only one."""
-        ...
 
     def give_back(self) -> None:
         """Give back a lease that was not used, in place of entering it."""
-        ...
 
     async def __aenter__(self) -> S_co:
         """Return the replica's service."""
-        ...
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -98,7 +95,6 @@ class ServicePool(Protocol[S_co]):
 
         This is the servers' back-pressure. Raises `PermanentError` for a request that is known to end servers.
         """
-        ...
 
 
 class OneService(Generic[S]):

@@ -34,11 +34,9 @@ class MetricSink(Protocol):
 
     def go_back(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Continue after these rows of metrics.jsonl, the run's so far. Later iterations are written once more."""
-        ...
 
     def conclude(self, iteration: int, figures: Mapping[str, float], texts: Mapping[str, str] = {}) -> None:
         """Take the evaluation after training, of the weights of the last iteration, which is written already."""
-        ...
 
 
 def split_row(row: Mapping[str, float]) -> tuple[int, dict[str, float]]:
