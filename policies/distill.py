@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -120,8 +120,7 @@ class DistillSettings(RoutedSettings):
         preset = PRESETS.get(given.get("preset") or "", {}) if isinstance(given, dict) else {}
         return {**preset, **given} if preset else given
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if self.reward and self.samples < 2:
             raise ValueError(f"reward={self.reward:g} compares a prompt's responses: set samples to 2 or more")
         if self.divergence is None and not self.pull_weight and not self.reward:
@@ -141,7 +140,6 @@ class DistillSettings(RoutedSettings):
                 f"temperature={self.temperature:g} is exact over the whole vocabulary only: set support=whole and "
                 "tail=conditional, or sampling.temperature, which is of all log-probabilities"
             )
-        return self
 
     @property
     def pull_weight(self) -> float:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from spot_async.base import registry
 from spot_async.base.seeds import derive_seed
@@ -102,8 +102,7 @@ class SpotSettings(RoutedSettings):
             raise ValueError(f"{value!r} is none of {', '.join(RULES)}, and names no function as module:function")
         return value
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if self.probe_top_k > self.score_top_k:
             raise ValueError(
                 f"probe_top_k={self.probe_top_k} (k_p) must not exceed score_top_k={self.score_top_k} (k_s): "
@@ -116,7 +115,6 @@ class SpotSettings(RoutedSettings):
             )
         if self.shuffle_outcomes and not self.verifier_guidance:
             raise ValueError("shuffle_outcomes=true needs verifier_guidance=true: without probes there are no outcomes")
-        return self
 
 
 class SpotPolicy:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-import pydantic
 from pydantic import Field
 
 from spot_async.base.processes.gpus import torch_has_gpus
@@ -35,11 +34,10 @@ class LocalLaunch(ProcessSettings):
     def interpreter(self) -> str | None:
         return super().interpreter if self.python else sys.executable
 
-    @pydantic.model_validator(mode="after")
-    def _check_prefix(self) -> Self:
+    def _check(self) -> None:
+        super()._check()
         if not self.is_elsewhere:
             raise ValueError("prefix: required here, or resources: without launch the server starts on this machine")
-        return self
 
 
 class LocalWeights(Section):
@@ -116,8 +114,8 @@ class LocalSettings(EngineSettings, PlacedSettings):
         for key, each in self._launches():
             check_installed(each, f"{section}.{key}", PACKAGE)
 
-    @pydantic.model_validator(mode="after")
-    def _check_places(self) -> Self:
+    def _check(self) -> None:
+        super()._check()
         if self.port is not None and self.replicas > 1:
             raise ValueError(
                 f"port={self.port}: one port for {self.replicas} servers (replicas): remove it, for private sockets"
@@ -133,7 +131,6 @@ class LocalSettings(EngineSettings, PlacedSettings):
             for name in ("replicas", "port", "launch", *EngineSettings.model_fields):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: says how a server is started, but that at url runs already: remove one")
-        return self
 
 
 def local_command(

@@ -63,8 +63,7 @@ class ProcessSettings(Section):
         60.0, description="with prefix: the server ends when its machine has heard nothing of the run for so long"
     )
 
-    @pydantic.model_validator(mode="after")
-    def _check_place(self) -> Self:
+    def _check(self) -> None:
         if self.resources:
             for name in ("prefix", "host"):
                 if getattr(self, name) != type(self).model_fields[name].default:
@@ -76,7 +75,6 @@ class ProcessSettings(Section):
             raise ValueError("prefix: its first word is empty: name a program")
         if wrong := [name for name in [*self.environment, *self.pass_environment] if not is_variable_name(name)]:
             raise ValueError(f"environment: {wrong[0]!r} is no name of a variable")
-        return self
 
     @property
     def is_elsewhere(self) -> bool:
@@ -198,8 +196,8 @@ class LaunchSettings(ProcessSettings):
         except ValueError as error:
             raise ConfigError(f"{section}.devices={self.devices} {error}") from None
 
-    @pydantic.model_validator(mode="after")
-    def _check_devices(self) -> Self:
+    def _check(self) -> None:
+        super()._check()
         if self.resources and self.devices is not None:
             raise ValueError("devices: Ray chooses the devices of a server with resources: remove one of them")
         if self.environment.get(VISIBLE) != "":  # so a server on the CPU may say
@@ -222,7 +220,6 @@ class LaunchSettings(ProcessSettings):
             each = f"tensor_parallel_size={self.tensor_parallel_size} takes as many devices"
             words = each if self.replicas == 1 else f"replicas={self.replicas} take {taken} devices"
             raise ValueError(f"{words}, but devices={self.devices} names {given}")
-        return self
 
     def servers(self) -> list[Self]:
         """Return the settings of each of the `replicas`, with its own devices. Ray chooses those of `resources`."""

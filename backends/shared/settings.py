@@ -106,11 +106,9 @@ class EndpointSettings(PluginSettings):
         for variable in filter(None, [self.api_key_env, *self.secret_headers.values()]):
             read_secret(section, variable)
 
-    @pydantic.model_validator(mode="after")
-    def _check_budget(self) -> Self:
+    def _check(self) -> None:
         if self.budget is not None and self.prices is None:
             raise ValueError(f"budget={self.budget:g} needs prices: without them nothing is known to cost anything")
-        return self
 
     _check_proxy = pydantic.field_validator("proxy")(check_proxy)
     _check_headers = pydantic.field_validator("headers")(check_headers)
@@ -236,19 +234,14 @@ class StudentServerSettings(AttachedSettings):
         check_together(servers)
         return servers if len(servers) > 1 else launch
 
-    @pydantic.model_validator(mode="after")
-    def _check_place(self) -> Self:
+    def _check(self) -> None:
+        super()._check()
         if (self.url is None) == (self.launch is None):
             raise ValueError("give exactly one of url (a running server) and launch (one to start)")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _check_weights(self) -> Self:
         hosts = [httpx.URL(url).host for url in as_list(self.url)] + [each.host for each in as_list(self.launch)]
         check_reachable(self.weights, hosts, servers=len(self.servers()))
         if self.weights.by_nccl:
             self._check_sender()
-        return self
 
     def _check_sender(self) -> None:
         """Raise ValueError if the sender would be on a device of a server's: NCCL takes each device once."""

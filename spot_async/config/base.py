@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Self, TypeAlias, TypeVar
 
 import msgspec
 import pydantic
@@ -42,6 +42,14 @@ class Section(BaseModel):
     """Base of every configuration section: unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
+
+    def _check(self) -> None:
+        """Raise ValueError unless the values fit together."""
+
+    @pydantic.model_validator(mode="after")
+    def _checked(self) -> Self:
+        self._check()
+        return self
 
 
 def plain_json(value: Any) -> bytes:

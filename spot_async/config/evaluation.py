@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, TypeAdapter
@@ -75,15 +75,13 @@ class BenchmarkConfig(ProblemSetConfig):
     example_count: PositiveInt = Field(5, description="how many of `examples` each question has")
     in_macro: bool = Field(True, description="whether it counts for the mean over benchmarks, if it is judged")
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if self.format == "alpaca_eval" and (self.samples or 1) > 1:
             raise ValueError(f"samples={self.samples}: format=alpaca_eval writes one response each; remove it")
         if self.format == "alpaca_eval" and self.verifier is not None:
             raise ValueError("verifier: format=alpaca_eval judges nothing; remove it")
         if self.format == "alpaca_eval" and self.examples is not None:
             raise ValueError("examples: format=alpaca_eval asks the bare instruction; remove them")
-        return self
 
     def verifier_of(self, evaluation: EvaluationConfig) -> PluginSettings:
         """Return the settings of the verifier that judges it. (`alpaca_eval` has none: nothing judges it.)"""
@@ -153,8 +151,7 @@ class EvaluationConfig(Section):
         verifier = given.get("verifier", {}) if isinstance(given, dict) and given.get("preset") == "paper" else None
         return given | {"verifier": {"kind": "math_verify"} | verifier} if isinstance(verifier, dict) else given
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         check_attempt_timeout(self.attempt_timeout_s, self.timeout_s)
         if self.problems is not None and self.benchmarks:
             raise ValueError("give exactly one of problems and benchmarks: set problems to null, or remove benchmarks")
@@ -173,7 +170,6 @@ class EvaluationConfig(Section):
             self._check_thinking(self.thinking_tokens)
         if too_large := [k for k in self.pass_k if k > most]:
             raise ValueError(f"pass_k={too_large[0]} needs as many samples as that, but samples={most}: raise it")
-        return self
 
     def _check_thinking(self, most: int) -> None:
         if self.thinking is False:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 from pydantic import Field
@@ -153,11 +153,9 @@ class TemplateConfig(Section):
     thinking: Thinking = False
     template_arguments: dict[str, bool | int | str] = Field({}, description="extra variables for the chat template")
 
-    @pydantic.model_validator(mode="after")
-    def _check_thinking(self) -> Self:
+    def _check(self) -> None:
         if "enable_thinking" in self.template_arguments:
             raise ValueError("template_arguments.enable_thinking is what thinking sets: remove it")
-        return self
 
 
 _PARTS = ("problem", "instruction", "solution", "answer", "category")

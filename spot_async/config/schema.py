@@ -8,7 +8,7 @@ A section with a `kind` holds the settings of that plug-in (`plugins.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 from pydantic import Field
@@ -124,15 +124,13 @@ class ModelConfig(Section):
         ServingConfig(), description="what servers are given, and what is done about those that fail"
     )
 
-    @pydantic.model_validator(mode="after")
-    def _check_cores(self) -> Self:
+    def _check(self) -> None:
         threads, own = getattr(self.backend, "threads", 1), self.serving.own_cores
         if 0 < own < threads:
             raise ValueError(
                 f"serving.own_cores={own}: fewer than backend.threads={threads}, which would wait for each other: set "
                 f"serving.own_cores={threads}, or 0 to share all cores"
             )
-        return self
 
 
 class FollowsConfig(Section):
@@ -149,11 +147,9 @@ class FollowsConfig(Section):
         "was, and the rest of the new weights",
     )
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if (self.every is None) == (self.decay is None):
             raise ValueError("give exactly one of every (a lagged or live student) and decay (an average of it)")
-        return self
 
     @property
     def is_live(self) -> bool:
@@ -198,14 +194,10 @@ class TeacherConfig(ModelConfig):
         None, description="divides its logits, in scores and responses; null: `sampling.temperature`"
     )
 
-    @pydantic.model_validator(mode="after")
-    def _check_replay(self) -> Self:
+    def _check(self) -> None:
+        super()._check()
         if self.replay and self.cache is None:
             raise ValueError("replay=true needs cache, the file of an earlier run")
-        return self
-
-    @pydantic.model_validator(mode="after")
-    def _check_follows(self) -> Self:
         is_moving = self.follows is not None
         if self.cache is not None and (is_moving or self.served_by == "student"):
             key = "follows" if is_moving else "served_by=student"
@@ -214,7 +206,7 @@ class TeacherConfig(ModelConfig):
                 "changes: remove cache"
             )
         if self.served_by == "teacher":
-            return self
+            return
         if self.follows is not None and not self.follows.is_live:
             raise ValueError(
                 "served_by=student: those servers have the live student, and no lagged or averaged one: set "
@@ -226,7 +218,6 @@ class TeacherConfig(ModelConfig):
                 raise ValueError(
                     f"{key}: the student's servers answer (served_by=student), on its account: remove {key}"
                 )
-        return self
 
 
 class SamplingConfig(Section):
@@ -270,10 +261,8 @@ class StageConfig(Section):
         description="how often a request is sent that fails transiently; throttled ones are sent until the deadline",
     )
 
-    @pydantic.model_validator(mode="after")
-    def _check_timeouts(self) -> Self:
+    def _check(self) -> None:
         check_attempt_timeout(self.attempt_timeout_s, self.timeout_s)
-        return self
 
 
 class ScoreStageConfig(StageConfig):
@@ -363,8 +352,7 @@ class Config(Section):
             )
         return tree
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         self.student.backend.with_lora(self.training.lora)
         for role in self.following:
             self.teachers_by_role[role].backend.following(self.training.lora)
@@ -385,7 +373,6 @@ class Config(Section):
             )
         if self.evaluation is not None and self.evaluation.preset == "paper":
             check_paper(self.evaluation, self.prompt)
-        return self
 
     def _check_resources(self) -> None:
         asked = resources_of(self.models)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
@@ -195,8 +195,7 @@ class TrainingConfig(Section):
     )
     step_timeout_s: PositiveFloat = Field(1800.0, description="longest time one iteration of training may take")
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if self.batch_size % self.mini_batch_size:
             raise ValueError(
                 f"mini_batch_size={self.mini_batch_size} must divide batch_size={self.batch_size}: "
@@ -228,7 +227,6 @@ class TrainingConfig(Section):
                 f"schedule_iterations={self.schedule_iterations}: with schedule=constant the learning rate never "
                 "falls: set it to null"
             )
-        return self
 
     def recomputed_layers(self, layers: int) -> int:
         """Return how many of the student's layers run again in the backward pass."""
@@ -331,15 +329,13 @@ class ClusterConfig(Section):
         description="with kind=ray: longest wait for Ray to find room; raise it where nodes are still to come",
     )
 
-    @pydantic.model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    def _check(self) -> None:
         if self.kind == "ray" and self.node_rank is not None:
             raise ValueError("node_rank: with kind=ray this machine is node 0: remove this key, or kind")
         if self.resources and (self.kind != "ray" or not self.placed_nodes):
             raise ValueError("resources: needs kind=ray, and nodes=2 or more")
         if self.placed_nodes and not self.resources:
             raise ValueError(f"nodes={self.nodes}: with kind=ray say in resources what each but this one takes")
-        return self
 
     @property
     def placed_nodes(self) -> Sequence[int]:

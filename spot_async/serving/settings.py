@@ -5,9 +5,8 @@ This module does not import torch, so that a wrong setting is refused at once.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-import pydantic
 from pydantic import Field
 
 from spot_async.config import PositiveInt, Section
@@ -45,14 +44,12 @@ class EngineSettings(Section):
     def _can_be_deterministic(self) -> bool:
         return self.threads == 1 and self.device == "cpu"
 
-    @pydantic.model_validator(mode="after")
-    def _check_deterministic(self) -> Self:
+    def _check(self) -> None:
         if self.deterministic and not self._can_be_deterministic:
             raise ValueError(
                 f"deterministic: true needs device: cpu and threads: 1, not device: {self.device} and threads: "
                 f"{self.threads}: change them, or remove it"
             )
-        return self
 
 
 class ServeSettings(EngineSettings):
@@ -66,8 +63,7 @@ class ServeSettings(EngineSettings):
         1024, description="completions under /v1 that may wait for a slot; more are refused with 503"
     )
 
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
+        super()._check()
         if (self.uds is None) == (self.port is None):
             raise ValueError("give exactly one of uds and port")
-        return self
