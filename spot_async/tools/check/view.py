@@ -194,7 +194,7 @@ def notes(config: Config, found: Requirements) -> list[str]:
     elif found.machine is None:
         lines.append(
             "a rank is estimated as on a GPU; what servers take is not known, as none starts on a numbered GPU. On "
-            "a CPU the orchestrator, each of our servers and each rank take 0.4 GB, and what they compute with"
+            "a CPU a run takes 0.4 GB, 0.1 GB more for each of our servers and ranks, and what they compute with"
         )
     return [*lines, "None of it is measured. `simulate` estimates the time of an iteration"]
 
