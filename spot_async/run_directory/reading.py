@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,52 +61,20 @@ class Candidate(msgspec.Struct, kw_only=True):
     student: float | None = None  # the student's, likewise
 
 
-class Branch(msgspec.Struct, kw_only=True):
-    """One probed position."""
+class BranchSummary(msgspec.Struct, kw_only=True):
+    """What tables and statistics need of a probed position."""
 
     position: int
     sampled: str = ""
     retained: bool = False
+
+
+class Branch(BranchSummary, kw_only=True):
+    """One probed position."""
+
     certain: bool = True  # False: the position was chosen by the midpoint of an interval
     candidates: list[Candidate] = []
     score_parts: dict[str, float | None] = {}
-
-
-class SampleRecord(msgspec.Struct, kw_only=True):
-    """One line of `samples.jsonl`. NaN and infinities were written as null, in arrays as well."""
-
-    iteration: int
-    problem_id: str = ""
-    problem: str = ""
-    answer: str = ""
-    tier: str | None = None
-    teacher: str = ""  # the name of the one of several that its prompt asked
-    teacher_prompt: str = ""  # what the teacher read; empty where it read the student's prompt
-    response: str = ""
-    verdict: str = ""
-    finish_reason: str = ""
-    version: str | None = None  # of the weights that sampled it; None if it is not the student's response
-    writers: list[tuple[int, int, str | None]] = []  # where others wrote a part: start, end, weights or None
-    response_ids: list[int] = []
-    behavior_logprobs: list[float | None] | None = None
-    teacher_logprobs: list[float | None] | None = None
-    teacher_entropy_nats: list[float | None] | None = None
-    acquisition_score: list[float | None] | None = None
-    advantage: float | None = None  # the whole response's, where the policy gives it one
-    reward: float | None = None  # where it is not the verdict's, or the policy compares it with those of its group
-    feedback: str = ""  # the verifier's
-    group_rewards: list[float | None] | None = None  # those of all the prompt's responses, in their order
-    left_out: str | None = None  # why it was not trained; None if it was
-    gated_positions: list[int] = []
-    branches: list[Branch] = []
-
-
-class BranchSummary(msgspec.Struct, kw_only=True):
-    """What tables and statistics need of a `Branch`."""
-
-    position: int
-    sampled: str = ""
-    retained: bool = False
 
 
 class SampleSummary(msgspec.Struct, kw_only=True):
@@ -118,7 +86,30 @@ class SampleSummary(msgspec.Struct, kw_only=True):
     finish_reason: str = ""
     response_ids: list[int] = []
     acquisition_score: list[float | None] | None = None
-    branches: list[BranchSummary] = []
+    branches: Sequence[BranchSummary] = ()
+
+
+class SampleRecord(SampleSummary, kw_only=True):
+    """One line of `samples.jsonl`. NaN and infinities were written as null, in arrays as well."""
+
+    problem: str = ""
+    answer: str = ""
+    tier: str | None = None
+    teacher: str = ""  # the name of the one of several that its prompt asked
+    teacher_prompt: str = ""  # what the teacher read; empty where it read the student's prompt
+    response: str = ""
+    version: str | None = None  # of the weights that sampled it; None if it is not the student's response
+    writers: list[tuple[int, int, str | None]] = []  # where others wrote a part: start, end, weights or None
+    behavior_logprobs: list[float | None] | None = None
+    teacher_logprobs: list[float | None] | None = None
+    teacher_entropy_nats: list[float | None] | None = None
+    advantage: float | None = None  # the whole response's, where the policy gives it one
+    reward: float | None = None  # where it is not the verdict's, or the policy compares it with those of its group
+    feedback: str = ""  # the verifier's
+    group_rewards: list[float | None] | None = None  # those of all the prompt's responses, in their order
+    left_out: str | None = None  # why it was not trained; None if it was
+    gated_positions: list[int] = []
+    branches: Sequence[Branch] = ()
 
 
 class _Event(msgspec.Struct):
