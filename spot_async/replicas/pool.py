@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Self, TypeAlias
+from typing import Generic, TypeAlias
 
-from spot_async.base.tasks import gather, settle
+from spot_async.base.tasks import Opened, gather, settle
 from spot_async.base.waiting_room import Turns
 from spot_async.config import ServingConfig
 from spot_async.errors import (
@@ -49,7 +49,7 @@ class PeopleListener:
     waiting: Callable[[str], None] | None = None
 
 
-class ReplicaPool(Generic[B]):
+class ReplicaPool(Opened, Generic[B]):
     """A `ServicePool`, `Backend`, `WeightSink`, `Sleeper` and `TrafficSource` of one or more replicas.
 
     Keep `watch` running: it brings replicas back. Without it, a replica that fails stays out.
@@ -92,22 +92,19 @@ class ReplicaPool(Generic[B]):
         self._turns = turns or Turns()
         self._asleep: list[Replica[B]] = []
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start all servers, or attach to them. If one cannot be started, the others are ended."""
         most, made, self._made = self._serving.max_in_flight, self._made, {}
         for name, (make, backend) in made.items():
             self._replicas.append(
                 Replica(name, make, backend, max_in_flight=most, moved=self._replica_moved, turns=self._turns)
             )
-        try:
-            found = await gather(self._enter(replica) for replica in self._replicas)
-            for replica, offers in zip(self._replicas, found, strict=True):
-                check_same(found[0], replica.name, offers, VOCABULARY)
-                replica.life.move(State.SERVING, asyncio.get_running_loop().time())
-        except BaseException:
-            await self._leave()
-            raise
-        return self
+        stack.push_async_callback(lambda: settle(replica.leave() for replica in self._replicas))
+        found = await gather(self._enter(replica) for replica in self._replicas)
+        for replica, offers in zip(self._replicas, found, strict=True):
+            check_same(found[0], replica.name, offers, VOCABULARY)
+            replica.life.move(State.SERVING, asyncio.get_running_loop().time())
+        stack.callback(self._dispatcher.close)
 
     async def _enter(self, replica: Replica[B]) -> Capabilities:
         """Start one server, or attach to it, for the first time; return what it offers.
@@ -137,13 +134,6 @@ class ReplicaPool(Generic[B]):
             await replica.leave()
             replica.renew()
             await asyncio.sleep(ATTACH_INTERVAL_S)
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._dispatcher.close()
-        await self._leave()
-
-    async def _leave(self) -> None:
-        await settle(replica.leave() for replica in self._replicas)
 
     @property
     def replicas(self) -> Sequence[ReplicaStatus]:
