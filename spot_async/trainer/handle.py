@@ -98,7 +98,8 @@ class TrainerProcess(Opened):
 
         Steps are asked for in order, each once. Raises `TrainerError` as `train` does.
         """
-        return await self._while_it_lives(self._published(step), f"the weights of step {step} were not written")
+        told = _outcome(self._published_socket, Published, step)
+        return (await self._while_it_lives(told, f"the weights of step {step} were not written")).files
 
     async def save(self, step: int, directory: str) -> None:
         """Begin to save the state after `step` steps, at which the trainer must be. It may be told to train at once."""
@@ -106,7 +107,8 @@ class TrainerProcess(Opened):
 
     async def saved(self, step: int) -> float:
         """Wait until what `save` began is on disk; return its seconds. Raises `TrainerError` as `train` does."""
-        return await self._while_it_lives(self._saved(step), f"step {step} was not saved")
+        told = _outcome(self._saved_socket, Saved, step)
+        return (await self._while_it_lives(told, f"step {step} was not saved")).seconds
 
     async def _start(self, channel_directory: str) -> ChildProcess:
         settings_path = self._settings.save()
@@ -155,17 +157,9 @@ class TrainerProcess(Opened):
                 case (Trained(iteration=batch.iteration) | Failure()) as outcome:
                     return outcome
 
-    async def _published(self, step: int) -> tuple[WeightFile, ...] | Failure:
-        answer = await _outcome(self._published_socket, Published, step)
-        return Failure(answer.failure) if answer.failure else answer.files
 
-    async def _saved(self, step: int) -> float | Failure:
-        answer = await _outcome(self._saved_socket, Saved, step)
-        return Failure(answer.failure) if answer.failure else answer.seconds
-
-
-async def _outcome(socket: zmq.asyncio.Socket, kind: type[Told], step: int) -> Told:
+async def _outcome(socket: zmq.asyncio.Socket, kind: type[Told], step: int) -> Told | Failure:
     """Wait for what became of a step. Answers about others are dropped."""
     while (answer := wire.decode(await socket.recv(), kind)).step != step:
         pass
-    return answer
+    return Failure(answer.failure) if answer.failure else answer
