@@ -11,11 +11,12 @@ import asyncio
 import heapq
 import sys
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Set
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Generic, Protocol, TypeVar
 
 Priority = tuple[int, ...]  # smaller goes first; starts with the prompt's ordinal
 G = TypeVar("G")
+T = TypeVar("T")
 
 
 class Asker(Protocol):
@@ -136,17 +137,10 @@ class Turns:
         return True
 
 
-class InTurn(AbstractAsyncContextManager[Any]):
-    """Enters a context when it is the turn of its name. It is left at any time."""
-
-    def __init__(self, turns: Turns, name: str, context: AbstractAsyncContextManager[Any]) -> None:
-        self._turns = turns
-        self._name = name
-        self._context = context
-
-    async def __aenter__(self) -> Any:
-        async with self._turns.turn(self._name):
-            return await self._context.__aenter__()
-
-    async def __aexit__(self, *exc_info: Any) -> bool | None:
-        return await self._context.__aexit__(*exc_info)
+@asynccontextmanager
+async def in_turn(turns: Turns, name: str, context: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    """Enter a context when it is the turn of its name. It is left at any time."""
+    async with AsyncExitStack() as stack:
+        async with turns.turn(name):
+            entered = await stack.enter_async_context(context)
+        yield entered

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
 
-from spot_async.base.tasks import leaves
+from spot_async.base.tasks import Opened, leaves
 from spot_async.base.text import counted
-from spot_async.base.waiting_room import InTurn, Turns
+from spot_async.base.waiting_room import Turns, in_turn
 from spot_async.checks.device_shares import TRAINER, shares_with_trainer
 from spot_async.checks.machine import gpu_need
 from spot_async.checks.plan import TrainPlan, merged_every
@@ -54,7 +53,7 @@ def loss_of_trainer(failures: BaseException) -> TrainerLostError | None:
     return losses[0] if len(losses) == len(found) else None
 
 
-class RunTrainer:
+class RunTrainer(Opened):
     """The trainer of a run: one `TrainerProcess` after the other. It is entered with the first.
 
     Implements `protocols.Trainer`.
@@ -67,16 +66,13 @@ class RunTrainer:
         self._resources = AsyncExitStack()
         self._process: TrainerProcess  # since it was entered
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self.stop)
         await self.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.stop()
 
     async def start(self) -> None:
         """Start a trainer. Raises `TrainerError` as entering a `TrainerProcess` does."""
-        self._process = await self._resources.enter_async_context(InTurn(self._turns, TRAINER, self._make()))
+        self._process = await self._resources.enter_async_context(in_turn(self._turns, TRAINER, self._make()))
 
     async def stop(self) -> None:
         """End what is left of the trainer."""

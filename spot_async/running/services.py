@@ -17,7 +17,7 @@ from spot_async.base import registry
 from spot_async.base.processes.resources import CoreShares, available_cores, confined, share_cores
 from spot_async.base.retry import WEIGHT_UPDATE_TIMEOUT_S
 from spot_async.base.tasks import Loop, alongside, running, watched
-from spot_async.base.waiting_room import InTurn, Turns
+from spot_async.base.waiting_room import Turns, in_turn
 from spot_async.checks.capabilities import of_student
 from spot_async.checks.device_shares import (
     answers_in_shifts,
@@ -124,7 +124,7 @@ async def open_services(
                 raise ConfigError("sleep_while_others_answer: servers are to be asked together here: set it to false")
             first = {role: _first_server(role, model, directory, spending, cores) for role, model in models.items()}
             backends: dict[str, Any] = {role: backend for role, (_, backend) in first.items()}
-            servers = [InTurn(turns, name, backend) for name, backend in first.values()]
+            servers = [in_turn(turns, name, backend) for name, backend in first.values()]
         else:
             backends = {
                 role: _pool(role, model, directory, spending, cores, listener, turns, shifts)

@@ -20,7 +20,7 @@ from spot_async.backends.shared.launch_settings import LaunchSettings
 from spot_async.backends.vllm import VllmBackend
 from spot_async.backends.vllm.process import Uses, vllm_command
 from spot_async.base.tasks import alongside, leaves, running
-from spot_async.base.waiting_room import InTurn, Turns
+from spot_async.base.waiting_room import Turns, in_turn
 from spot_async.checks.device_shares import TRAINER, servers_on_devices, shared_out, starting_order
 from spot_async.config import ClusterConfig, ModelConfig, ServingConfig, TrainingConfig
 from spot_async.errors import ProcessDiedError, SpotError
@@ -105,7 +105,7 @@ class OneGpu:
         self.trainer = Trainer(self.device, rank.resting, rank.training, rng)
 
     def open(self):
-        entered = [*self.pools.values(), InTurn(self.turns, TRAINER, self.trainer)]
+        entered = [*self.pools.values(), in_turn(self.turns, TRAINER, self.trainer)]
         random.Random(len(self.planned)).shuffle(entered)
         return running(*entered)
 
@@ -196,7 +196,7 @@ class TwoTeachersOnOneGpu:
         training = TrainingConfig(iterations=1, batch_size=32, dtype="bfloat16", micro_batch_tokens=5_120)
         self.rank = trainer_memory(read_size(models["student"]), training, longest_tokens=5_120)
         self.trainer = Trainer(self.device, self.rank.resting, self.rank.training, rng)
-        self.entered = [self.shifts, InTurn(turns, TRAINER, self.trainer)]
+        self.entered = [self.shifts, in_turn(turns, TRAINER, self.trainer)]
 
 
 @pytest.mark.parametrize("seed", range(3))
