@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -100,7 +100,7 @@ class SglangWeights:
         self._others: list[str] = []  # tensors that it reports on, besides those that are compared
         self._is_checked = True  # what it holds since the last load
         self._lock = asyncio.Lock()
-        self._transport: SglangTransport
+        self._transport: WeightTransport
         if settings.transport != "distributed":
             self._transport = DiskTransport(self._control, flush=self.holds_requests)
         elif info.dp_size > 1:
@@ -238,18 +238,8 @@ class SglangLora:
         return any(each in str(refusal) for each in UNKNOWN_ADAPTER)
 
 
-class SglangTransport(WeightTransport, Protocol):
-    """A `WeightTransport` that may replace the weights in parts."""
-
-    @property
-    def mixed(self) -> bool:
-        """Whether an update ended half-way, so that the server has parts of the old and of the new weights."""
-
-
-class DiskTransport(SglangTransport):
-    """The server reads the published directory itself. Nothing is kept between updates."""
-
-    mixed = False  # if the server cannot read all of the new weights, it reads the old ones again
+class DiskTransport(WeightTransport):
+    """The server reads the published directory itself. If it cannot read all of it, it reads the old weights again."""
 
     def __init__(self, control: Control, *, flush: bool) -> None:
         self._control = control
@@ -272,8 +262,8 @@ class DiskTransport(SglangTransport):
             await self._control.name(snapshot.version, deadline)
 
 
-class DistributedTransport:
-    """An `SglangTransport`: the server's ranks receive the tensors from a process of ours.
+class DistributedTransport(WeightTransport):
+    """The server's ranks receive the tensors from a process of ours.
 
     The first update makes the group, which is then kept. Any failure ends our process, which frees a server that waits
     for it. The next update makes a new group.
@@ -288,7 +278,6 @@ class DistributedTransport:
         self._ranks = ranks  # the server's
         self._sessions = sessions
         self._group: str | None = None
-        self.mixed = False
 
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         try:

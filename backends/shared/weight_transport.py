@@ -93,11 +93,19 @@ def check_reachable(settings: WeightSettings, hosts: Sequence[str], *, servers: 
 class WeightTransport(Protocol):
     """Sends a paused server new weights and their name."""
 
+    mixed: bool = (
+        False  # whether an update ended half-way, so that the server has parts of the old and of the new weights
+    )
+
+    async def prepare(self, *, deadline: float) -> None:
+        """Do whatever can fail before any weights are touched: by default nothing."""
+        return None
+
     async def send(self, snapshot: WeightSnapshot, layout: Layout, *, deadline: float) -> None:
         """Send the snapshot, whose tensors are those of `layout`; return once the server holds it under its version."""
 
     async def close(self) -> None:
-        """Release what is kept between updates."""
+        """Release what is kept between updates: by default nothing."""
         return None
 
 

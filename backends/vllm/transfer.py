@@ -24,8 +24,8 @@ from spot_async.types import WeightSnapshot
 
 from ..shared.remote import RemoteServer
 from ..shared.snapshots import Layout
-from ..shared.weight_transport import WeightSender, WeightSettings, buckets
-from .weights import DiskTransport, VllmTransport, WeightUpdater, post
+from ..shared.weight_transport import WeightSender, WeightSettings, WeightTransport, buckets
+from .weights import DiskTransport, WeightUpdater, post
 
 NOT_CONFIGURED = "Weight transfer not configured"
 CLEAN_UP_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ def transfer_config(settings: WeightSettings) -> str | None:
 
 
 def make_updater(server: RemoteServer, settings: WeightSettings, *, run_directory: Path) -> WeightUpdater:
-    transport: VllmTransport
+    transport: WeightTransport
     if settings.transport != "distributed":
         transport = DiskTransport(server)
     else:
@@ -52,8 +52,8 @@ def make_updater(server: RemoteServer, settings: WeightSettings, *, run_director
     return WeightUpdater(server, transport)
 
 
-class TransferTransport:
-    """A `VllmTransport` over a process group. Any failure ends our process, and the next update makes a new group."""
+class TransferTransport(WeightTransport):
+    """Sends weights over a process group. Any failure ends our process, and the next update makes a new group."""
 
     def __init__(self, server: RemoteServer, settings: WeightSettings, sender: WeightSender) -> None:
         self._server = server

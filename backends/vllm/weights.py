@@ -1,4 +1,4 @@
-"""Sends new weights to a vLLM server: pause, load, name, check, resume. A `VllmTransport` moves the tensors.
+"""Sends new weights to a vLLM server: pause, load, name, check, resume. A `WeightTransport` moves the tensors.
 
 A server that failed to load answers health checks, but dies at the next token. So it is resumed only with weights that
 it has confirmed: the new ones, or else the previous ones, loaded again. Before the first update the previous ones are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -34,16 +34,8 @@ class _Checksums(msgspec.Struct):
     checksums: dict[str, str]  # SHA-256 of each parameter, by its place in the group of devices and its name
 
 
-class VllmTransport(WeightTransport, Protocol):
-    """A `WeightTransport` that is prepared before the server is paused."""
-
-    async def prepare(self, *, deadline: float) -> None:
-        """Do whatever can fail before any weights are touched."""
-        return None
-
-
-class DiskTransport(VllmTransport):
-    """The server reads the published directory itself. Nothing is prepared, or kept between updates."""
+class DiskTransport(WeightTransport):
+    """The server reads the published directory itself."""
 
     def __init__(self, server: RemoteServer) -> None:
         self._server = server
@@ -57,7 +49,7 @@ class DiskTransport(VllmTransport):
 class WeightUpdater:
     """Updates one server, one update at a time, and knows which weights it last confirmed. Close it at the end."""
 
-    def __init__(self, server: RemoteServer, transport: VllmTransport) -> None:
+    def __init__(self, server: RemoteServer, transport: WeightTransport) -> None:
         self._server = server
         self._transport = transport
         self._confirmed = WeightSnapshot(directory=str(server.files.directory.absolute()), version=WeightVersion(0, 0))
