@@ -88,7 +88,7 @@ class SglangBackend(StudentBackend):
         self._log_directory = run_directory / "logs"
         self._vocab_size = server.files.vocab_size
         limits = self._limits_of(server.files.max_context_tokens)
-        self._requests = SglangRequests(server, self._served, limits)
+        self._requests = SglangRequests(server, self._asked_of, limits)
         self._updater: SglangWeights
         self._capabilities: Capabilities
 

@@ -22,7 +22,6 @@ from ..shared.held_weights import ReadName
 from ..shared.remote import RemoteServer
 from ..shared.replies import check_generation, check_logprobs, check_topk
 from ..shared.request_limits import RequestLimits, logit_bias
-from ..shared.student_backend import ServedWeights
 from .discovery import check_end
 from .replies import NextToken, read_generation, read_next_token
 from .weights import GENERATE, ModelInfo, ServerInfo
@@ -45,13 +44,16 @@ NEUTRAL: Mapping[str, Any] = {
 
 T = TypeVar("T")
 
+# Gives the adapter that one request is to name, if any, and what reads the names of weights in its reply.
+AskedOf = Callable[[WeightVersion | None], contextlib.AbstractContextManager[tuple[str | None, ReadName]]]
+
 
 class SglangRequests:
     """The requests to one server. `limits` and `neutral` fit it better once it has said its own limits and defaults."""
 
-    def __init__(self, server: RemoteServer, served: ServedWeights, limits: RequestLimits) -> None:
+    def __init__(self, server: RemoteServer, asked_of: AskedOf, limits: RequestLimits) -> None:
         self._server = server
-        self._served = served
+        self._asked_of = asked_of
         self.limits = limits
         self.neutral: Mapping[str, Any] = NEUTRAL
 
@@ -104,7 +106,7 @@ class SglangRequests:
             logprobs=rows * (1 + body.get("top_logprobs_num", 0)) + len(body.get("token_ids_logprob", ())),
         )
         try:
-            with self._served.asking(expected) as (adapter, names):
+            with self._asked_of(expected) as (adapter, names):
                 weights = {} if adapter is None else {"lora_path": adapter}
                 return await self._server.ask_in_steps(
                     GENERATE,

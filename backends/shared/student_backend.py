@@ -66,23 +66,6 @@ class Standstill:
         self.changes += 1
 
 
-class ServedWeights:
-    """Which weights the requests to one server are for: its own, or an adapter beside them."""
-
-    def __init__(self, names: WeightNames, adapters: Adapters | None) -> None:
-        self.names = names
-        self.adapters = adapters
-
-    @contextlib.contextmanager
-    def asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[str | None, ReadName]]:
-        """Give the adapter that one request is to name, if any, and what reads the names of weights in its reply."""
-        if self.adapters is None or not self.adapters.has_any:
-            yield None, self.names.now()
-            return
-        with self.adapters.request(expected) as adapter:
-            yield adapter.name, adapter.version
-
-
 class AdapterBackend(RemoteBackend, abc.ABC):
     """Base of a `Scorer` and `WeightSink` around one server, whose new weights may be adapters beside its own."""
 
@@ -145,9 +128,17 @@ class StudentBackend(AdapterBackend):
         super().__init__(settings, server, loads, base=server.files.directory, run_directory=run_directory)
         self._settings = settings
         self._names = WeightNames(self._name, is_student=self._is_student)
-        self._served = ServedWeights(self._names, self._adapters)
         self._standstill = Standstill()
         self._asleep: set[Part] = set()
+
+    @contextlib.contextmanager
+    def _asked_of(self, expected: WeightVersion | None = None) -> Iterator[tuple[str | None, ReadName]]:
+        """Give the adapter that one request is to name, if any, and what reads the names of weights in its reply."""
+        if self._adapters is None or not self._adapters.has_any:
+            yield None, self._names.now()
+            return
+        with self._adapters.request(expected) as adapter:
+            yield adapter.name, adapter.version
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         await super()._open(stack)

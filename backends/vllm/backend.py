@@ -146,7 +146,7 @@ class VllmBackend(StudentBackend):
     @contextlib.contextmanager
     def _asking(self, expected: WeightVersion | None = None) -> Iterator[tuple[VllmClient, ReadName]]:
         """Give the client for one request, and what reads the names of weights in its reply."""
-        with self._served.asking(expected) as (adapter, names):
+        with self._asked_of(expected) as (adapter, names):
             yield self._client if adapter is None else self._client.naming(adapter), names
 
     @property
