@@ -9,14 +9,14 @@ from typing import Any
 
 from spot_async.config import ProblemSetConfig, PromptConfig, SamplingConfig, StagesConfig
 from spot_async.data import load_problem_set
-from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, render_all
+from spot_async.data.prompts import PromptRenderer, PromptSchedule, render_all
 from spot_async.loop.orchestrator import Orchestrator
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.policies.spot import SpotPolicy
 from spot_async.stages.services import TeacherService
 from spot_async.testing.services import SimulatedTrainer
 from spot_async.testing.simulation import make_policy, make_run
-from spot_async.types import PolicyContext
+from spot_async.types import PolicyContext, PromptSource
 from spot_async.verification.boxed_match import BoxedMatch
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "running_sum"

@@ -154,14 +154,19 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([*(f"[{turn.role}] {turn.content}" for turn in self.history), self.text])
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem at its place in the run."""
+class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A problem with its rendered prompt, before it has a place in the run."""
 
-    ordinal: int  # place in admission order; seeds and priorities derive from it
     problem: Problem
     token_ids: IntArray  # (P,) the rendered chat prompt
     teacher_ids: IntArray | None = None  # (R,) the same problem as the teacher reads it; None: as the student does
     own_ids: dict[str, IntArray] = {}  # likewise, of those among several teachers that read another, by name
+
+
+class Prompt(PromptSource, frozen=True, kw_only=True):
+    """A problem at its place in the run."""
+
+    ordinal: int  # place in admission order; seeds and priorities derive from it
 
     @property
     def read_by_teacher(self) -> IntArray:

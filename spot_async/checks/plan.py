@@ -31,14 +31,7 @@ from spot_async.checks.served import (
 from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
 from spot_async.data.golds import gold_doubts
 from spot_async.data.problem_set import ProblemSet, count_identical, load_training_sets
-from spot_async.data.prompts import (
-    DATE_WARNING,
-    PromptRenderer,
-    PromptSchedule,
-    PromptSource,
-    TeacherPromptRenderer,
-    render_all,
-)
+from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
 from spot_async.errors import ConfigError, DataError
 from spot_async.evaluation.benchmarks import Benchmark, check_eval_every, plan_benchmarks
@@ -53,7 +46,7 @@ from spot_async.models.whole import check_whole
 from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
-from spot_async.types import IntArray, PolicyNeeds
+from spot_async.types import IntArray, PolicyNeeds, PromptSource
 from spot_async.verification.normalization import answer_start
 from spot_async.watchdog.silence import SilenceLimits, silence_limits
 

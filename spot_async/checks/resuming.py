@@ -12,9 +12,8 @@ import msgspec
 
 from spot_async.checks.plan import TrainPlan
 from spot_async.config import Config, leaves
-from spot_async.data.prompts import PromptSource
 from spot_async.errors import ConfigError, DataError
-from spot_async.types import Prompt
+from spot_async.types import Prompt, PromptSource
 
 DIGEST_BYTES = 16
 # Keys that decide no number of a run: where it writes and what it shows, how fast it is, how long it lasts.

@@ -29,7 +29,7 @@ from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig,
 from spot_async.data.template_trial import overdoes
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.types import ChatTurn, IntArray, Problem, Prompt
+from spot_async.types import ChatTurn, IntArray, Problem, Prompt, PromptSource
 
 DATE_WARNING = (
     "prompt.template_arguments: the chat template writes today's date, so prompts change from day to day: set its "
@@ -295,15 +295,6 @@ def render_all(
     if max_prompt_tokens is None:
         return rendered
     return [source for source in rendered if len(source.token_ids) <= max_prompt_tokens]
-
-
-class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem with its rendered prompt, before it has a place in the run."""
-
-    problem: Problem
-    token_ids: IntArray
-    teacher_ids: IntArray | None = None
-    own_ids: dict[str, IntArray] = {}
 
 
 class PromptSchedule:

@@ -19,7 +19,6 @@ from spot_async.base.events import Channel
 from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.config import Config, EvaluationConfig
-from spot_async.data.prompts import PromptSource
 from spot_async.errors import BudgetSpentError, ConfigError, DataError
 from spot_async.evaluation.benchmarks import THINKING_END, Benchmark, judged_benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
@@ -29,7 +28,7 @@ from spot_async.protocols import Generator, Verifier
 from spot_async.replicas.leasing import ServicePool, pool_of
 from spot_async.stages.plugin_contract import ask_judgement
 from spot_async.stages.stage import Stage, StageLimits
-from spot_async.types import FinishReason, Generation, IntArray, Problem, SamplingSettings, Verdict
+from spot_async.types import FinishReason, Generation, IntArray, Problem, PromptSource, SamplingSettings, Verdict
 from spot_async.verification import MathMatch, extract_boxed
 
 S = TypeVar("S")

@@ -11,10 +11,10 @@ import pytest
 from spot_async.config import ProblemSetConfig, PromptConfig
 from spot_async.config.loading import validate_as
 from spot_async.data import load_problem_set, prompts
-from spot_async.data.prompts import PromptRenderer, PromptSchedule, PromptSource, TeacherPromptRenderer, render_all
+from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.types import ChatTurn, Problem
+from spot_async.types import ChatTurn, Problem, PromptSource
 
 
 def write(tmp_path, text):

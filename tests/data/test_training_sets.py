@@ -17,10 +17,10 @@ from rich.console import Console
 from spot_async.checks.plan import plan_training
 from spot_async.checks.resuming import check_same_numbers, check_same_prompts, digest_of_prompts
 from spot_async.config.loading import config_from, dump_yaml, load_config, parse_yaml
-from spot_async.data.prompts import PromptSchedule, PromptSource
+from spot_async.data.prompts import PromptSchedule
 from spot_async.errors import ConfigError, DataError
 from spot_async.tools.check.command import check_files, show_run
-from spot_async.types import Problem
+from spot_async.types import Problem, PromptSource
 
 ROOT = Path(__file__).parents[2]
 BATCH = 8

@@ -21,7 +21,6 @@ from rich.text import Text
 from spot_async.base.seeds import derive_seed
 from spot_async.base.tasks import root_cause
 from spot_async.config import EvaluationConfig
-from spot_async.data.prompts import PromptSource
 from spot_async.errors import BudgetSpentError, ConfigError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.metrics import EvaluationFigures
@@ -32,7 +31,7 @@ from spot_async.running.summary import change_summary, evaluation_summary
 from spot_async.telemetry.evaluations import figures_table
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.tools.inspect.held_out import result_table
-from spot_async.types import Generation, Judgement, Problem, Verdict
+from spot_async.types import Generation, Judgement, Problem, PromptSource, Verdict
 from spot_async.verification import BoxedMatch, MathMatch
 
 BOXED = BoxedMatch.Settings()

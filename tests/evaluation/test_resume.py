@@ -25,7 +25,6 @@ from spot_async.checks.plan import plan_evaluation
 from spot_async.cli import app
 from spot_async.config import EvaluationConfig
 from spot_async.config.loading import load_config
-from spot_async.data.prompts import PromptSource
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
 from spot_async.evaluation.response_log import (
@@ -44,7 +43,7 @@ from spot_async.run_directory.layout import RunDirectory
 from spot_async.running.measuring import Occasion, write_files
 from spot_async.testing.services import SimulatedStudent
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.types import Problem, Verdict
+from spot_async.types import Problem, PromptSource, Verdict
 from spot_async.verification import BoxedMatch
 
 ROOT = Path(__file__).parents[2]
