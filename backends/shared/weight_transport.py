@@ -93,9 +93,7 @@ def check_reachable(settings: WeightSettings, hosts: Sequence[str], *, servers: 
 class WeightTransport(Protocol):
     """Sends a paused server new weights and their name."""
 
-    mixed: bool = (
-        False  # whether an update ended half-way, so that the server has parts of the old and of the new weights
-    )
+    mixed: bool = False  # an update ended half-way: the server has parts of the old and of the new weights
 
     async def prepare(self, *, deadline: float) -> None:
         """Do whatever can fail before any weights are touched: by default nothing."""
