@@ -108,7 +108,8 @@ def test_a_base_model_reads_worked_examples_and_no_chat(tmp_path, monkeypatch):
     apply = tokenizer.apply_chat_template
     monkeypatch.setattr(tokenizer, "apply_chat_template", encoded)
     (benchmark,) = plan_evaluation(config, files)
-    assert read[0] == (
+    (prompt,) = read[0]  # of all problems, which are read together
+    assert prompt == (
         "The following are questions about various subjects, with their answers.\n\n"
         "Question: 1+1?\nAnswer: It is 2. The answer is \\boxed{2}.\n\n"
         "Question: 2+2?\nAnswer: So \\boxed{4}.\n\n"
