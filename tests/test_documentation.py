@@ -47,6 +47,8 @@ def configuration_examples() -> list[Any]:
 def test_the_configuration_page_is_current():
     current = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert current == generated_docs.page(), "run `make docs` and commit docs/configuration.md"
+    coming_from = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    assert coming_from == generated_docs.coming_from(), "run `make docs` and commit docs/coming-from.md"
 
 
 def test_the_library_page_lists_all_that_a_policy_awaits():

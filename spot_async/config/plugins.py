@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationEr
 
 from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
-from spot_async.config.suggestions import OTHER_KINDS
+from spot_async.config.suggestions import other_trainers
 from spot_async.config.training import LoraConfig
 
 if TYPE_CHECKING:
@@ -225,9 +225,9 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
             value = {"kind": default} | value
         if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
             raise ValueError(f"needs a `kind`, one of: {', '.join(registry.names(group))}")
-        known, kind = OTHER_KINDS[group], value["kind"]
-        if kind.lower() in known and kind not in registry.names(group):
-            raise ValueError(f"{registry.unknown(group, kind)}; {known[kind.lower()]}")
+        kind = value["kind"]
+        if kind not in registry.names(group) and (says := other_trainers().answer(kind.lower(), group)) is not None:
+            raise ValueError(f"{registry.unknown(group, kind)}; {says}")
         schema = registry.load(group, kind).Settings
         if not issubclass(schema, base):
             raise ValueError(f"kind={kind}: its Settings are no spot_async.{base.__name__}: derive them from that")

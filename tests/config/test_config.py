@@ -9,7 +9,7 @@ import pytest
 from spot_async.base import registry
 from spot_async.config import Config
 from spot_async.config.loading import dump_yaml, load_config, read_tree
-from spot_async.config.suggestions import OTHER_TRAINERS, paths
+from spot_async.config.suggestions import other_trainers, paths
 from spot_async.errors import ConfigError
 
 MINIMAL = """
@@ -189,7 +189,7 @@ def test_names_of_other_trainers_lead_to_keys_that_exist():
     )
     known = {*paths(Config), *(f"policy.{name}" for name in registry.load("policies", "grpo").Settings.model_fields)}
     known |= {f"student.backend.launch.{name}" for name in type(launch).model_fields}
-    assert {meant.partition(", ")[0] for meant in OTHER_TRAINERS.values()} <= known
+    assert {each.here for each in other_trainers().keys} <= known
 
 
 def test_of_a_newer_file_nothing_but_its_version_is_complained_about(config_path):

@@ -1,7 +1,8 @@
-"""Writes docs/configuration.md from the code. `make docs` runs it.
+"""Writes docs/configuration.md from the code, and the last part of docs/coming-from.md. `make docs` runs it.
 
-Everything on the page comes from `config/schema.py` and from the plug-ins that spot-async itself registers: keys,
-types, defaults, and meanings, which are the fields' descriptions. A test compares the page with what this writes.
+Everything on the first page comes from `config/schema.py` and from the plug-ins that spot-async itself registers: keys,
+types, defaults, and meanings, which are the fields' descriptions. Other trainers' names for them come from
+`config/other_trainers.yaml`. A test compares both pages with what this writes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -18,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from spot_async.base import registry
 from spot_async.config import Config, PluginSettings, Section
+from spot_async.config.suggestions import other_trainers
 
 DOCS = Path(__file__).parents[2] / "docs"
 GROUP_OF_KEY: dict[str, registry.Group] = {"backend": "backends", "policy": "policies", "verifier": "verifiers"}
@@ -57,6 +60,24 @@ or is `module:Class`. `policy: opd` is short for `policy: {kind: opd}`.
 section that names its `kind` replaces the other file's section as a whole. Overrides do the same: `policy.kind=opd`
 over a file with another method drops that method's keys.
 """
+OTHER_NAMES = """\
+## Names of keys and kinds
+
+<!-- Generated: edit spot_async/config/other_trainers.yaml, then `make docs`. -->
+
+Where one of these is given, the error says the same.
+
+"""
+
+
+def coming_from() -> str:
+    """Return docs/coming-from.md with its last part as `config/other_trainers.yaml` has it."""
+    written = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+    found = other_trainers()
+    renamed = [(each.other, f"`{each.here}`" + (f", {each.note}" if each.note else "")) for each in found.keys]
+    answered = [(each.other, each.says) for each in chain(found.answers, *found.kinds.values())]
+    rows = [(", ".join(f"`{name}`" for name in names), here) for names, here in [*renamed, *answered]]
+    return written.partition(OTHER_NAMES)[0] + OTHER_NAMES + _table(rows, ("there", "here"))
 
 
 def page() -> str:
@@ -208,10 +229,14 @@ def _unit(name: str) -> str:
     return next((unit for ending, unit in UNIT_OF_ENDING.items() if name.endswith(ending)), NONE)
 
 
-def _table(rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> str:
-    lines = [("key", "type", "default", "unit", "meaning"), ("---",) * 5, *rows]
+def _table(
+    rows: Iterator[Sequence[str]] | Sequence[Sequence[str]],
+    header: Sequence[str] = ("key", "type", "default", "unit", "meaning"),
+) -> str:
+    lines = [header, ("---",) * len(header), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 if __name__ == "__main__":
     (DOCS / "configuration.md").write_text(page(), encoding="utf-8")
+    (DOCS / "coming-from.md").write_text(coming_from(), encoding="utf-8")
