@@ -7,8 +7,8 @@ nobody else may write it. Links are followed, and the way to their targets count
 * A group that nobody else is in, as each user has one of their own where the umask is 002.
 
 Directories are looked at from the root down. Nobody can change the way to a file below what was found to be safe, so
-what is opened afterwards is what was looked at. Access-control lists (POSIX) count. Lists that the system does not
-show, such as those of NFS 4, do not.
+what is opened afterwards is what was looked at. Access-control lists are not read: whoever has given another user write
+access by such a list has done so on purpose.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import grp
 import os
 import pwd
 import stat
-import struct
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,9 +26,6 @@ from spot_async.errors import ConfigError, DataError
 TRUSTED_VARIABLE = "SPOT_ASYNC_TRUSTED_USERS"
 EVERYBODY = "*"
 MAX_LINKS = 40  # as Linux follows
-_ACCESS_LIST = "system.posix_acl_access"
-_ENTRY = struct.Struct("<HHI")  # tag, permissions, id
-_USER_TAG, _GROUP_TAG, _WRITE = 0x02, 0x08, 0x02
 
 
 def refuse_foreign_writers(paths: Iterable[Path]) -> None:
@@ -87,28 +82,9 @@ def _fault(path: Path, *, is_last: bool, trusted: frozenset[int]) -> str | None:
         return None
     if mode & stat.S_IWOTH:
         return f"can be written by everybody {shown}: chmod o-w {path}"
-    if mode & stat.S_IWGRP:
-        if not _is_private(found.st_gid, trusted):
-            return f"can be written by its group {shown}: chmod g-w {path}"
-        if not _is_list_private(path, trusted):
-            return f"can be written by others, by its access-control list {shown}: setfacl -b {path}"
+    if mode & stat.S_IWGRP and not _is_private(found.st_gid, trusted):
+        return f"can be written by its group {shown}: chmod g-w {path}"
     return None
-
-
-def _is_list_private(path: Path, trusted: frozenset[int]) -> bool:
-    """Whether an access-control list, if there is one, lets nobody write but those who are trusted."""
-    if sys.platform != "linux":
-        return True
-    try:
-        entries = os.getxattr(path, _ACCESS_LIST)[4:]  # after its version
-    except OSError:  # none, or a file system without
-        return True
-    for tag, permissions, who in _ENTRY.iter_unpack(entries[: len(entries) // _ENTRY.size * _ENTRY.size]):
-        if not permissions & _WRITE:
-            continue
-        if (tag == _USER_TAG and who not in trusted) or (tag == _GROUP_TAG and not _is_private(who, trusted)):
-            return False
-    return True
 
 
 @functools.lru_cache(maxsize=64)

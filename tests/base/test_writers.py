@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grp
 import os
-import struct
 from pathlib import Path
 
 import pytest
@@ -115,23 +114,6 @@ def test_what_belongs_to_another_user_is_refused_unless_that_user_is_trusted(mon
     monkeypatch.setenv(TRUSTED_VARIABLE, "no-such-user")
     with pytest.raises(ConfigError, match="no user or group here is called no-such-user"):
         weight_files(model)
-
-
-@needs_root
-def test_an_access_control_list_that_lets_another_write_is_read(model):
-    def access(user_permissions: int) -> bytes:
-        everybody = 0xFFFFFFFF
-        entries = [(1, 6, everybody), (2, user_permissions, NOBODY), (4, 4, everybody), (16, 6, everybody)]
-        return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *each) for each in [*entries, (32, 4, everybody)])
-
-    path = model / "model.safetensors"
-    try:
-        os.setxattr(path, "system.posix_acl_access", access(4))
-    except OSError:
-        pytest.skip("a file system without access-control lists")
-    assert weight_files(model)
-    os.setxattr(path, "system.posix_acl_access", access(6))
-    assert f"by its access-control list (mode 0664, owner root, group root): setfacl -b {path}" in refused(model)
 
 
 def test_every_role_s_model_is_looked_at_before_its_tokenizer_is_read(model):
