@@ -7,7 +7,6 @@ SIGTERM, SIGUSR1 or a terminal that was closed.
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import traceback
 from collections.abc import Callable
@@ -116,5 +115,3 @@ def main() -> None:
     except Exception:  # noqa: BLE001 - a bug, whose trace may quote what a server said
         stderr.print(Text(traceback.format_exc().rstrip()))
         raise SystemExit(1) from None
-    finally:
-        gc.freeze()  # or the interpreter examines torch and transformers once more before it exits, for a second
