@@ -275,3 +275,29 @@ async def test_all_ends_with_who_began_the_nursery(begin, tmp_path, killed):
     owner.wait(60)
     owner.stdout.close()
     assert await gone(pids)
+
+
+REPORTS_SLOWLY = """
+import os, time
+written = os.write
+
+def write(*given):
+    done = written(*given)
+    time.sleep(2)
+    return done
+
+os.write = write
+"""
+
+
+async def test_a_child_ends_that_had_just_begun_when_all_was_killed(begin, tmp_path):
+    """It has said that it began, and does not yet know whose child it is."""
+    (tmp_path / "warmed.py").write_text(REPORTS_SLOWLY)
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220 - it is to be killed
+    assert owner.stdout is not None
+    pids = [int(owner.stdout.readline()) for _ in range(2)]
+    owner.kill()
+    owner.wait(60)
+    owner.stdout.close()
+    assert await gone(pids)

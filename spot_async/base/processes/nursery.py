@@ -269,6 +269,7 @@ def _bear(order: Order, given: Sequence[int], orders: socket.socket, children: M
         os.close(reports)
         return None
     end, held = os.pipe()
+    nursery = str(os.getpid())  # asked in the child it could be whoever adopts orphans
 
     def become() -> None:
         orders.close()
@@ -281,9 +282,8 @@ def _bear(order: Order, given: Sequence[int], orders: socket.socket, children: M
         os.close(log)
         os.write(reports, _NUMBER.pack(os.getpid()))
         os.close(reports)
-        run_as_program(
-            msgspec.structs.replace(order, environment={**order.environment, "SPOT_ASYNC_PARENT": str(os.getppid())})
-        )
+        environment = {**order.environment, "SPOT_ASYNC_PARENT": nursery}
+        run_as_program(msgspec.structs.replace(order, environment=environment))
 
     pid = fork(become)
     os.close(held)
