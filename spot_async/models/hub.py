@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
-from spot_async.config import ROLES, Config, ModelConfig
+from spot_async.config import ROLES, Config, ModelConfig, teacher_role
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import CONFIG_FILE, is_small
 from spot_async.models.weight_files import ADAPTER_CONFIG, INDEX_FILE, SINGLE_FILE, weight_files
@@ -98,9 +98,13 @@ def with_downloads(config: Config, say: Say | None = None, *, weights: Collectio
     changes = {}
     for role, model in config.models.items():
         if (name := hub_name(model.model)) is not None:
-            needed = role in weights and (role == "student" or not is_elsewhere(model))
+            kind = "teacher" if role in config.teachers_by_role else role
+            needed = kind in weights and (role == "student" or not is_elsewhere(model))
             changes[role] = model.model_copy(update={"model": str(_downloaded(role, name, needed, say))})
-    return config.model_copy(update=changes) if changes else config
+    if not changes:
+        return config
+    teachers = {name: changes.pop(teacher_role(name), each) for name, each in config.teachers.items()}
+    return config.model_copy(update={**changes, "teachers": teachers})
 
 
 def is_elsewhere(model: ModelConfig) -> bool:

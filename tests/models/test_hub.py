@@ -94,6 +94,15 @@ def test_without_weights_only_small_files_come_and_those_who_load_the_model_get_
     assert not (Path(local_path(found.teacher.model)) / WEIGHTS).exists()
 
 
+def test_each_of_several_teachers_may_be_of_the_hub(hub):
+    hub.repositories["org/teacher"] = hub.repositories["org/student"]
+    teachers = f"{{a: {{model: org/teacher}}, b: {{model: {EXAMPLE / 'teacher'}}}}}"
+    found = with_downloads(config("org/student", "teacher=null", f"teachers={teachers}", "policy=opd"))
+    commit = next(iter(hub.repositories["org/teacher"].commits))
+    assert [each.model for each in found.teachers.values()] == [f"org/teacher@{commit}", str(EXAMPLE / "teacher")]
+    assert (Path(local_path(found.teachers["a"].model)) / WEIGHTS).exists()
+
+
 def test_offline_the_cache_is_used_and_a_hub_that_cannot_be_reached_is_said_with_what_to_do(hub, monkeypatch):
     from huggingface_hub import constants
 
