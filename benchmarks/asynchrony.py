@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 from report import show, spread
+from toy_runs import SPOT_KEYS
 
 from spot_async.base import wire
 from spot_async.serving import api
@@ -139,6 +140,7 @@ async def compare(given: argparse.Namespace, folder: Path) -> None:
                     "evaluation": "null",
                     "training.iterations": given.iterations,
                     "max_staleness": n,
+                    **SPOT_KEYS,
                 }
                 await spot_async("train", str(CONFIG), *(f"{key}={value}" for key, value in keys.items()))
                 found[n].append(measured(directory, given.warm_up))

@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from report import show, spread
+from toy_runs import SPOT_KEYS
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "examples" / "running_sum"
@@ -126,6 +127,7 @@ def trained(checkout: Checkout, way: Way, given: argparse.Namespace, seed: int) 
         "training.schedule": "constant",  # with a cosine, what is learned would depend on the number of iterations
         **way.keys,
         **({"policy.samples": given.samples} if way.method == "grpo" else {}),
+        **(SPOT_KEYS if way.method == "spot" else {}),
     }
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as said:
         run = Path(directory) / "run"

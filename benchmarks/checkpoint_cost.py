@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from qwen3_models import SHAPES, VOCABULARY, save_qwen3
 from report import show
+from toy_runs import SPOT_KEYS
 from transformers.utils.logging import disable_progress_bar
 
 import spot_async
@@ -77,7 +78,8 @@ def quickstart_row(directory: Path, iterations: int) -> list[str]:
     for name in ("commit", "prune"):
         setattr(manifest, name, clock.timed("beside", getattr(manifest, name)))
     run = directory / "quickstart"
-    spot_async.run(QUICKSTART, [f"run.directory={run}", f"training.iterations={iterations}", "evaluation=null"])
+    keys = {"run.directory": run, "training.iterations": iterations, "evaluation": "null", **SPOT_KEYS}
+    spot_async.run(QUICKSTART, [f"{key}={value}" for key, value in keys.items()])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run / "logs" / "run.jsonl").read_text().splitlines()]
     saved_s = [event["saved_s"] for event in events if event["event"] == "checkpoint"]

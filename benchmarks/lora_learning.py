@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from report import show
-from toy_runs import CONFIGS, train, with_error
+from toy_runs import CONFIGS, SPOT_KEYS, train, with_error
 
 METHODS = ("opd", "spot", "grpo")
 LORA = "training.lora={rank: 8, alpha: 16, targets: all}"
@@ -46,6 +46,7 @@ def main() -> None:
         name = f"{cell.way}-{cell.method}-{cell.rate:g}-seed-{cell.seed}"
         overrides = [*([LORA] if cell.way == "LoRA" else []), *given.set]
         keys = {"run.seed": cell.seed, "training.learning_rate": cell.rate}
+        keys |= SPOT_KEYS if cell.method == "spot" else {}
         after = train(CONFIGS / "running_sum" / f"{cell.method}.yaml", given.directory / name, keys, overrides)
         sys.stderr.write(f"{name}: Avg@8 {100 * after['avg']:.1f}, Pass@8 {100 * after['pass']:.1f}\n")
         return after["avg"], after["pass"]

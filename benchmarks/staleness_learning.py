@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from report import show
-from toy_runs import CONFIGS, train, with_error
+from toy_runs import CONFIGS, SPOT_KEYS, train, with_error
 
 WARM_UP = 5  # iterations whose lag does not count: the first batches cannot lag
 
@@ -45,6 +45,7 @@ def run(cell: Cell, seed: int, directory: Path, overrides: list[str]) -> Outcome
         "max_staleness": cell.max_staleness,
         "training.behavior": cell.behavior,
         "training.keep_weights": cell.max_staleness + 2,
+        **SPOT_KEYS,
     }
     after = train(CONFIGS / "quickstart.yaml", directory, keys, overrides)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][WARM_UP:]

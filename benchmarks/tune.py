@@ -26,6 +26,7 @@ import numpy as np
 from overlap import measured
 from pipeline import EXAMPLE, make_orchestrator
 from report import show, spread
+from toy_runs import SPOT_KEYS
 
 from spot_async.backends.local.backend import LocalBackend
 from spot_async.base.processes.resources import tune_gc
@@ -34,13 +35,15 @@ from spot_async.config.loading import load_config
 from spot_async.tools.simulate.measured import Tuning, read_tuning
 
 CONFIG = "configs/quickstart.yaml"
+KEYS = [f"{key}={value}" for key, value in SPOT_KEYS.items()]
 ROOT = Path(__file__).parent.parent
 
 
 def tuned(directory: Path, seconds: float) -> tuple[Tuning, StagesConfig]:
     """Run the command; return what it found, and the limits that it wrote."""
     output = directory / "quickstart.tuned.yaml"
-    command = [sys.executable, "-m", "spot_async", "tune", CONFIG, "--seconds", f"{seconds:g}", "-o", str(output)]
+    command = [sys.executable, "-m", "spot_async", "tune", CONFIG, *KEYS, "--seconds", f"{seconds:g}"]
+    command += ["-o", str(output)]
     subprocess.run(command, cwd=ROOT, check=True)
     os.chdir(ROOT)  # paths in the configuration are relative to it
     return read_tuning(output.with_suffix(".json")), load_config(output).stages
@@ -81,7 +84,7 @@ def main() -> None:
         directory = Path(name)
         (directory / "logs").mkdir()
         found, recommended = tuned(directory, arguments.seconds)
-        configured = load_config(Path(CONFIG)).stages
+        configured = load_config(Path(CONFIG), KEYS).stages
         limits = {"configured": configured, "recommended": recommended}
         wall, cpu = asyncio.run(measure(arguments.pairs, directory, limits))
     ratios = np.array(wall["recommended"]) / np.array(wall["configured"])

@@ -102,6 +102,7 @@ def two_nodes(place: Place) -> Rows:
         "training.ranks=2",
         f"training.device={place.device}",
         "evaluation=null",
+        "policy.gamma=1.0",
     ]
     words += [
         "cluster.nodes=2",

@@ -167,7 +167,8 @@ def rule_rows(**training: object) -> tuple[Row, ...]:
 
 METHODS, STRATEGIES = frozenset("WXYZ"), frozenset({"one", "two", "three"})
 WIDE = f"{RELAY}/data/heldout-wide.jsonl"
-PROBES_ANYWHERE = ("--prompts", "400", "policy.selection=random", "policy.positions=8", "--probes", "4")
+GAMMA = "policy.gamma=1.0"  # as the plan has it; the quickstart ships another
+PROBES_ANYWHERE = ("--prompts", "400", GAMMA, "policy.selection=random", "policy.positions=8", "--probes", "4")
 PART_TWO = (
     Setting(
         "choice", f"{RELAY}/choice.yaml", RELAY, WIDE, CHOICE_ROWS,
@@ -180,6 +181,7 @@ PART_TWO = (
     Setting(
         "running-sum", "configs/quickstart.yaml", "examples/running_sum", "examples/running_sum/data/heldout.jsonl",
         SUM_ROWS, STRATEGIES, sum_choices, sum_place, {"evaluation.samples": 16},
+        ("--prompts", "200", GAMMA),
     ),
 )  # fmt: skip
 CHOICE, KNOWLEDGE, RUNNING_SUM = PART_TWO
