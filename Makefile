@@ -4,8 +4,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Set TORCH_INDEX=https://download.pytorch.org/whl/cpu where pip cannot find a CPU build of torch by itself.
+# PyPI's torch for Linux is the CUDA build. Where no other index has the CPU's, this one does:
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+export TORCH_INDEX
 TORCH_FLAGS := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),)
 EXTRA_TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
@@ -15,33 +17,43 @@ SPOT_SGLANG_PYTHON ?=
 
 .PHONY: install quickstart reproduction test test-long test-portable test-avx2 test-sse test-nodes test-ray test-slurm test-peers test-lm-eval test-lighteval test-servers servers soak simulate-soak fault-soak kill-soak lint types docs house gpu-proof gpu-proof-kit clean
 
-install: $(VENV)/installed
+# What a run needs, and what tests need besides. By uv where it is on the path, else by pip.
+install: $(VENV)/dev
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m compileall -q spot_async backends policies
+	$(BIN)/python .ci/install
 	touch $@
 
-quickstart: install
+$(VENV)/dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python .ci/install dev
+	touch $(VENV)/core $@
+
+quickstart: $(VENV)/core
 	$(BIN)/spot-async train configs/quickstart.yaml
+	@cat examples/running_sum/methods.txt
 
 # Every row of experiments/mechanism, two at a time: hours. Started again, it continues where it was stopped.
 reproduction: install
 	$(BIN)/python experiments/mechanism/run.py runs/reproduction
 	$(BIN)/python experiments/mechanism/run.py runs/where --part three
 
-# Two at a time, each file as a whole: tests of a file share the runs and servers that they started. In the order of their
-# names: by their number of tests, as xdist would have it, those with one long test come last, and one worker waits.
+# As many at a time as there are cores, or as memory is enough for: WORKERS=2 says another number. Each file as a whole:
+# tests of a file share the runs and servers that they started. In the order of their names: by their number of tests, as
+# xdist would have it, those with one long test come last, and one worker waits.
+WORKERS ?=
+PYTEST = workers=$$($(BIN)/python tests/support/workers.py "$(WORKERS)") && \
+	$(BIN)/python -m pytest -n $$workers --dist loadfile --no-loadscope-reorder
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not nightly"
+	@echo "more than 5,000 tests: ten minutes on two old cores, three on eight new ones"
+	$(PYTEST) -m "not long and not nightly"
 
 # The few tests that take longest: killed processes, many ranks, a hundred thousand tokens. `make test-long LONG=long`:
 # also those of them that are nightly, because another shows nearly the same.
 LONG ?= long and not nightly
 test-long: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(LONG)"
+	$(PYTEST) -m "$(LONG)"
 
 # Whatever computes, with the instruction sets of other CPUs than this one: 40 minutes at most. The variables reach torch,
 # MKL and oneDNN in all processes that tests start.
@@ -54,7 +66,7 @@ test-sse: export ATEN_CPU_CAPABILITY := default
 test-sse: export MKL_ENABLE_INSTRUCTIONS := SSE4_2
 test-sse: export ONEDNN_MAX_CPU_ISA := SSE41
 test-avx2 test-sse: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not nightly" $(PORTABLE_TESTS)
+	$(PYTEST) -m "not long and not nightly" $(PORTABLE_TESTS)
 
 # Runs over several machines, which are network namespaces here, with all that may happen to them. Needs root.
 test-nodes: install
@@ -124,7 +136,7 @@ test-servers: install servers
 
 # Properties and fault tests with new examples, in place of the same ones each time.
 soak: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=explore \
+	$(PYTEST) --hypothesis-profile=explore \
 	tests/policies tests/replicas tests/loop tests/stages tests/spending
 
 # Simulated runs that crash and continue, as many as SEEDS says: the tests have the first 300. A seed that fails is shrunk,
