@@ -16,7 +16,7 @@ import yaml
 from spot_async.base import registry
 from spot_async.cli import app
 from spot_async.config import Config
-from spot_async.config.loading import load_config, validate
+from spot_async.config.loading import validate
 from spot_async.policies.distill import DistillSettings
 from spot_async.protocols import PromptStages
 from spot_async.testing.conformance import test_generation, test_scoring, test_service, test_weights
@@ -166,20 +166,6 @@ def test_keys_in_examples_exist(example):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_page_was_left_with_a_blank_to_fill_in(path):
     assert not re.findall(r"^[A-Z]+_[A-Z_]+$|TODO|FIXME|TBD", path.read_text(encoding="utf-8"), flags=re.M)
-
-
-def test_the_example_of_a_run_on_gpus_is_a_configuration(tmp_path):
-    page = (ROOT / "docs" / "servers.md").read_text(encoding="utf-8")
-    [example] = re.findall(r"```yaml file=two-gpus.yaml\n(.*?)```", page, flags=re.S)
-    path = tmp_path / "two-gpus.yaml"
-    path.write_text(example, encoding="utf-8")
-    assert load_config(path, []).student.backend.sleep_while_training
-    fractions = [
-        f"{role}.backend.launch.{key}"
-        for role in ("student", "teacher")
-        for key in ("memory_fraction=0.3", "devices=0")
-    ]
-    load_config(path, fractions)
 
 
 def headings(page: Path) -> set[str]:

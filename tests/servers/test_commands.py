@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import start_directory
 from conftest import interpreter
 from paper_directory import SHAPES, make_data, make_interpreter, make_model_of_shape
 from tiny_models import make_model
@@ -24,6 +26,8 @@ from spot_async.backends.vllm.transfer import transfer_config
 from spot_async.checks.plan import TrainPlan, plan_training
 from spot_async.cli import app
 from spot_async.config import Config, LoraConfig
+from spot_async.config.loading import load_config
+from spot_async.models.hub import local_path, with_downloads
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "configs" / "paper"
@@ -85,8 +89,7 @@ def paper_runs(kind: str, *, all_of_them: bool) -> Iterator[list[Path]]:
     for recipe in recipes:
         over = [PAPER / "vllm-grpo.yaml"] if servers and recipe.stem.endswith("grpo") else servers
         yield [recipe, *over]
-    for lora in ("lora.yaml", "lora-24gb.yaml"):
-        yield [PAPER / "table1" / "qwen3-1.7b-spot.yaml", *servers, PAPER / lora]
+    yield [PAPER / "table1" / "qwen3-1.7b-spot.yaml", *servers, PAPER / "lora.yaml"]
 
 
 def dry_run(files: Sequence[Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> TrainPlan:
@@ -115,6 +118,7 @@ def would_start(plan: TrainPlan, directory: Path) -> Iterator[Started]:
     """Yield the servers that a run would start, each with adapters and without, with the words of its own backend."""
     doorway = Doorway(8123, directory, "secret")
     for role, model in plan.served.items():
+        path = local_path(model.model)
         for server in model.backend.servers():
             launch, sleeps = server.launch, server.sleep_while_training  # type: ignore[attr-defined]
             for lora in {None, LORA if role == "student" else None}:
@@ -126,10 +130,29 @@ def would_start(plan: TrainPlan, directory: Path) -> Iterator[Started]:
                         weight_transfer=transfer_config(WeightSettings(transport="distributed")),
                         adapters=lora,
                     )
-                    command = vllm_command(launch, Path(model.model), doorway, uses=uses)
+                    command = vllm_command(launch, Path(path), doorway, uses=uses)
                 else:
-                    command = sglang_command(launch, Path(model.model), doorway, sleeps=sleeps, adapters=lora)
-                yield Started(command, launch, model.model)
+                    command = sglang_command(launch, Path(path), doorway, sleeps=sleeps, adapters=lora)
+                yield Started(command, launch, path)
+
+
+def understood(kind: str, started: Collection[Started], directory: Path) -> list[list[Any]]:
+    """Return what a server's own parser makes of the words that it would be started with."""
+    for each in started:
+        for name, text in each.command.files.items():
+            (directory / name).write_text(text)
+    done = subprocess.run(
+        [interpreter(f"SPOT_{kind.upper()}_PYTHON"), "-c", PARSERS[kind]],
+        input=json.dumps([list(each.command.argv[3:]) for each in started]),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    parsed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(parsed) == len(started)
+    return parsed
 
 
 @pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"])
@@ -143,20 +166,7 @@ def test_a_dry_run_of_each_recipe_starts_servers_by_commands_that_they_understan
         assert {model.backend.kind for model in plan.served.values()} == {kind}
         found |= {json.dumps(each.command.argv): each for each in would_start(plan, tmp_path)}
     assert not all_of_them or {each.model.removeprefix("models/") for each in found.values()} == {*SHAPES}
-    for each in found.values():
-        for name, text in each.command.files.items():
-            (tmp_path / name).write_text(text)
-    done = subprocess.run(
-        [interpreter(f"SPOT_{kind.upper()}_PYTHON"), "-c", PARSERS[kind]],
-        input=json.dumps([list(each.command.argv[3:]) for each in found.values()]),
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    parsed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(parsed) == len(found)
+    parsed = understood(kind, found.values(), tmp_path)
     for each, (model, head, fraction, cached) in zip(found.values(), parsed, strict=True):
         assert model == each.model
         assert each.launch.cache_gib is not None
@@ -166,3 +176,21 @@ def test_a_dry_run_of_each_recipe_starts_servers_by_commands_that_they_understan
         assert cached == (cache_bytes if kind == "vllm" else cache_bytes // token_bytes)
         assert head in (True, {"head_dtype": "float32"})
         assert 0.1 < fraction < 0.9 if kind == "vllm" else fraction == 0.95
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_servers_of_the_files_to_start_from_are_started_by_commands_that_they_understand(
+    kind: str, working_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "a key of the tests")
+    models = start_directory.make_models(tmp_path / "models")
+    started: list[Started] = []
+    with start_directory.reached(monkeypatch, models, tmp_path / "cache"):
+        for path in sorted((ROOT / "configs" / "start").glob("*.yaml")):
+            overrides = ["evaluation.eval_every=2"] if path.stem == "asynchronous" else []
+            plan = plan_training(with_downloads(load_config(path, overrides), weights=()))
+            served = {role: each for role, each in plan.served.items() if each.backend.kind == kind}
+            started += would_start(dataclasses.replace(plan, served=served), tmp_path)
+    assert len(started) == (5 if kind == "sglang" else 25)
+    for each, (model, *_) in zip(started, understood(kind, started, tmp_path), strict=True):
+        assert model == each.model

@@ -82,7 +82,7 @@ def make_interpreter(path: Path, words: str) -> None:
 
 
 def make_model_of_shape(directory: Path, tokenizer: Path) -> None:
-    """Write a model of the shape that `SHAPES` has for the directory's name, with another model's tokenizer.
+    """Write a model of the shape that `SHAPES` has for the directory's name or its base, with another's tokenizer.
 
     Its weights have the true size, and are a hole in a sparse file.
     """
@@ -93,8 +93,9 @@ def make_model_of_shape(directory: Path, tokenizer: Path) -> None:
     is_llama = directory.name.startswith("Llama")
     (directory / "chat_template.jinja").write_text(DATED_TEMPLATE if is_llama else TEMPLATE)
     path = directory / "config.json"
+    shape = SHAPES.get(directory.name) or SHAPES[f"{directory.name}-Base"]
     changed = {"max_position_embeddings": 40960, "dtype": "bfloat16", "layer_types": None}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **SHAPES[directory.name], **changed}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **shape, **changed}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)
     header, end = {}, 0
