@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import start_directory
-from paper_directory import make_interpreter
 from typer.testing import CliRunner
 
 from spot_async.cli import app
@@ -34,12 +32,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def shown(models, tmp_path, monkeypatch):
-    """Runs `spot-async train COPY --dry-run`, or another command, where the file's copy, vLLM and SGLang lie."""
-    for server in ("sglang", "vllm"):
-        packages = tmp_path / f".venv-{server}" / "packages"
-        (packages / server).mkdir(parents=True)
-        (packages / server / "__init__.py").touch()
-        make_interpreter(packages.parent / "bin" / "python", f"env PYTHONPATH={packages} {sys.executable}")
+    """Runs `spot-async train COPY --dry-run` on a machine that has neither GPUs nor servers."""
 
     def run(name: str, *overrides: str, environment: dict[str, str] = KEY) -> tuple[int, str]:
         shutil.copy(START / f"{name}.yaml", tmp_path / "mine.yaml")
@@ -67,7 +60,7 @@ def test_a_copy_of_it_can_start_and_fits_the_gpus_that_it_names(name, shown):
     assert "million tokens of the run" in output  # the estimate, whole
     assert "would need" not in output  # memory
     for said in re.findall(r"^warning: (.*)$", output, flags=re.M):
-        assert re.search(r"this machine has no GPU|the disk of|problems are in data.train too|torch .* no CUDA", said)
+        assert re.search(r"this machine has no GPU|no interpreter '\.venv-|the disk of|are in data.train too", said)
 
 
 def test_what_a_24_gb_gpu_cannot_hold_is_said_with_the_key_to_change(shown):

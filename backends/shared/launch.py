@@ -70,12 +70,13 @@ class Installed(msgspec.Struct, frozen=True):
     nccl: str | None  # NCCL's version there; None if torch brings its own, or has none
 
 
-def check_installed(settings: ProcessSettings, section: str, package: str) -> Installed | None:
+def check_installed(settings: ProcessSettings, section: str, package: str | None) -> Installed | None:
     """Check that the server is installed, as `BackendSettings.check_installed`, and return what there is of it.
 
     Nothing is known yet of a node that Ray is to choose.
     """
-    if settings.resources and not settings.prefix:
+    settings.check_interpreter(section)
+    if package is None or (settings.resources and not settings.prefix):
         return None
     try:
         return installed(settings.model_copy(update={"python": settings.interpreter}), package)
@@ -152,6 +153,7 @@ class LaunchedServer(Opened):
         if self._settings.resources and not self._settings.prefix:
             raise ConfigError(f"{section}.resources: this command places no servers: train, eval and check do")
         self._settings.check_machine(section)
+        self._settings.check_interpreter(section)
         start = self._start_there if self._settings.is_elsewhere else self._start_here
         try:
             command, port = await start(stack)

@@ -132,14 +132,18 @@ class ProcessSettings(Section):
             )
 
     def check_machine(self, section: str) -> None:
-        """Check the interpreter or the prefix, as `BackendSettings.check_machine`."""
-        if self.interpreter is None:
-            raise ConfigError(
-                f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server"
-            )
+        """Check the prefix and the environment, as `BackendSettings.check_machine`."""
         if self.prefix:
             check_prefix(self.prefix, section)
         self.passed_environment(section)
+
+    def check_interpreter(self, section: str) -> None:
+        """Raise ConfigError where this machine does not have the interpreter."""
+        if self.interpreter is None:
+            raise ConfigError(
+                f"{section}.python: no interpreter {self.python!r}; give that of the environment with the server "
+                "(docs/servers.md), or the url of one that runs, or kind: local for our own engine"
+            )
 
 
 def _numbers_too(value: Any) -> Any:

@@ -267,7 +267,7 @@ class StudentServerSettings(AttachedSettings):
         """Also compare NCCL of the sender, which is this environment's, with NCCL of the servers."""
         ours = nccl_version() if self.weights.by_nccl else None
         for key, each in self._launches():
-            found = check_installed(each, f"{section}.{key}", self.PACKAGE) if self.PACKAGE is not None else None
+            found = check_installed(each, f"{section}.{key}", self.PACKAGE)
             theirs = found.nccl if found is not None else None
             if None not in (ours, theirs) and theirs != ours:
                 raise ConfigError(

@@ -113,6 +113,15 @@ def evaluation_warnings(student: ModelConfig, machine: Machine) -> list[str]:
     return list(_without_devices("student", student, machine))
 
 
+def not_installed(models: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """Yield which servers are to be started here, and are not installed."""
+    for role, model in models.items():
+        try:
+            model.backend.check_installed(f"{role}.backend")
+        except ConfigError as error:
+            yield str(error)
+
+
 def without_weights(models: Mapping[str, ModelConfig], *, trained: str | None = None) -> Iterator[str]:
     """Yield which models have no weights here, of those that are served here or `trained`.
 

@@ -110,8 +110,11 @@ class TrainPlan:
         return in_training or any(benchmark.reads_clock for benchmark in self.evaluation)
 
 
-def plan_training(config: Config) -> TrainPlan:
-    """Return the plan of a training run. Raises ConfigError or DataError for what would fail later."""
+def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
+    """Return the plan of a training run. Raises ConfigError or DataError for what would fail later.
+
+    If it `starts` no server, none has to be installed here.
+    """
     check_packages(config.telemetry)
     student = read_model("student", config.student.model)
     check_attention("student", student.directory)
@@ -175,7 +178,8 @@ def plan_training(config: Config) -> TrainPlan:
     evaluation = plan_evaluation(config, student) if config.evaluation is not None else ()
     served = shared_out(served_models(config, policy.needs), config.cluster)
     for role, each in served.items():
-        each.backend.check_installed(f"{role}.backend")
+        if starts:
+            each.backend.check_installed(f"{role}.backend")
         if role in others:
             check_weights(role, each, others[role].directory)
     return TrainPlan(
@@ -223,9 +227,7 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     config.student.backend.check_machine("student.backend")
     check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
-    benchmarks = plan_benchmarks(config, student, _common_of_files(config, student).limit)
-    config.student.backend.check_installed("student.backend")
-    return benchmarks
+    return plan_benchmarks(config, student, _common_of_files(config, student).limit)
 
 
 def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | None = None) -> Policy:

@@ -95,7 +95,7 @@ def train(
         path = RunDirectory.choose_path(settings, name_of(config))
         RunDirectory.check_usable(path)
         settings = downloaded(settings, weights=() if dry_run else ROLES)
-        plan = plan_training(settings)
+        plan = plan_training(settings, starts=not dry_run)
     if not dry_run and (refusal := without_gpu(settings.training, plan.served, Machine.found(os.environ))):
         raise ConfigError(refusal)
     if not dry_run and (unloadable := next(without_weights(plan.served, trained="student"), None)) is not None:
@@ -337,7 +337,7 @@ def _judge_again(run: str, overrides: Sequence[str]) -> None:
 
 
 def _evaluate(settings: Config, name: str, *, dry_run: bool, brief: bool, resume: Path | None) -> None:
-    from spot_async.checks.machine import without_weights
+    from spot_async.checks.machine import not_installed, without_weights
     from spot_async.checks.plan import check_weights, plan_evaluation
     from spot_async.evaluation.metrics import read_figures
     from spot_async.evaluation.response_log import count_kept
@@ -361,13 +361,14 @@ def _evaluate(settings: Config, name: str, *, dry_run: bool, brief: bool, resume
         student = read_model("student", settings.student.model)
         check_weights("student", settings.student, student.directory)
         benchmarks = plan_evaluation(settings, student)
-        unloadable = list(without_weights({"student": settings.student}))
+        served = {"student": settings.student}
+        lacking = [*not_installed(served), *without_weights(served)]
         if dry_run:
             show_evaluation_plan(settings, path, benchmarks, student, brief=brief)
-            show_warnings(screen, unloadable)
+            show_warnings(screen, lacking)
             return
-        if unloadable:
-            raise DataError(unloadable[0])
+        if lacking:
+            raise DataError(lacking[0])
         from spot_async.running.measuring import evaluate_student  # late, for the same reason as in `train`
 
         if not any(each.runs_here for each in settings.student.backend.servers()):

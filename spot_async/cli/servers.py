@@ -87,7 +87,7 @@ def check(
     if verifier or model:
         raise ConfigError("--verifier and --model are for files; CONFIG names them")
     config = downloaded(load_config(Path(target), settings or ()), weights=() if no_servers else ROLES)
-    plan = plan_training(config)
+    plan = plan_training(config, starts=not no_servers)
     path = RunDirectory.choose_path(config, name_of(Path(target)))
     found = command.check_files(config, plan, path, earlier, nodes=config.cluster.nodes or 1)
     if not json:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from spot_async.checks.capabilities import check_capabilities
 from spot_async.checks.plan import plan_evaluation, plan_training, plan_warnings
 from spot_async.checks.served import check_places, check_roles
+from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
@@ -220,13 +222,15 @@ def test_what_a_backend_needs_of_this_machine_is_looked_for_before_anything_star
         config = quickstart(overrides)
         with pytest.raises(ConfigError) as raised:
             plan_training(config)
-        if config.evaluation is not None and "student" in overrides[0]:
-            with pytest.raises(ConfigError):
-                plan_evaluation(config, read_model("student", config.student.model))
         return str(raised.value)
 
     launch = "student.backend={kind: vllm, launch: {python: /no/such/python}}"
-    assert "student.backend.launch.python: no interpreter '/no/such/python'" in refused(launch)
+    said = "student.backend.launch.python: no interpreter '/no/such/python'"
+    assert said in refused(launch)
+    plan_training(quickstart([launch]), starts=False)
+    for words, code in (([], 2), (["--dry-run"], 0)):  # what starts nothing says it, and goes on
+        done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["eval", "configs/quickstart.yaml", launch, *words])
+        assert (done.exit_code, said in done.output) == (code, True)
     key = "teacher.backend={kind: vllm, url: 'http://h:1', api_key_env: NO_SUCH_KEY}"
     assert refused(key) == "teacher.backend: the environment variable NO_SUCH_KEY is not set"
 

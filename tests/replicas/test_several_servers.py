@@ -114,8 +114,9 @@ def test_every_server_of_a_role_has_a_place_that_no_student_has() -> None:
     launches = ", ".join(f"{{python: {sys.executable}, port: {port}}}" for port in (8123, 8124))
     line = refused(student="{kind: local, port: 8124}", teacher=f"{{kind: sglang, launch: [{launches}]}}")
     assert line.startswith("teacher.backend.launch.port=8124: the student is served there")
-    missing = f"{{kind: vllm, launch: [{{python: {sys.executable}}}, {{python: /no/python}}]}}"
-    assert refused(student=missing).startswith("student.backend.launch.1.python: no interpreter '/no/python'")
+    missing = f"{{kind: vllm, launch: [{{python: /no/python}}, {{python: {sys.executable}}}]}}"
+    with pytest.raises(ConfigError, match=r"^student\.backend\.launch\.0\.python: no interpreter '/no/python'"):
+        config(missing).student.backend.check_installed("student.backend")
     check_places(config(students, "{kind: local, url: [http://c:1, http://d:1]}"), NEEDS)
 
 

@@ -17,7 +17,14 @@ from spot_async.base.processes.gpus import GpuSoftware
 from spot_async.base.text import counted
 from spot_async.checks.device_shares import on_named_devices
 from spot_async.checks.diagnosis import Diagnosis
-from spot_async.checks.machine import Machine, placement_words, training_warnings, trains_on_gpus, without_weights
+from spot_async.checks.machine import (
+    Machine,
+    not_installed,
+    placement_words,
+    training_warnings,
+    trains_on_gpus,
+    without_weights,
+)
 from spot_async.checks.plan import TrainPlan, plan_warnings
 from spot_async.config import Config, ProblemSetConfig, PromptConfig
 from spot_async.config.loading import apply_override, dump_yaml, validate_as
@@ -61,6 +68,7 @@ def check_files(config: Config, plan: TrainPlan, path: Path, earlier: Path | Non
     machine = Machine.found(os.environ)
     alone = left_alone(os.environ, config.cluster)
     lacking = [
+        *not_installed(plan.served),
         *without_weights(plan.served, trained="student"),
         *([] if alone is None else [alone]),
         *training_warnings(config, plan.served, machine, nodes=nodes),

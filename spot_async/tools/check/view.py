@@ -90,10 +90,11 @@ def show_endpoints(screen: Console, found: Requirements) -> None:
             f"assumes {found.response_words}; nothing cached; not counted: about {REQUESTS_AT_START} small requests at "
             "the start, retries, and single positions asked for again"
         )
-        budget, money = each.account.budget, each.expected.money
-        if budget is not None and money is not None and money > budget:
-            line += f". The budget of {budget:g} {each.account.currency} ends the run early"
+        budget, most = each.account.budget, each.at_most.money
         screen.print(Text(line), soft_wrap=True)
+        if budget is not None and most is not None and most > budget:
+            ends = "ends" if (each.expected.money or 0.0) > budget else "may end"
+            show_warnings(screen, [f"The budget of {budget:g} {each.account.currency} {ends} the run early"])
 
 
 def rank_table(rank: TrainerMemory, ranks: int) -> Table:
