@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from command import QUICKSTART
 from rich.console import Console
 from run_files import Tags
 from typer.testing import CliRunner
@@ -486,14 +487,14 @@ def test_forecast_measures_real_servers(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     output = tmp_path / "quickstart.forecast.json"
     options = ["--prompts", "6", "--rollouts", "2", "--probes", "3", "-o", str(output)]
-    done = CliRunner().invoke(app, ["forecast", "configs/quickstart.yaml", *options])
+    done = CliRunner().invoke(app, ["forecast", *QUICKSTART, *options])
     assert done.exit_code == 0, done.output
     found = read_forecast(output)
     assert (len(found.measurement.prompts), found.forecast.positions) == (6, 12)
     assert found.verdict.sentence in " ".join(done.output.split())
     assert "Gain a decision by gamma" in output.with_suffix(".html").read_text()
 
-    other = ["forecast", "configs/quickstart.yaml", "policy.gamma=4", "--from", str(output), "-o"]
+    other = ["forecast", *QUICKSTART, "policy.gamma=4", "--from", str(output), "-o"]
     done = CliRunner().invoke(app, [*other, str(tmp_path / "other.json")])
     assert done.exit_code == 0, done.output
     again = read_forecast(tmp_path / "other.json")
