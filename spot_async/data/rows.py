@@ -70,7 +70,8 @@ def read_rows(path: str, settings: ProblemSetConfig, key: str) -> Iterator[Row]:
             yield from read(path, cast("BinaryIO", stream))
     except (OSError, EOFError, zlib.error) as error:
         if strerror := getattr(error, "strerror", None):
-            raise DataError(f"{about(key)}cannot read {path}: {strerror}") from None
+            counted = "" if file.is_absolute() or file.exists() else f"; paths count from {Path.cwd()}"
+            raise DataError(f"{about(key)}cannot read {path}: {strerror}{counted}") from None
         raise DataError(f"{about(key)}{path} is damaged or cut short: {first_line(error)}; get it again") from None
 
 
