@@ -53,7 +53,10 @@ def test_there_is_one_for_each_thing_that_people_come_for_and_each_line_says_wha
         assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in ("one-gpu", "remote-teacher") else pytest.mark.long) for each in FILES],
+)
 def test_a_copy_of_it_can_start_and_fits_the_gpus_that_it_names(name, shown):
     code, output = shown(name)
     assert code == 0, output
@@ -63,6 +66,7 @@ def test_a_copy_of_it_can_start_and_fits_the_gpus_that_it_names(name, shown):
         assert re.search(r"this machine has no GPU|no interpreter '\.venv-|the disk of|are in data.train too", said)
 
 
+@pytest.mark.long
 def test_what_a_24_gb_gpu_cannot_hold_is_said_with_the_key_to_change(shown):
     assert shown("lora-24gb", "student.model=Qwen/Qwen3-0.6B")[0] == 0
     assert "would need" in shown("lora-24gb", "training.lora=null")[1]

@@ -283,7 +283,7 @@ written = os.write
 
 def write(*given):
     done = written(*given)
-    time.sleep(2)
+    time.sleep(0.5)
     return done
 
 os.write = write

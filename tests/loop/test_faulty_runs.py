@@ -22,7 +22,14 @@ from spot_async.types import Supervision
 SEEDS = range(300)
 
 
-@pytest.mark.parametrize("shard", [0, 1, 2, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 4))])
+@pytest.mark.parametrize(
+    "shard",
+    [
+        0,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (1, 2)),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 4)),
+    ],
+)
 def test_the_invariants_hold_for_every_method_and_staleness_whatever_befalls_the_run(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
     assert [how for seed in SEEDS[shard::5] if (how := explained(seed))] == []

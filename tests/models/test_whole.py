@@ -47,6 +47,7 @@ def refusal(directory: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.long
 def test_a_child_says_what_is_wrong_in_the_same_words(random_architecture: Models, tmp_path: Path) -> None:
     lost = "transformer.h.1.ln_1.bias"
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}

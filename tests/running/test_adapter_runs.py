@@ -81,6 +81,7 @@ def test_a_strict_run_learns_from_adapters_what_it_learns_from_merged_weights(ru
         np.testing.assert_allclose(tensor, expected[name], atol=1e-5, err_msg=name)  # one step changes them by 1e-3
 
 
+@pytest.mark.long
 def test_no_response_of_an_asynchronous_run_meets_an_update(run: Run) -> None:
     _, answered = run("run", AS_ADAPTERS, "max_staleness=1", "training.iterations=5")
     # The first batch is of step 0, the third of 1 or 2, the fifth of 3 or 4.

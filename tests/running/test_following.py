@@ -120,7 +120,9 @@ def test_the_pull_of_the_live_self_on_the_students_own_servers_is_nothing(
 
 
 @pytest.mark.parametrize(
-    ("follows", "lora"), [({"decay": 0.5}, None), ({"every": 2}, None), ({"every": 1}, None), ({"decay": 0.5}, LORA)]
+    ("follows", "lora"),
+    [({"decay": 0.5}, None), ({"decay": 0.5}, LORA)]
+    + [pytest.param({"every": each}, None, marks=pytest.mark.long) for each in (1, 2)],
 )
 def test_a_teacher_says_what_its_published_weights_say(tmp_path, servers_on_threads, trainer_on_thread, follows, lora):
     backend = BY_ADAPTER if lora else {"kind": "local"}
@@ -153,6 +155,7 @@ def test_a_teacher_says_what_its_published_weights_say(tmp_path, servers_on_thre
         np.testing.assert_allclose(sample["teacher_logprobs"], expected, atol=1e-4)
 
 
+@pytest.mark.long
 def test_of_several_teachers_each_follows_in_its_own_way(tmp_path, servers_on_threads, trainer_on_thread):
     given = tree(tmp_path, {}, policy={"kind": "several_teachers:AsksAll"}, training={"iterations": 2})
     del given["teacher"]

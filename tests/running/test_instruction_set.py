@@ -32,6 +32,7 @@ def wait_until_all_compute(run: Path, command: Command) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_servers_and_ranks_compute_with_the_instruction_set_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ def written(run, **changes):
     return tree
 
 
+@pytest.mark.long
 def test_a_run_that_continues_on_another_cpu_says_so_once(run):
     made = written(run)
     assert made["cpu"] == OWN

@@ -162,7 +162,7 @@ def test_without_row_padding_bits_follow_the_company(
     assert differing(answers(model, requests, 1), answers(model, requests, 16))
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_bits_follow_the_company_where_nobody_wants_them_equal(fast: bool, random_model: Callable[..., Path]) -> None:
     """Else `deterministic: false` would save nothing, and nothing would show what the widths of a decode are for."""
     directory = random_model(num_attention_heads=8, head_dim=16, initializer_range=0.1)
@@ -185,6 +185,7 @@ for rows in range(1, 200):
 """
 
 
+@pytest.mark.long
 def test_a_process_that_serves_a_wide_model_multiplies_a_row_alike_in_every_company(
     random_model: Callable[..., Path],
 ) -> None:

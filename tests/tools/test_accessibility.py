@@ -94,7 +94,7 @@ def forecast(run: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [report, sample, listed, comparison, forecast])
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+@pytest.mark.parametrize(("width", "dark"), [pytest.param(1280, False, marks=pytest.mark.long), (390, True)])
 def test_axe_finds_nothing(
     violations: Callable[[str, int, bool], list[object]], page: Callable[[Path], str], width: int, dark: bool,
     tmp_path: Path,

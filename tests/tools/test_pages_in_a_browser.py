@@ -99,6 +99,7 @@ def appear(path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_a_watched_report_loads_itself_again_while_the_run_writes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [], [metrics_row(1)]).path
     directory = RunDirectory.open(run)
