@@ -102,6 +102,7 @@ def test_with_one_card_and_no_servers_the_reasons_name_what_is_missing(proof, ru
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_what_is_done_is_not_repeated_unless_again_or_on_another_card(proof, run):
     run(first := Parts(), proof.card)
     assert run(second := Parts(), proof.card)[0] == 0

@@ -51,6 +51,7 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
 }
 # The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_averaged", "sdpo_live")]
+SHOWN = ("gkd", "guided_prefix", "kdrl", "mopd", "opsd", "sdpo", "teacher_average")  # one of each kind; others are long
 SELVES = ("sdft_live", *OTHERS)
 
 
@@ -294,7 +295,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *SELVES])
+@pytest.mark.parametrize(
+    "name", [each if each in SHOWN else pytest.param(each, marks=pytest.mark.long) for each in NAMES] + [*SELVES]
+)
 def test_four_iterations_train_at_staleness_2(run: Callable[[str], Path], name: str) -> None:
     metrics = lines(run(name) / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]

@@ -121,7 +121,7 @@ def test_the_pull_of_the_live_self_on_the_students_own_servers_is_nothing(
 
 @pytest.mark.parametrize(
     ("follows", "lora"),
-    [({"decay": 0.5}, None), ({"decay": 0.5}, LORA)]
+    [({"decay": 0.5}, None), pytest.param({"decay": 0.5}, LORA, marks=pytest.mark.long)]
     + [pytest.param({"every": each}, None, marks=pytest.mark.long) for each in (1, 2)],
 )
 def test_a_teacher_says_what_its_published_weights_say(tmp_path, servers_on_threads, trainer_on_thread, follows, lora):

@@ -77,6 +77,7 @@ def in_shifts(folder, name, max_staleness, **keys):
     return spot_async.run(given).directory
 
 
+@pytest.mark.long
 def test_two_that_answer_in_shifts_beside_the_trainer_change_nothing_but_time(first, tmp_path):
     SleepyLocal.woken.clear()
     sleeps = {"sleep_while_others_answer": True, "sleep_while_training": True}

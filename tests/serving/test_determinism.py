@@ -131,7 +131,9 @@ def of_any_length() -> list[GenerateRequest]:
     ]
 
 
-@pytest.mark.parametrize("heads", [(8, 2, 16), (4, 4, 8)], ids=["4 queries a key", "1 query a key"])
+@pytest.mark.parametrize(
+    "heads", [(8, 2, 16), pytest.param((4, 4, 8), marks=pytest.mark.long)], ids=["4 queries a key", "1 query a key"]
+)
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_neighbours_of_any_length_leave_the_bits_alone(
     fast: bool, heads: tuple[int, int, int], random_model: Callable[..., Path]

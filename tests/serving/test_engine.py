@@ -28,11 +28,16 @@ from spot_async.serving.settings import EngineSettings
 from spot_async.types import WeightVersion
 
 STOP = 7
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "gpt2", "gemma2", "granite", "mistral", "mixtral")
 
 
 @pytest.mark.parametrize(
-    ("name", "deterministic"), [*((name, None) for name in ARCHITECTURES), ("qwen3", False), ("gpt2", False)]
+    ("name", "deterministic"),
+    [
+        *((name, None) for name in ("qwen3", "llama", "gpt2", "mixtral")),
+        ("qwen3", False),
+        *(pytest.param(name, None, marks=pytest.mark.long) for name in ("qwen2", "gemma2", "granite", "mistral")),
+        pytest.param("gpt2", False, marks=pytest.mark.long),
+    ],
 )
 def test_logprobs_of_sampled_tokens_are_those_of_a_plain_forward(
     name: str, deterministic: bool | None, random_architecture: Models, engine_for: Engines

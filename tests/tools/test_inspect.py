@@ -402,6 +402,7 @@ def test_pages_of_samples_lead_to_each_other_and_to_the_list(tmp_path):
     assert links("inspect-3.html") == ["all.html", "inspect-2.html", "inspect-1.html"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_lists_all_samples_and_runs_the_pages_own_script_alone(tmp_path):
     samples = [spot_sample(i) for i in (1, 2)]

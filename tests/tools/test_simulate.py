@@ -272,7 +272,9 @@ class SerialTeacher(SimulatedTeacher):
 @pytest.mark.parametrize(
     ("policy", "student", "teacher", "iterations"),
     [
-        (SpotPolicy, {"tokens_per_s": 600.0, "slots": 64, "request_s": 0.05}, 150.0, 12),
+        pytest.param(
+            SpotPolicy, {"tokens_per_s": 600.0, "slots": 64, "request_s": 0.05}, 150.0, 12, marks=pytest.mark.long
+        ),
         # On virtual time, requests that have been on their way for equally long arrive in any order.
         pytest.param(
             OpdPolicy, {"tokens_per_s": 250.0, "slots": 4, "request_s": 0.0}, 400.0, 48, marks=pytest.mark.long

@@ -76,7 +76,7 @@ def batches(mixed_batch: Callable[[], list[Supervision]]) -> list[Batch]:
     return [Batch(iteration, tuple(mixed_batch())) for iteration in range(STEPS)]
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.long)], ids=["all weights", "adapters"])
 @pytest.mark.parametrize(("sharding", "offload"), OFFLOADS)
 def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
     student: Path,
