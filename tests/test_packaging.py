@@ -49,9 +49,10 @@ def test_a_wheel_built_from_the_sdist_holds_every_module_once(tmp_path, with_lin
     names = zipfile.ZipFile(wheel).namelist()
     assert {n for n in names if n.endswith(".py")} == source_modules()
     assert "spot_async/py.typed" in names
-    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "spot_async").rglob("*.html")}
-    assert templates
-    assert templates <= set(names)
+    for kind in ("html", "yaml"):  # templates, and a table of names
+        data = {p.relative_to(ROOT).as_posix() for p in (ROOT / "spot_async").rglob(f"*.{kind}")}
+        assert data
+        assert data <= set(names)
     assert {n.partition("/")[0].partition("-")[0] for n in names} == {"spot_async"}
 
 
