@@ -30,6 +30,11 @@ $(VENV)/dev: pyproject.toml constraints.txt
 	$(BIN)/python .ci/install dev
 	touch $(VENV)/core $@
 
+# Asked for together, they are installed one after the other, also by `make -j`.
+ifneq ($(filter-out quickstart,$(MAKECMDGOALS)),)
+$(VENV)/core: $(VENV)/dev
+endif
+
 quickstart: $(VENV)/core
 	$(BIN)/spot-async train configs/quickstart.yaml
 	@cat examples/running_sum/methods.txt

@@ -31,20 +31,56 @@ def test_uv_is_given_what_pip_is_configured_with_and_the_environment_wins(instal
     config = tmp_path / "pip.conf"
     config.write_text(
         "[global]\nindex-url = https://first.example/simple\nextra-index-url =\n    https://a.example\n"
-        "    https://b.example\nfind-links = /none\nconstraint = /etc/them.txt\n[install]\ntrusted-host = a.example\n"
+        "    https://b.example\nfind-links = /none\nconstraint = /etc/them.txt\ntrusted-host = c.example\n"
+        "[install]\ntrusted-host = a.example\n"
     )
     for name in [each for each in os.environ if each.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
-    words = install.by_uv(["--editable", "."], "https://cpu.example")
-    pairs = set(itertools.pairwise(words))
+    words, variables = install.by_uv(["--editable", "."], "https://cpu.example")
     assert {
-        ("--default-index", "https://mirror.example/simple"), ("--index", "https://a.example"),
-        ("--index", "https://b.example"), ("--index", "https://cpu.example"), ("--find-links", "/none"),
-        ("--constraint", "/etc/them.txt"), ("--allow-insecure-host", "a.example"), ("--python", sys.executable),
-    } <= pairs  # fmt: skip
-    assert "https://first.example/simple" not in words
+        ("--find-links", "/none"), ("--constraint", "/etc/them.txt"), ("--allow-insecure-host", "a.example"),
+        ("--python", sys.executable), ("--editable", "."),
+    } <= set(itertools.pairwise(words))  # fmt: skip
+    assert "c.example" not in words
+    assert not any("https:" in each for each in words)  # addresses may hold a password, and `ps` shows words
+    assert variables["UV_DEFAULT_INDEX"] == "https://mirror.example/simple"
+    assert variables["UV_INDEX"] == "https://a.example https://b.example https://cpu.example"
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [([], ["uv", "pip"]), ([("no-index", "1")], ["pip"]), ([("proxy", "http://p")], ["pip"])],
+)
+def test_pip_installs_where_uv_fails_or_does_not_know_what_pip_is_told(install, monkeypatch, own, expected):
+    asked = []
+
+    def run(command, **_):
+        asked.append("uv" if command[0] == "uv" else "pip")
+        return subprocess.CompletedProcess(command, returncode=int(command[0] == "uv"))
+
+    monkeypatch.setattr(install, "pips_own", lambda: iter(own))
+    monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(install.subprocess, "run", run)
+    monkeypatch.setattr(install.compileall, "compile_dir", lambda *_, **__: True)
+    monkeypatch.setattr(sys, "argv", ["install"])
+    assert install.main() == 0
+    assert asked == expected
+
+
+def test_without_a_gpu_and_a_torch_it_says_how_to_take_the_build_for_cpus(install, monkeypatch, capsys):
+    monkeypatch.setattr(install, "GPUS", ())
+    monkeypatch.setattr(install.importlib.metadata, "distributions", lambda: iter(()))
+    monkeypatch.setattr(install.shutil, "which", lambda name: None)
+    done = subprocess.CompletedProcess([], returncode=0, stdout="")
+    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(install.compileall, "compile_dir", lambda *_, **__: True)
+    monkeypatch.setattr(sys, "argv", ["install"])
+    for index, is_said in (("", True), ("https://cpu.example", False)):
+        monkeypatch.setenv("TORCH_INDEX", index)
+        assert install.main() == 0
+        assert ("TORCH_INDEX=https://download.pytorch.org/whl/cpu" in capsys.readouterr().err) == is_said
 
 
 def test_tests_add_to_an_installed_checkout_only_what_they_need_and_install_all_where_there_is_none(
