@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -20,7 +21,6 @@ FILES = (
 )
 HERE = {  # what is another here: the machine, and a data set of a few rows
     "asynchronous": ["evaluation.eval_every=2"],
-    "lora-24gb": ["cluster.device_gib=24"],
 }
 KEY = {"TEACHER_KEY": "a key of the tests"}
 
@@ -63,7 +63,14 @@ def test_a_copy_of_it_can_start_and_fits_the_gpus_that_it_names(name, shown):
     assert "million tokens of the run" in output  # the estimate, whole
     assert "would need" not in output  # memory
     for said in re.findall(r"^warning: (.*)$", output, flags=re.M):
-        assert re.search(r"this machine has no GPU|no interpreter '\.venv-|the disk of|are in data.train too", said)
+        assert re.search(r"this machine has no GPU|no interpreter '/opt/|the disk of|are in data.train too", said)
+
+
+def test_programs_are_told_too_what_this_machine_lacks(shown):
+    assert shown("one-gpu")[0] == 0  # the models are downloaded
+    done = CliRunner().invoke(app, ["check", "mine.yaml", "--no-servers", "--json"])
+    told = json.loads(done.output[done.output.index("{") :])
+    assert sum("no interpreter '/opt/vllm/bin/python'" in each for each in told["lacking"]) == 2
 
 
 @pytest.mark.long

@@ -3,15 +3,14 @@
     python examples/running_sum/methods.py runs/methods [--seeds 8] [--at-once 2]
 
 It writes `methods.txt` beside this file, which `make quickstart` shows at its end. A run that is finished is not made
-again. What is measured is Avg@8 of the held-out problems. Errors are standard errors over seeds, and differences are
-paired by seed.
+again, and one that was stopped continues. What is measured is Avg@8 of the held-out problems. Errors are standard
+errors over seeds, and differences are paired by seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from spot_async.base.processes.resources import cpu_type
 
 ROOT = Path(__file__).parents[2]
 METHODS = {  # the keys beside configs/quickstart.yaml
@@ -35,9 +36,8 @@ def trained(directory: Path, name: str, seed: int) -> tuple[float, float]:
     if not (run / "summary.json").exists():
         command = [sys.executable, "-m", "spot_async", "train", "configs/quickstart.yaml", *METHODS[name]]
         command.append("student.serving.own_cores=0")  # several runs share the cores; no figure depends on it
-        subprocess.run(
-            [*command, f"run.seed={seed}", f"run.directory={run}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
+        command += [f"run.seed={seed}", f"run.directory={run}", "--resume", "auto"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     found = json.loads((run / "summary.json").read_text())
     before, after = (100 * found[when]["tiers"]["all"]["avg"] for when in ("before", "after"))
     return before, after
@@ -63,16 +63,10 @@ def page(found: dict[str, list[tuple[float, float]]]) -> str:
     lines += [
         "± is one standard error over seeds; differences are paired by seed. This is a toy,",
         "and elsewhere the order is another: experiments/mechanism/README.md.",
-        f"Measured on {time.strftime('%Y-%m-%d')} on {cpu()}, by",
+        f"Measured on {time.strftime('%Y-%m-%d')} on {cpu_type()}, by",
         "python examples/running_sum/methods.py runs/methods",
     ]
     return "\n".join(lines) + "\n"
-
-
-def cpu() -> str:
-    """Return the type of CPU, in words."""
-    known = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
-    return f"{known['model name'].split(' @')[0]} (family {known['cpu family']}, model {known['model']})"
 
 
 def main() -> None:
@@ -81,6 +75,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=2)
     given = parser.parse_args()
+    if given.seeds < 2:
+        parser.error("--seeds: an error over seeds needs 2 at least")
     jobs = [(name, seed) for seed in range(given.seeds) for name in METHODS]
     with ThreadPoolExecutor(given.at_once) as pool:
         outcomes = dict(zip(jobs, pool.map(lambda job: trained(given.directory.resolve(), *job), jobs), strict=True))

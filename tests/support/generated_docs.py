@@ -61,11 +61,11 @@ section that names its `kind` replaces the other file's section as a whole. Over
 over a file with another method drops that method's keys.
 """
 OTHER_NAMES = """\
-## Names of keys and kinds
+## Names of keys
 
 <!-- Generated: edit spot_async/config/other_trainers.yaml, then `make docs`. -->
 
-Where one of these is given, the error says the same.
+Where one of these keys is given, the error says the same. So it is with a `kind`, in the second table.
 
 """
 
@@ -75,9 +75,13 @@ def coming_from() -> str:
     written = (DOCS / "coming-from.md").read_text(encoding="utf-8")
     found = other_trainers()
     renamed = [(each.other, f"`{each.here}`" + (f", {each.note}" if each.note else "")) for each in found.keys]
-    answered = [(each.other, each.says) for each in chain(found.answers, *found.kinds.values())]
-    rows = [(", ".join(f"`{name}`" for name in names), here) for names, here in [*renamed, *answered]]
-    return written.partition(OTHER_NAMES)[0] + OTHER_NAMES + _table(rows, ("there", "here"))
+    answered = [(each.other, each.says) for each in found.answers]
+    kinds = [(each.other, each.says) for each in chain(*found.kinds.values())]
+    tables = [
+        _table([(", ".join(f"`{name}`" for name in names), here) for names, here in rows], (header, "here"))
+        for header, rows in (("key", [*renamed, *answered]), ("kind", kinds))
+    ]
+    return written.partition(OTHER_NAMES)[0] + OTHER_NAMES + "\n".join(tables)
 
 
 def page() -> str:

@@ -29,8 +29,12 @@ ROWS = 640
 
 
 def row(name: str, number: int) -> dict[str, Any]:
-    text = {"solution": f"It is \\boxed{{{number}}}.", "answer": str(number), "level": 1 + number % 5}
-    return {each: text.get(each, f"What is {number} + 0, as a {each} of {name}?") for each in COLUMNS[name]}
+    """Return a row as the data set has it: GSM8K's answers end a solution, and few of DeepScaleR's rows have one."""
+    found = {each: f"What is {number} + 0, as a {each} of {name}?" for each in COLUMNS[name]}
+    if name == "openai/gsm8k":
+        return found | {"answer": f"It is <<{number}+0={number}>>{number}.\n#### {number}"}
+    solution = "" if name.startswith("agentica") and number % 5 else f"It is \\boxed{{{number}}}."
+    return found | {"answer": str(number), "solution": solution, "level": 1 + number % 5}
 
 
 def make_tokenizer(directory: Path) -> Path:
