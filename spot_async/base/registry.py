@@ -19,8 +19,11 @@ Group = Literal["backends", "policies", "verifiers"]
 
 @functools.cache
 def _installed(group: Group) -> Mapping[str, EntryPoint]:
-    """Return the installed plug-ins by name. Looking through what all packages declare takes tens of milliseconds."""
-    return {point.name: point for point in entry_points(group=f"spot_async.{group}")}
+    """Return the installed plug-ins by name. Looking through what all packages declare takes tens of milliseconds.
+
+    Of two with one name the first on the path counts.
+    """
+    return {point.name: point for point in reversed([*entry_points(group=f"spot_async.{group}")])}
 
 
 def names(group: Group) -> list[str]:

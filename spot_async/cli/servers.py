@@ -100,7 +100,7 @@ def check(
         except (SpotError, BaseExceptionGroup) as error:
             fail(root_cause(error), code=1)
     if json:
-        command.print_json(screen, found.needed, diagnosis)
+        command.print_json(screen, found, diagnosis)
     check_room(path, config, plan)
     if diagnosis is not None and diagnosis.refusals:
         raise typer.Exit(1)

@@ -45,6 +45,7 @@ def open_run(
     """Return a run that ended early. Raises ConfigError or DataError, in one line, and changes nothing.
 
     Models of the hub that are no longer in its cache are downloaded: `say` and `weights` are as in `with_downloads`.
+    Without `weights` nothing is going to start, and no server has to be installed.
     `say` also gets what happens to the learning rate, if the run continues for another number of iterations.
     """
     directory = RunDirectory.open_own(path)
@@ -59,7 +60,7 @@ def open_run(
     if checkpoint.manifest.keys != digest_of_keys(config):
         raise ConfigError(f"{path / 'config.yaml'}: was changed since the run began, in a key that decides numbers")
     config = with_downloads(config, say, weights=weights)
-    plan = plan_training(config)
+    plan = plan_training(config, starts=bool(weights))
     check_same_prompts(checkpoint.manifest.data, plan)
     step, iterations = checkpoint.manifest.step, plan.schedule.iterations
     # One that was stopped during its last evaluations has no summary yet.

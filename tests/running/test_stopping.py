@@ -90,3 +90,9 @@ async def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(confi
     assert [line.split(",")[0] for line in said] == ["learning rate: 0.0001 in iteration 2 and 0.00017 in iteration 3"]
     with pytest.raises(ConfigError, match=r"training\.schedule_iterations=2: .* raise it to 4 or more"):
         open_run(directory.path, ["training.iterations=4", "training.schedule_iterations=2"])
+
+    # A dry run starts no server, so that none has to be installed.
+    elsewhere = ["training.iterations=4", "student.backend={kind: vllm, launch: {python: /no/python}}"]
+    open_run(directory.path, elsewhere, weights=())
+    with pytest.raises(ConfigError, match="no interpreter '/no/python'"):
+        open_run(directory.path, elsewhere)

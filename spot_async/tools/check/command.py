@@ -205,9 +205,9 @@ def check_servers(screen: Console, config: Config, plan: TrainPlan, directory: P
     return found
 
 
-def print_json(screen: Console, needed: Requirements, diagnosis: Diagnosis | None) -> None:
-    """Print for programs what a run takes, and of servers their facts (null if unknown), refusals and warnings."""
-    tree: dict[str, Any] = {"requirements": needed.as_tree()}
+def print_json(screen: Console, found: FilesCheck, diagnosis: Diagnosis | None) -> None:
+    """Print for programs what a run takes, what this machine lacks, and of servers their facts (null if unknown)."""
+    tree: dict[str, Any] = {"requirements": found.needed.as_tree(), "lacking": found.lacking}
     if diagnosis is not None:
         tree |= {"roles": diagnosis.roles, "refusals": diagnosis.refusals, "warnings": diagnosis.warnings}
     screen.print_json(msgspec.json.encode(tree).decode(), highlight=False)
