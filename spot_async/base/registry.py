@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -17,13 +18,21 @@ from typing import Any, Literal
 Group = Literal["backends", "policies", "verifiers"]
 
 
-@functools.cache
 def _installed(group: Group) -> Mapping[str, EntryPoint]:
-    """Return the installed plug-ins by name. Looking through what all packages declare takes tens of milliseconds.
+    """Return the installed plug-ins by name. Of two with one name the first on the path counts."""
+    return _declared(group, tuple(sys.path))
 
-    Of two with one name the first on the path counts.
-    """
+
+@functools.cache
+def _declared(group: Group, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """Look through what all packages on the path declare, which takes tens of milliseconds."""
     return {point.name: point for point in reversed([*entry_points(group=f"spot_async.{group}")])}
+
+
+def _installed_by_now(group: Group) -> Mapping[str, EntryPoint]:
+    """Look again, as in a notebook a plug-in may be installed in between."""
+    _declared.cache_clear()
+    return _installed(group)
 
 
 def names(group: Group) -> list[str]:
@@ -35,7 +44,7 @@ def load(group: Group, kind: str) -> Any:
     """Return the plug-in class called `kind`. Raises ValueError, with the nearest name, when there is none."""
     if ":" in kind:
         found = named(kind)
-    elif kind in _installed(group):
+    elif kind in _installed(group) or kind in _installed_by_now(group):
         found = _installed(group)[kind].load()
     else:
         known = names(group)
