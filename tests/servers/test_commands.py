@@ -102,7 +102,8 @@ def dry_run(files: Sequence[Path], kind: str, monkeypatch: pytest.MonkeyPatch) -
     overrides.append("training.checkpoint_every=0")  # a checkpoint of 8B needs 48 GB, which this machine may not have
     plans: list[TrainPlan] = []
 
-    def seen(config: Config) -> TrainPlan:
+    def seen(config: Config, *, starts: bool) -> TrainPlan:
+        assert not starts
         plans.append(plan_training(config))
         return plans[0]
 
@@ -188,7 +189,9 @@ def test_servers_of_the_files_to_start_from_are_started_by_commands_that_they_un
     with start_directory.reached(monkeypatch, models, tmp_path / "cache"):
         for path in sorted((ROOT / "configs" / "start").glob("*.yaml")):
             overrides = ["evaluation.eval_every=2"] if path.stem == "asynchronous" else []
-            plan = plan_training(with_downloads(load_config(path, overrides), weights=()))
+            here = tmp_path / path.name
+            here.write_text(path.read_text().replace("/opt/", ".venv-"))
+            plan = plan_training(with_downloads(load_config(here, overrides), weights=()))
             served = {role: each for role, each in plan.served.items() if each.backend.kind == kind}
             started += would_start(dataclasses.replace(plan, served=served), tmp_path)
     assert len(started) == (5 if kind == "sglang" else 25)
