@@ -44,7 +44,7 @@ def shown(models, tmp_path, monkeypatch):
         yield run
 
 
-def test_there_is_one_for_each_thing_that_people_come_for_and_each_line_says_what_it_is():
+def test_there_is_one_for_each_thing_that_people_come_for_and_it_is_short_enough_to_copy():
     assert sorted(path.stem for path in START.iterdir()) == sorted(FILES)
     for path in START.iterdir():
         lines = path.read_text().splitlines()

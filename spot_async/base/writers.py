@@ -7,8 +7,8 @@ nobody else may write it. Links are followed, and the way to their targets count
 * A group that nobody else is in, as each user has one of their own where the umask is 002.
 
 Directories are looked at from the root down. Nobody can change the way to a file below what was found to be safe, so
-what is opened afterwards is what was looked at. Access-control lists are not read: whoever has given another user write
-access by such a list has done so on purpose.
+what is opened afterwards is what was looked at. Access-control lists are not read: only the owner and root
+can give another user access by one, and they are trusted.
 """
 
 from __future__ import annotations
