@@ -35,6 +35,7 @@ from spot_async.trainer.parallel import process_group, strategy_of
 from spot_async.trainer.publishing import WeightWriter
 from spot_async.trainer.rank import StudentTrainer
 from spot_async.trainer.settings import TrainerSettings
+from spot_async.trainer.streaming import published_types
 
 LONGEST_RESPONSE = 128
 
@@ -61,6 +62,7 @@ def alone(model: Path, directory: Path, publishes: int) -> tuple[list[float], in
             student_directory=model,
             end_token_ids=(),
             dtype=torch.bfloat16,
+            types=published_types(student, model, torch.bfloat16),
             keep=2,
             writes=writes,
         )

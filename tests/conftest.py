@@ -180,6 +180,31 @@ def random_architecture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
             **sizes, **context, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
         ),
+        "glm4_moe": lambda: transformers.Glm4MoeConfig(
+            **sizes, **context, head_dim=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
+        "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+            **sizes, **context, moe_num_experts=8, moe_k=2, moe_intermediate_size=16
+        ),
+        # Layers that read their modules' weights themselves.
+        "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
+            **sizes,
+            **context,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+        "lfm2": lambda: transformers.Lfm2Config(**sizes, **context, layer_types=["conv", "full_attention"]),
+        "falcon_h1": lambda: transformers.FalconH1Config(
+            **sizes, **context, head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+        ),
+        # With a buffer in its files.
+        "gemma4": lambda: transformers.Gemma4TextConfig(
+            **sizes, **context, head_dim=8, global_head_dim=8, hidden_size_per_layer_input=0, num_kv_shared_layers=0
+        ),
     }
     made: dict[tuple[str, int], Path] = {}
 
@@ -191,6 +216,8 @@ def random_architecture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..
                 for parameter in model.parameters():
                     if parameter.ndim > 1:
                         parameter.normal_(std=0.3)  # far from uniform distributions
+                for buffer in model.state_dict().keys() & dict(model.named_buffers()):
+                    model.get_buffer(buffer).uniform_(0.5, 1.5)
             made[name, seed] = tmp_path_factory.mktemp(f"{name}-{seed}")
             model.save_pretrained(made[name, seed])
         return made[name, seed]

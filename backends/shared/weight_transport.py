@@ -9,6 +9,7 @@ their servers to receive.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -27,21 +28,11 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import while_alive
 from spot_async.config import Section
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
+from spot_async.models.weight_files import BITS, TORCH_TYPES
 from spot_async.types import WeightSnapshot
 
 from .snapshots import Layout
 
-TORCH_TYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "I64": "int64",
-    "I32": "int32",
-    "U8": "uint8",
-}  # safetensors' type names -> torch's
-BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # size of an element; 1 for other types
 BUCKET_BYTES = 1 << 30  # broadcast in one request; the server needs this much memory beside its weights
 
 
@@ -120,9 +111,7 @@ def buckets(layout: Layout, capacity_bytes: int = BUCKET_BYTES) -> Iterator[list
     bucket: list[Tensor] = []
     size = 0
     for name, header in sorted(layout.items()):
-        count = BYTES.get(header.dtype, 1)
-        for length in header.shape:
-            count *= length
+        count = BITS[header.dtype] // 8 * math.prod(header.shape)
         if bucket and size + count > capacity_bytes:
             yield bucket
             bucket, size = [], 0

@@ -39,6 +39,9 @@ Shapes = dict[str, tuple[int, ...]]
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
         "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}  # fmt: skip
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+TORCH_TYPES = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+               "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32",
+               "F32": "float32", "I64": "int64", "U64": "uint64", "F64": "float64"}  # fmt: skip
 MAX_HEADER_BYTES = 16 << 20  # of 100,000 tensors
 
 

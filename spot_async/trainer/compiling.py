@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from spot_async.base.text import first_line
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch, collate
-from spot_async.trainer.model import ResponseLogprobs, decoder_layers
+from spot_async.trainer.loading import decoder_layers
+from spot_async.trainer.model import ResponseLogprobs
 from spot_async.trainer.parallel import Forward, Precision, local
 from spot_async.types import Supervision
 

@@ -9,7 +9,7 @@ are loaded whole, as transformers does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.base.processes.resources import without_gc
 from spot_async.errors import DataError
@@ -44,17 +45,11 @@ def new_student(directory: str) -> PreTrainedModel:
     Raises `DataError` if it cannot be loaded, if its files are not a whole model, or if the architecture does something
     between hidden states and logits that `ResponseLogprobs` would leave out (soft caps, scales).
     """
+    path = Path(directory)
     try:
-        model = _without_memory(Path(directory)) or load_whole(Path(directory), dtype=torch.float32)
-        # Of transformers' own, since a student's may be one that transformers reads and refuses to write.
-        model.generation_config = GenerationConfig()
-        model.train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_dropout"):  # a float on transformers' attention layers
-                module.attention_dropout = 0.0
-        with read_in_passing(model, directory):
+        model = _without_memory(path)
+        if model is None or not _is_right_in_passing(model, directory):
+            model = _to_train(load_whole(path, dtype=torch.float32))
             _check_output_layer(model, directory)
     except DataError as error:
         raise DataError(f"student {error}") from error
@@ -77,24 +72,38 @@ def read_parameters(model: nn.Module, directory: str, device: torch.device) -> N
 
 
 @contextmanager
-def read_in_passing(model: nn.Module, directory: str) -> Iterator[None]:
-    """Let a model compute on the CPU whose parameters are on the meta device: a module has them while it runs."""
+def read_in_passing(model: PreTrainedModel, directory: str) -> Iterator[None]:
+    """Let a model compute on the CPU whose parameters are on the meta device: a layer has all of its while it runs.
+
+    What is in no layer, or in several, is there all the time.
+    """
     with ExitStack() as stack:
-        own: dict[nn.Module, dict[str, tuple[nn.Parameter, Any]]] = {}
+        layer_of: dict[nn.Module, nn.Module | None] = {}
+        for layer in decoder_layers(model):
+            for module in layer.modules():
+                layer_of[module] = None if module in layer_of else layer
+        own: dict[nn.Module | None, list[tuple[nn.Module, str, nn.Parameter, Any]]] = {}
         for module, key, parameter, stored in _without_values(model, directory, stack):
-            own.setdefault(module, {})[key] = parameter, stored
+            own.setdefault(layer_of.get(module), []).append((module, key, parameter, stored))
 
-        def take(module: nn.Module, *_: Any) -> None:
-            for key, (parameter, stored) in own[module].items():
-                setattr(module, key, nn.Parameter(stored[...].to(parameter.dtype), requires_grad=False))
+        def take(layer: nn.Module | None, *_: Any) -> None:
+            read: dict[nn.Parameter, nn.Parameter] = {}  # tied ones once
+            for module, key, parameter, stored in own[layer]:
+                if parameter not in read:
+                    read[parameter] = nn.Parameter(stored[...].to(parameter.dtype), requires_grad=False)
+                setattr(module, key, read[parameter])
 
-        def drop(module: nn.Module, *_: Any) -> None:
-            for key, (parameter, _stored) in own[module].items():
+        def drop(layer: nn.Module | None, *_: Any) -> None:
+            for module, key, parameter, _stored in own[layer]:
                 setattr(module, key, parameter)
 
-        for module in own:
-            stack.callback(module.register_forward_pre_hook(take).remove)
-            stack.callback(module.register_forward_hook(drop, always_call=True).remove)
+        for holder in own:
+            if holder is None:
+                stack.callback(drop, None)
+                take(None)
+            else:
+                stack.callback(holder.register_forward_pre_hook(take).remove)
+                stack.callback(holder.register_forward_hook(drop, always_call=True).remove)
         yield
 
 
@@ -117,7 +126,7 @@ def has_just(directory: Path, model: nn.Module) -> bool:
 def _without_memory(directory: Path) -> PreTrainedModel | None:
     """Return the model with its parameters on the meta device, or None if the files do not hold just these.
 
-    Buffers are computed, as always: files do not have those of rotary positions.
+    Buffers are computed, as always, since files do not have those of rotary positions, and read where files have them.
     """
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -134,7 +143,50 @@ def _without_memory(directory: Path) -> PreTrainedModel | None:
     finally:
         hook.remove()
     check_files(directory, model)
-    return model if has_just(directory, model) else None
+    if not has_just(directory, model):
+        return None
+    with ExitStack() as stack:
+        buffers = {name: each for name, each in own_weights(model).items() if not each.is_meta}
+        for name, stored in _stored(directory, buffers, stack).items():
+            if name in buffers:
+                buffers[name].copy_(stored[...])
+    return _to_train(model)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the repeated layers, which are sharded and recomputed one by one. Empty if the model marks none."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _to_train(model: PreTrainedModel) -> PreTrainedModel:
+    # Of transformers' own, since a student's may be one that transformers reads and refuses to write.
+    model.generation_config = GenerationConfig()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):  # a float on transformers' attention layers
+            module.attention_dropout = 0.0
+    return model
+
+
+def _is_right_in_passing(model: PreTrainedModel, directory: str) -> bool:
+    """Whether a model on the meta device passes its trial, as none does that reads a layer's weights beside it."""
+    try:
+        with read_in_passing(model, directory):
+            _check_output_layer(model, directory)
+    except (DataError, *LOADING_ERRORS):
+        return False
+    return True
+
+
+def _stored(directory: Path, own: Collection[str], stack: ExitStack) -> dict[str, Any]:
+    """Return what files have for a model's tensors of these names. It is read when it is indexed, in the stack."""
+    files: dict[str, Any] = {}
+    for path in weight_files(directory) if own else ():
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        files |= dict.fromkeys(file.keys(), file)
+    return {name: files[each].get_slice(each) for name, each in names_in_model(files, own).items()}
 
 
 def _without_values(
@@ -145,16 +197,11 @@ def _without_values(
     The last is read when it is indexed, until the stack ends.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
-    files: dict[str, Any] = {}
-    for path in weight_files(Path(directory)) if names else ():
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        files |= dict.fromkeys(file.keys(), file)
-    file_names = names_in_model(files, set(names.values()))
+    stored = _stored(Path(directory), set(names.values()), stack)
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             if parameter in names:
-                name = file_names[names[parameter]]
-                yield module, key, parameter, files[name].get_slice(name)
+                yield module, key, parameter, stored[names[parameter]]
 
 
 def _held(parameter: nn.Parameter) -> Any:

@@ -7,7 +7,7 @@ else. PEFT itself is not needed: its file format is the contract, and its reader
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -50,19 +50,20 @@ class AdaptedLinear(nn.Module):
         return functional.linear(inputs, self.weight, self.bias) + self.scale * added
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, dtype: torch.dtype) -> None:
-    """Freeze a model, hold its matrices in `dtype`, and put adapters into the layers that `lora.targets` names.
+def add_adapters(model: PreTrainedModel, lora: LoraConfig, seed: int, types: Mapping[str, torch.dtype]) -> None:
+    """Freeze a model, and put adapters into the layers that `lora.targets` names.
 
-    They are drawn from the run's seed, the same on every rank. Raises `ConfigError` if no layer has one of the names.
+    Its matrices are held in the `types` in which they are published. Adapters are drawn from the run's seed, the same
+    on every rank. Raises `ConfigError` if no layer has one of the names.
     """
     model.requires_grad_(False)
     linear = {name: each for name, each in model.base_model.named_modules() if isinstance(each, nn.Linear)}
     names = [name for name in linear if gets_adapter(name, lora)]
     adapted, there = ({name.rpartition(".")[2] for name in each} for each in (names, linear))
     check_names(type(model).__name__, adapted, there, lora)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(types[name])
     for name in names:
         generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
         model.base_model.set_submodule(name, AdaptedLinear(linear[name], lora.rank, lora.scale, generator))

@@ -24,21 +24,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spot_async.config import TrainingConfig
 from spot_async.errors import DataError
 from spot_async.trainer.batching import MicroBatch
+from spot_async.trainer.loading import decoder_layers
 from spot_async.trainer.packing import Documents
 from spot_async.trainer.parallel import factor_dtype
 
 LEAST_TAIL_NATS = -1e4
 LOGITS_PER_BLOCK = 1 << 27  # 512 MiB in float32: 883 rows of Qwen3's vocabulary; a few copies exist at once
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated layers, which are sharded and recomputed one by one. Empty if the model marks none."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def recompute_layers(model: PreTrainedModel, training: TrainingConfig) -> None:

@@ -13,7 +13,7 @@ import copy
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -55,17 +55,22 @@ class WeightWriter:
         student_directory: Path,
         end_token_ids: tuple[int, ...],
         dtype: torch.dtype,
+        types: Mapping[str, torch.dtype],
         keep: int,
         lora: LoraConfig | None = None,
         writes: bool,
         written: Callable[[Tensor], Tensor] = lambda live: live,
     ) -> None:
-        """`written` returns what is written in place of a live tensor: a teacher's copy of it."""
+        """`dtype` is what most weights are published in, and `types` are `published_types`.
+
+        `written` returns what is written in place of a live tensor: a teacher's copy of it.
+        """
         self._written = written
         self._directory = directory
         self._student_directory = student_directory
         self._end_token_ids = end_token_ids
         self._dtype = dtype
+        self._types = types
         self._keep = keep
         self._lora = lora
         self._writes = writes
@@ -112,7 +117,7 @@ class WeightWriter:
         """
         adapters = whole_adapters(model, self._written)
         if is_whole:
-            with WeightStream(model, adapters, self._student_directory, self._dtype, self._written) as weights:
+            with WeightStream(model, adapters, self._student_directory, self._types, self._written) as weights:
                 if self._writes:
                     self._publish(model, adapters, weights, step)
         elif self._writes:
@@ -171,7 +176,7 @@ class WeightWriter:
         `model` still has the weights of that step. All ranks must call it. Raises `TrainerError`.
         """
         self.wait()
-        with WeightStream(model, whole_adapters(model), self._student_directory, self._dtype) as weights:
+        with WeightStream(model, whole_adapters(model), self._student_directory, self._types) as weights:
             if self._writes and not has_weights(self.path(step)):
                 with self._describing_errors(self.path(step)):
                     self._add(weights, self.path(step))

@@ -32,7 +32,7 @@ from spot_async.trainer.compiling import compile_layers, try_compiled
 from spot_async.trainer.divergence import soft_target_losses
 from spot_async.trainer.feed import BatchFeed
 from spot_async.trainer.following import FollowingTeachers
-from spot_async.trainer.loading import new_student, read_parameters
+from spot_async.trainer.loading import decoder_layers, new_student, read_parameters
 from spot_async.trainer.lora import add_adapters
 from spot_async.trainer.loss import (
     LossParts,
@@ -45,12 +45,13 @@ from spot_async.trainer.loss import (
 )
 from spot_async.trainer.messages import Batch, Save, Share, UpdateShare
 from spot_async.trainer.metrics import Meters, Tally
-from spot_async.trainer.model import ResponseLogprobs, decoder_layers, recompute_layers
+from spot_async.trainer.model import ResponseLogprobs, recompute_layers
 from spot_async.trainer.optimizer import new_optimizer
 from spot_async.trainer.packing import attend_documents_at_once, packs
 from spot_async.trainer.parallel import Strategy, local
 from spot_async.trainer.publishing import Published, WeightWriter
 from spot_async.trainer.settings import TrainerSettings, attention_words, learning_rate
+from spot_async.trainer.streaming import published_types
 from spot_async.types import Supervision, TrainReport, WeightSnapshot, WeightVersion
 
 CULPRITS_NAMED = 3
@@ -89,6 +90,7 @@ class StudentTrainer:
         self.cpu = f"{cpu_type()}, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
         dtype = torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32
         self.model = new_student(settings.model_directory)
+        types = published_types(self.model, Path(settings.model_directory), dtype)
         is_packed = packs(
             self.model, settings.model_directory, self._training.packing, is_first_rank=strategy.rank == 0
         )
@@ -98,7 +100,7 @@ class StudentTrainer:
             linear_work=LINEAR_WORK * self.model.config.get_text_config().hidden_size,
         )
         if self._training.lora is not None:
-            add_adapters(self.model, self._training.lora, settings.seed, dtype)
+            add_adapters(self.model, self._training.lora, settings.seed, types)
         if self._training.compile:
             compile_layers(self.model)
         if self._training.recompute_layers:
@@ -130,6 +132,7 @@ class StudentTrainer:
             student_directory=Path(settings.model_directory),
             end_token_ids=settings.end_token_ids,
             dtype=dtype,
+            types=types,
             keep=self._training.keep_weights,
             lora=self._training.lora,
             writes=strategy.rank == 0,

@@ -6,12 +6,12 @@ So no rank ever holds the whole student. What is written is what transformers' `
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spot_async.models.adapter_files import DOWN, UP
-from spot_async.models.weight_files import INDEX_FILE, Shapes
+from spot_async.models.weight_files import INDEX_FILE, TORCH_TYPES, Shapes, names_in_model, weight_headers
 from spot_async.trainer.loading import has_just
 from spot_async.trainer.lora import adapted_layers, own_weights
 from spot_async.trainer.parallel import whole
@@ -27,11 +27,35 @@ from spot_async.trainer.parallel import whole
 MAX_FILE_SIZE = "50GB"  # as transformers' `save_pretrained`
 BUFFERS = 3  # one is filled, one is written, one is in between
 BUFFER_BYTES = 1 << 25
-TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # as safetensors calls them
+NAMES = {getattr(torch, name): given for given, name in TORCH_TYPES.items()}  # of types, as safetensors has them
+
+
+def published_types(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the types in which a model's weights are published, by name: `dtype`, but for those that keep their own.
+
+    A buffer has the type that the files in `directory` give it. A weight stays in float32 if they hold it so among
+    weights of fewer bits, or if transformers never lets it have fewer: routers' biases, state matrices.
+    """
+    own, headers = own_weights(model), weight_headers(directory)
+    given = {name: headers[file_name].dtype for name, file_name in names_in_model(headers, own).items()}
+    sizes: Counter[str] = Counter()
+    for header in headers.values():
+        sizes[header.dtype] += header.size_bytes
+    are_fewer_bits = sizes.most_common(1)[0][0] != "F32"
+    kept = [re.compile(each) for each in model._keep_in_fp32_modules_strict or ()]
+    buffers = dict(model.named_buffers())
+
+    def type_of(name: str) -> torch.dtype:
+        if name in buffers:
+            return cast(torch.dtype, getattr(torch, TORCH_TYPES[given[name]])) if name in given else own[name].dtype
+        is_kept = (are_fewer_bits and given.get(name) == "F32") or any(each.search(name) for each in kept)
+        return torch.float32 if is_kept else dtype
+
+    return {name: type_of(name) for name in own}
 
 
 class WeightStream:
-    """A student's weights as they are published: merged with its adapters, and of type `dtype`.
+    """A student's weights as they are published: merged with its adapters, each of its type.
 
     All ranks make one, and one of them writes. As a context manager it gathers in the end what was not written, since
     other ranks wait for this one, whether it could write or not.
@@ -42,17 +66,17 @@ class WeightStream:
         model: PreTrainedModel,
         adapters: dict[str, Tensor],
         base: Path,
-        dtype: torch.dtype,
+        types: Mapping[str, torch.dtype],
         written: Callable[[Tensor], Tensor] = lambda live: live,
     ) -> None:
-        """`adapters` are whole, and `base` is the directory that the student was read from.
+        """`adapters` are whole, `base` is the directory that the student was read from, `types` are `published_types`.
 
         `written` returns what is written in place of a live tensor.
         """
         self.model = model
         self._written = written
         self._adapters = adapters
-        self._dtype = dtype
+        self._types = types
         shapes = {name: tuple(each.shape) for name, each in own_weights(model).items()}
         # Transformers changes some mixtures' weights when it reads them, and changes them back when it writes.
         self._files, self._index = self._layout(shapes) if has_just(base, model) else ({}, None)
@@ -96,11 +120,14 @@ class WeightStream:
         """Return which file has which weights in which order, and the index if there are several files."""
         names = sorted(shapes, key=_layer_by_layer)
         split = split_torch_state_dict_into_shards(
-            {name: torch.empty(shapes[name], dtype=self._dtype, device="meta") for name in names},
+            {name: torch.empty(shapes[name], dtype=self._types[name], device="meta") for name in names},
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=MAX_FILE_SIZE,
         )
-        files = {file: {name: shapes[name] for name in sorted(own)} for file, own in split.filename_to_tensors.items()}
+        files = {}
+        for file, own in split.filename_to_tensors.items():
+            own.sort(key=lambda name: (-self._types[name].itemsize, name))  # each begins at a multiple of its size
+            files[file] = {name: shapes[name] for name in own}
         if not split.is_sharded:
             return files, None
         sizes = {"total_parameters": self.model.num_parameters(), **split.metadata}
@@ -111,17 +138,18 @@ class WeightStream:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
-            begin, end = end, end + torch.Size(shape).numel() * self._dtype.itemsize
-            header[name] = {"dtype": TYPES[self._dtype], "shape": shape, "data_offsets": [begin, end]}
+            begin, end = end, end + torch.Size(shape).numel() * self._types[name].itemsize
+            header[name] = {"dtype": NAMES[self._types[name]], "shape": shape, "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            write_tensors(file, islice(tensors, len(shapes)), self._dtype)
+            write_tensors(file, tensors, [self._types[name] for name in shapes])
 
     def _write_whole(self, directory: Path) -> None:
         """Let transformers write all weights at once, tied ones as one tensor under each of their names."""
-        state = {name: each.to("cpu", self._dtype) for name, each in zip(self._names, self._merged(), strict=True)}
+        merged = zip(self._names, self._merged(), strict=True)
+        state = {name: each.to("cpu", self._types[name]) for name, each in merged}
         names = {each: name for name, each in own_weights(self.model).items()}
         live = self.model.state_dict(keep_vars=True)
         self.model.save_pretrained(
@@ -129,23 +157,23 @@ class WeightStream:
         )
 
 
-def write_tensors(file: BinaryIO, tensors: Iterator[Tensor], dtype: torch.dtype) -> None:
-    """Write the numbers of tensors as `dtype`, in pieces: each is written while the next comes to the CPU.
+def write_tensors(file: BinaryIO, tensors: Iterator[Tensor], types: Iterable[torch.dtype]) -> None:
+    """Write the next tensors' numbers as these types, in pieces: each is written while the next comes to the CPU.
 
     A GPU casts them and copies them into pinned memory, on the current stream.
     """
-    size = BUFFER_BYTES // dtype.itemsize
     buffers: deque[Tensor] = deque()  # the oldest first, as in `pending`
     pending: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "writing") as writer:
-        for tensor in tensors:
-            for piece in torch.split(tensor.flatten(), size):
+        for dtype in types:
+            tensor = next(tensors)
+            for piece in torch.split(tensor.flatten(), BUFFER_BYTES // dtype.itemsize):
                 if len(pending) == BUFFERS:
                     pending.popleft().result()
                     buffers.rotate(-1)
                 else:
-                    buffers.append(torch.empty(size, dtype=dtype, pin_memory=piece.is_cuda))
-                part = buffers[-1][: len(piece)]
+                    buffers.append(torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=piece.is_cuda))
+                part = buffers[-1].view(dtype)[: len(piece)]
                 part.copy_(piece, non_blocking=True)
                 copied = torch.cuda.current_stream().record_event() if piece.is_cuda else None
                 pending.append(writer.submit(_write_piece, file, part, copied))

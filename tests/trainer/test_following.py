@@ -70,6 +70,19 @@ def test_an_average_of_ten_steps_is_that_of_float64_and_a_copy_lags(
     assert any(not torch.equal(each, new[name]) for name, each in found.items())
 
 
+@pytest.mark.usefixtures("make_trainer")
+def test_a_copy_is_published_in_the_types_of_the_student(
+    random_architecture: Callable[..., Path], trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path
+) -> None:
+    """Of a mixture in bfloat16, whose routers and their biases stay in float32."""
+    settings = trainer_settings(random_architecture("ernie4_5_moe"), tmp_path, dtype="bfloat16")
+    report = make(settings, follows={"teacher": AVERAGED}).train(batch(0))
+    student, copy = (tensors(each.directory) for each in (report.snapshot, report.teachers["teacher"]))
+    types = {name: each.dtype for name, each in student.items()}
+    assert {torch.float32, torch.bfloat16} == {*types.values()}
+    assert {name: each.dtype for name, each in copy.items()} == types
+
+
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 def test_a_resumed_run_has_the_same_copies_and_publishes_them_again_where_they_are_gone(
     student: Path, trainer_settings: MakeSettings, batch: MakeBatch, tmp_path: Path, lora: dict[str, Any] | None

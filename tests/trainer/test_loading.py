@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaModel, PreTrainedModel
 
 import spot_async.trainer.loading as loading
 from spot_async.config import LoraConfig
 from spot_async.errors import DataError
-from spot_async.trainer.loading import new_student, read_parameters
+from spot_async.trainer.loading import decoder_layers, new_student, read_parameters
 from spot_async.trainer.lora import DOWN, UP, add_adapters
-from spot_async.trainer.model import ResponseLogprobs, decoder_layers
+from spot_async.trainer.model import ResponseLogprobs
 from spot_async.trainer.parallel import ShardedStrategy, Strategy, local
+from spot_async.trainer.streaming import published_types
 
 CPU = torch.device("cpu")
 STUDENTS = {
@@ -82,7 +83,7 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def loaded(directory: Path, sharding: str, lora: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     model = new_student(str(directory))
     if lora:
-        add_adapters(model, LoraConfig(rank=4), 0, dtype)
+        add_adapters(model, LoraConfig(rank=4), 0, published_types(model, directory, dtype))
     strategy = ShardedStrategy() if sharding == "fsdp2" else Strategy()
     module, layers = ResponseLogprobs(model, 1.0), decoder_layers(model)
     strategy.prepare(module, layers, CPU, "float32", fill=partial(read_parameters, model, str(directory)))
@@ -117,22 +118,41 @@ def test_a_loaded_student_is_that_of_from_pretrained_and_a_rank_reads_what_it_ho
     assert not found
 
 
-def test_a_student_has_no_memory_until_it_is_spread(student: Path) -> None:
-    model = new_student(str(student))
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "lfm2", "falcon_h1"])
+def test_a_student_has_no_memory_until_it_is_spread(random_architecture: Callable[..., Path], name: str) -> None:
+    model = new_student(str(random_architecture(name)))
     assert all(each.is_meta for each in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt2", "llama", "qwen3_5", "lfm2", "falcon_h1", "gemma4", "glm4_moe"])
 def test_other_architectures_load_as_transformers_loads_them(
     random_architecture: Callable[..., Path], name: str
 ) -> None:
-    """The tensors of mixtral's files are not its parameters."""
+    """The tensors of mixtral's files are not its parameters, layers of three read their modules', one has a buffer."""
     model = loaded(random_architecture(name), "none", lora=False)
     expected = AutoModelForCausalLM.from_pretrained(random_architecture(name), dtype=torch.float32)
     found = values(model)
     assert all(torch.equal(found.pop(name), each) for name, each in values(expected).items())
     assert not found
     assert model.config.to_dict() == expected.config.to_dict()
+
+
+def test_weights_are_not_called_damaged_before_the_whole_model_was_tried(
+    random_architecture: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that reads a layer's weight beside the layer, as none of transformers' does so far."""
+    forward = LlamaModel.forward
+
+    def reads_beside(self: LlamaModel, **choices: Any) -> Any:
+        found = forward(self, **choices)
+        found.last_hidden_state = found.last_hidden_state + self.layers[0].mlp.down_proj.weight.mean()
+        return found
+
+    monkeypatch.setattr(LlamaModel, "forward", reads_beside)
+    directory = random_architecture("llama")
+    found = values(loaded(directory, "none", lora=False))
+    for name, each in values(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)).items():
+        assert torch.equal(found[name], each), name
 
 
 def test_bfloat16_files_become_float32_and_frozen_matrices_stay_as_they_are(

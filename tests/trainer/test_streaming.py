@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -65,6 +67,32 @@ def test_a_model_that_transformers_converts_is_published_as_it_was(
     assert not found
 
 
+KEPT = {  # what has its own type in published files of bfloat16
+    "glm4_moe": r"e_score_correction_bias",  # a buffer
+    "ernie4_5_moe": r"moe_statics|gate\.weight",  # weights, of which a router's is trained
+    "falcon_h1": r"A_log|dt_bias|\.D$",  # as the files have it, where transformers has no rule
+    "gemma4": r"^$",  # a buffer of bfloat16
+}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_files_keep_in_float32_is_published_bit_for_bit(
+    random_architecture: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path, name: str, lora: bool
+) -> None:
+    directory = shutil.copytree(random_architecture(name), tmp_path / "given")
+    given = load_file(directory / "model.safetensors")
+    given = {key: each if re.search(KEPT[name], key) else each.bfloat16() for key, each in given.items()}
+    save_file(given, directory / "model.safetensors", metadata={"format": "pt"})
+    training: dict[str, Any] = {"lora": {"rank": 2}} if lora else {}
+    weights = published(make_trainer(directory, tmp_path / "run", dtype="bfloat16", **training), 1)
+    found = load_file(weights / "model.safetensors")
+    assert found.keys() == given.keys()
+    for key, each in given.items():
+        assert found[key].dtype == each.dtype, key
+        assert torch.equal(found[key], each), key
+
+
 def test_a_rank_that_writes_nothing_copies_nothing(student: Path, make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """Told on the meta device, from which nothing can be copied, and by what is done with weights there."""
     done: list[str] = []
@@ -91,7 +119,7 @@ def test_weights_written_in_pieces_are_those_written_at_once(
     tensors = [torch.randn(*shape) for shape in ((3, 50), (7,), (2, 0), (400, 2))]
     tensors[0] = tensors[0].T  # not contiguous
     with (tmp_path / "file").open("wb") as file:
-        streaming.write_tensors(file, iter(tensors), torch.bfloat16)
+        streaming.write_tensors(file, iter(tensors), [torch.bfloat16] * len(tensors))
     expected = torch.cat([each.flatten().bfloat16() for each in tensors])
     assert (tmp_path / "file").read_bytes() == expected.view(torch.uint8).numpy().tobytes()
 
