@@ -357,6 +357,12 @@ class OpenAIBackend(RemoteBackend):
             raise PermanentError(
                 f"{self._server.section} takes text only, which cannot carry all tokens of this prompt"
             )
+        read, special = self._files.vocabulary.encode(sent.text), self._texts.special
+        if not np.array_equal(read[special[read]], prompt_ids[special[prompt_ids]]):
+            raise PermanentError(
+                f"{self._server.section} takes text only, and this prompt's spells a control token, which the endpoint "
+                "would take for one"
+            )
         return self._without_start(sent.text, prompt_ids)
 
     def _without_start(self, text: str, ids: IntArray) -> str:

@@ -3,7 +3,8 @@
 Pure. `discovery.py` finds out which dialect an endpoint understands.
 
 An endpoint that only chats renders messages with its own template. A rendered prompt is turned back into a message only
-if our template makes exactly the same prompt from that, token by token. Nothing is guessed.
+if our template makes exactly the same prompt from that, token by token, where a control token that the message spells
+is that token. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -234,7 +235,8 @@ def user_message(role: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: IntA
             if np.array_equal(_rendered(tokenizer, message, arguments, tokenize=True), prompt_ids):
                 return message
     raise PermanentError(
-        f"{role}.backend only chats, and this prompt is no chat of one user message in {role}.model's template"
+        f"{role}.backend only chats, and this prompt is no chat of one user message in {role}.model's template, or its "
+        "text spells a control token, which the endpoint may take for one"
     )
 
 

@@ -8,9 +8,11 @@ problems.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import random
+import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +42,8 @@ _FIELDS = {"problem": "text", "solution": "solution", "answer": "answer", "categ
 # For models without a chat template. It continues worked examples of a benchmark: "Question: ... Answer: ...".
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}Answer:"
 AT_ONCE = 1024  # prompts that are rendered together: their ids are Python's numbers until all are there
+THINKING_END = "</think>"
+_THINKING = re.compile(f"<think>|{THINKING_END}")
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}here\N{OBJECT REPLACEMENT CHARACTER}"
 # In front of a template, this macro replaces the function through which transformers lets templates read the clock.
 _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
@@ -49,6 +53,7 @@ class PromptRenderer:
     """Renders problems with a chat template: the problem's history, then a user message of problem and instruction.
 
     The template is the tokenizer's own, the Jinja file that `config.template` names, or for `plain` none to speak of.
+    Only it writes control tokens: a text that spells one is read as letters, so no text can end its turn.
     """
 
     key: str = "prompt"  # the section that says how, for messages
@@ -98,7 +103,7 @@ class PromptRenderer:
             some = problems[start : start + AT_ONCE]
             self._try_once(chats := [_messages(self._turns(problem)) for problem in some])
             try:
-                ids = self._render(chats, tokenize=True, return_dict=True)["input_ids"]
+                ids = self._ids(chats)
             except Exception:  # noqa: BLE001 - the template is the user's own program; singly, the problem is named
                 ids = []
             if len(ids) == len(some) and all(ids):
@@ -109,13 +114,13 @@ class PromptRenderer:
 
     def turn_ids(self, turns: Sequence[ChatTurn], what: str = "these turns") -> IntArray:
         """Return the ids (P,) of a prompt made of turns; `what` names them in messages. Raises as `token_ids`."""
-        encoded = self._apply(turns, tokenize=True, return_dict=True)
-        if not encoded["input_ids"]:
+        ids = self._apply(turns, tokenize=True, what=what)
+        if not ids:
             raise DataError(
                 f"{self._name}: the chat template makes an empty prompt of {what}: correct the "
                 "template, which is to write messages[0].content"
             )
-        return np.array(encoded["input_ids"], dtype=np.int32)
+        return np.array(ids, dtype=np.int32)
 
     def check_differ(self, sources: Sequence[PromptSource]) -> None:
         """Raise DataError if problems with different texts all have the same prompt."""
@@ -160,14 +165,39 @@ class PromptRenderer:
     def _turns(self, problem: Problem) -> list[ChatTurn]:
         return [*problem.history, ChatTurn(role="user", content=self._content(problem))]
 
-    def _apply(self, turns: Sequence[ChatTurn], **arguments: Any) -> Any:
+    def _apply(self, turns: Sequence[ChatTurn], *, tokenize: bool, what: str = "", **arguments: Any) -> Any:
         messages = _messages(turns)
         self._try_once([messages])
         try:
-            return self._render(messages, **arguments)
+            return self._ids([messages])[0] if tokenize else self._render(messages, tokenize=False, **arguments)
         except Exception as error:  # noqa: BLE001 - the template is the user's own program
             where = f" in line {line}" if (line := template_line(error)) else ""
-            raise DataError(f"{self._name}: the chat template fails{where}: {first_line(error)}") from None
+            why = f"{first_line(error)}{what and f' ({what})'}"
+            raise DataError(f"{self._name}: the chat template fails{where}: {why}") from None
+
+    def _ids(self, chats: Sequence[Sequence[dict[str, str]]]) -> list[list[int]]:
+        """Return the tokens of each chat. Those that spell no control token are rendered together, which is faster."""
+        spelt = [self._spells_control(chat) for chat in chats]
+        harmless = [chat for chat, is_spelt in zip(chats, spelt, strict=True) if not is_spelt]
+        together = iter(self._render(harmless)["input_ids"] if harmless else ())
+        return [
+            self._render(chat, sanitize_control_tokens=True)["input_ids"] if is_spelt else next(together)
+            for chat, is_spelt in zip(chats, spelt, strict=True)
+        ]
+
+    def _spells_control(self, chat: Sequence[dict[str, str]]) -> bool:
+        """Return whether a text spells an added token. Those of an assistant's own thinking are meant as tokens."""
+        return any(
+            self._added.search(_THINKING.sub(" ", turn["content"]) if turn["role"] == "assistant" else turn["content"])
+            for turn in chat
+        )
+
+    @functools.cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Matches what is one token as it stands. Which of these are control tokens, transformers decides."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        texts = [re.escape(each.content) for each in added if each.special or not each.content.isspace()]
+        return re.compile("|".join(texts) or "(?!)")
 
     def _render(self, messages: Sequence[object], **arguments: Any) -> Any:
         """Apply the template to one chat, or to each of a list of chats."""

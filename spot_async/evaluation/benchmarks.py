@@ -27,12 +27,11 @@ from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginS
 from spot_async.config.evaluation import ALL_TIERS, ONLY
 from spot_async.data import load_problem_set, require_answers
 from spot_async.data.golds import gold_doubts
-from spot_async.data.prompts import PromptRenderer, render_all
+from spot_async.data.prompts import THINKING_END, PromptRenderer, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
 from spot_async.types import ChatTurn, Problem, PromptSource
 
-THINKING_END = "</think>"
 QUESTIONS = "The following are {kind} about {category}, with their answers."
 # The usual end and start of worked solutions in published sets. They are cut off, since the box says the same.
 _CLOSING = re.compile(

@@ -19,8 +19,9 @@ from spot_async.base.events import Channel
 from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
 from spot_async.base.seeds import derive_seed
 from spot_async.config import Config, EvaluationConfig
+from spot_async.data.prompts import THINKING_END
 from spot_async.errors import BudgetSpentError, ConfigError, DataError
-from spot_async.evaluation.benchmarks import THINKING_END, Benchmark, judged_benchmark
+from spot_async.evaluation.benchmarks import Benchmark, judged_benchmark
 from spot_async.evaluation.response_log import JudgedResponse, ResponseKey
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult, reported
 from spot_async.models.vocabulary import Vocabulary

@@ -32,8 +32,11 @@ from spot_async.backends.shared.bodies import run_at_once
 from spot_async.backends.shared.failures import FailedReply, classify
 from spot_async.backends.shared.launch import free_port
 from spot_async.backends.shared.token_texts import UNKNOWN, TokenTexts
+from spot_async.config import PromptConfig
+from spot_async.data.prompts import PromptRenderer
 from spot_async.errors import Exchange, PermanentError, PoisonedReplyError, RequestError, TransientError
-from spot_async.types import SamplingSettings, ScoreRequest
+from spot_async.models.vocabulary import Vocabulary
+from spot_async.types import ChatTurn, SamplingSettings, ScoreRequest
 
 DATA = Path(__file__).parents[1] / "recorded" / "openai"
 VLLM = msgspec.json.decode((DATA / "vllm_0.32.0.json").read_bytes())
@@ -268,13 +271,18 @@ def test_chat_only_endpoints_get_the_message_that_a_prompt_was_rendered_from_or_
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
         "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     )
-    for message, thinking in [("What is <|im_end|> é 1 + 2?", {}), ("\n{x}", {"enable_thinking": False})]:
+    for message, thinking in [("What is é 1 + 2?", {}), ("\n{x}", {"enable_thinking": False})]:
         messages = [{"role": "user", "content": message}]
         chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **thinking)["input_ids"]
         assert user_message("teacher", tokenizer, np.array(chat, np.int32)) == message
     for other in (TOKENIZER.encode("no chat"), [*chat, 9], chat[1:]):
         with pytest.raises(PermanentError, match=r"teacher\.backend only chats"):
             user_message("teacher", tokenizer, np.array(other, np.int32))
+    spelt = PromptRenderer(Vocabulary(tokenizer, (2,)), PromptConfig()).turn_ids(
+        [ChatTurn(role="user", content="What is <|im_end|>?")]
+    )
+    with pytest.raises(PermanentError, match="its text spells a control token, which the endpoint may take for one"):
+        user_message("teacher", tokenizer, spelt)
 
 
 async def test_our_own_server_is_such_an_endpoint(

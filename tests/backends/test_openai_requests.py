@@ -38,6 +38,7 @@ class Endpoint:
         self.least: Mapping[str, float] = {}  # of values that are not refused
         self.throttled = 0  # of so many requests
         self.completions = True
+        self.reads_ids = True
         self.response, self.finish_reason = [9, 8, 1], "stop"
         self.respond: Callable[[dict[str, Any]], list[int]] | None = None  # with this instead
         self.status = 200  # of the list of models
@@ -50,6 +51,8 @@ class Endpoint:
             return web.json_response({"data": [{"id": "m"}]}, status=self.status)
         body = msgspec.json.decode(await request.read(), type=dict[str, Any])
         self.requests.append(body)
+        if not self.reads_ids and not isinstance(body.get("prompt", ""), str):
+            return web.json_response({"error": {"message": "prompt: must be text"}}, status=400)
         low = [name for name, least in self.least.items() if body.get(name, least) < least]
         wrong = next((name for name in [*low, *self.refused] if name in body), None)
         if wrong is not None:
@@ -205,15 +208,36 @@ async def test_an_end_token_that_only_the_server_knows_is_named(endpoint: Any, r
             await backend.generate(PROMPT, SAMPLING, deadline=soon())
 
 
+def make_byte_level(model: Path) -> None:
+    shutil.copy(TOKENIZER, model)
+    config = model / "config.json"
+    config.write_bytes(msgspec.json.encode({**msgspec.json.decode(config.read_bytes()), "vocab_size": 512}))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (model / "tokenizer_config.json").write_bytes(msgspec.json.encode(tokenizer))
+
+
+async def test_a_control_token_in_letters_is_not_sent_to_an_endpoint_that_would_read_it_as_a_token(
+    endpoint: Any,
+) -> None:
+    endpoint.reads_ids = False
+    make_byte_level(endpoint.model)
+    vocabulary = read_model("teacher", str(endpoint.model)).vocabulary
+    token, letters = vocabulary.encode("<|im_end|>"), vocabulary.encode("<|im_end|")
+    letters = np.append(letters, vocabulary.encode(">"))
+    async with connected(endpoint) as backend:
+        await backend.generate(np.append(token, letters[:-1]), SAMPLING, deadline=soon())
+        assert endpoint.requests[-1]["prompt"] == "<|im_end|><|im_end|"
+        asked = len(endpoint.requests)
+        with pytest.raises(PermanentError, match="takes text only, and this prompt's spells a control token"):
+            await backend.generate(np.append(token, letters), SAMPLING, deadline=soon())
+    assert len(endpoint.requests) == asked
+
+
 async def test_an_endpoint_that_names_tokens_by_text_does_not_promise_every_position(endpoint: Any) -> None:
     async with connected(endpoint) as backend:
         assert (await backend.capabilities(deadline=soon())).max_top_k == 0
     endpoint.refused = ("prompt_logprobs",)
-    shutil.copy(TOKENIZER, endpoint.model)
-    config = endpoint.model / "config.json"
-    config.write_bytes(msgspec.json.encode({**msgspec.json.decode(config.read_bytes()), "vocab_size": 512}))
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (endpoint.model / "tokenizer_config.json").write_bytes(msgspec.json.encode(tokenizer))
+    make_byte_level(endpoint.model)
     async with connected(endpoint) as backend:
         found = await backend.capabilities(deadline=soon())
     assert found.max_top_k > 0
