@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -357,11 +358,11 @@ class OpenAIBackend(RemoteBackend):
             raise PermanentError(
                 f"{self._server.section} takes text only, which cannot carry all tokens of this prompt"
             )
-        read, special = self._files.vocabulary.encode(sent.text), self._texts.special
-        if not np.array_equal(read[special[read]], prompt_ids[special[prompt_ids]]):
+        meant = Counter(self._texts.bytes_of[token_id] for token_id in prompt_ids.tolist())
+        if spelt := [each for each in self._texts.special_texts if sent.content.count(each) > meant[each]]:
             raise PermanentError(
-                f"{self._server.section} takes text only, and this prompt's spells a control token, which the endpoint "
-                "would take for one"
+                f"{self._server.section} takes text only, and would read what this prompt spells in letters, "
+                f"{spelt[0].decode()!r}, as the token: use an endpoint that takes token ids"
             )
         return self._without_start(sent.text, prompt_ids)
 

@@ -228,7 +228,7 @@ async def test_a_control_token_in_letters_is_not_sent_to_an_endpoint_that_would_
         await backend.generate(np.append(token, letters[:-1]), SAMPLING, deadline=soon())
         assert endpoint.requests[-1]["prompt"] == "<|im_end|><|im_end|"
         asked = len(endpoint.requests)
-        with pytest.raises(PermanentError, match="takes text only, and this prompt's spells a control token"):
+        with pytest.raises(PermanentError, match=r"in letters, '<\|im_end\|>', as the token: use an endpoint"):
             await backend.generate(np.append(token, letters), SAMPLING, deadline=soon())
     assert len(endpoint.requests) == asked
 
