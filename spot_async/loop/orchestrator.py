@@ -218,7 +218,7 @@ class Orchestrator:
         error: RequestError | BudgetSpentError | None = None
         try:
             stages = self.stages.for_prompt(prompt)
-            samples = stages.with_teacher_prompts(await supervise(self._policy, prompt, stages))
+            samples = stages.recorded(await supervise(self._policy, prompt, stages))
         except (RequestError, BudgetSpentError) as failure:
             error = failure
         finally:

@@ -287,8 +287,14 @@ class BoundStages:
             self.decode(response_ids),
         )
 
-    def with_teacher_prompts(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Return the samples, in their records what the teacher read where that was not the student's prompt."""
+    def recorded(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return the samples, in their records what was asked for them otherwise than is usual.
+
+        That is what the teacher read where that was not the student's prompt, and a `top_p` below 1.
+        """
+        top_p = self._stages.settings.sampling.top_p
+        if top_p < 1:
+            samples = [msgspec.structs.replace(each, record={**each.record, "top_p": top_p}) for each in samples]
         return [self._with_teacher_prompt(sample) for sample in samples] if self._read_before else samples
 
     def _with_teacher_prompt(self, sample: Sample) -> Sample:

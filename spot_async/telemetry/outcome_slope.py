@@ -2,7 +2,8 @@
 
 docs/methods.md has the two figures, the outcome slope and OPD's first-order gain, and what they mean. p_S is what a
 token was sampled with, so staleness does not bias them. Tokens that the teacher does not know, and those that no
-student sampled, are left out.
+student sampled, are left out. Of responses that were sampled with a `top_p` below 1 there is no gain: their tokens come
+from less than p_S, so the expectation of p_T / p_S - 1 is not 0, and the nucleus's share of p_T is not known.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RatioSums(NamedTuple):
 
     tokens: int
     log_ratio: float  # of log p_T / p_S
-    excess: float  # of min(p_T / p_S, MOST_RATIO) - 1
+    excess: float  # of min(p_T / p_S, MOST_RATIO) - 1; NaN where tokens were not sampled from all of p_S
     agreed: int
     capped: int  # tokens whose ratio is above MOST_RATIO
 
@@ -80,6 +81,8 @@ def opinion(record: Mapping[str, Any], said: Mapping[str, Any]) -> Opinion | Non
         return None
     problem, tier, category = (str(record.get(name) or "") for name in ("problem_id", "tier", "category"))
     sums = ratio_sums(teacher, student)
+    if record.get("top_p", 1.0) != 1.0:
+        sums = sums._replace(excess=math.nan)
     return Opinion(problem, tier, str(record.get("domain") or category), reward, sums) if sums.tokens else None
 
 
@@ -128,7 +131,8 @@ def figures(opinions: Sequence[Opinion], area: str) -> dict[str, float]:
     }
     if right and wrong:  # else the covariances are 0, and such a batch does not show their errors
         parts["outcome_slope"] = advantages * _centred(log_ratios, group), compared
-        parts["opd_gain"] = advantages * _centred(excesses, group), compared
+        if np.isfinite(excesses).all():
+            parts["opd_gain"] = advantages * _centred(excesses, group), compared
     counts = {"right": right, "wrong": wrong, "alone": float(compared @ alone)}
     metrics = {f"{area}/{name}_responses": count for name, count in counts.items()}
     for name, (amounts, units) in parts.items():
@@ -156,6 +160,8 @@ class OverIterations:
             np.array([row.get(f"{area}/{name}_responses", 0.0) for row in rows]) for name in ("right", "wrong", "alone")
         )
         self.slope, self.gain = (self._mean(rows, f"{area}/{name}") for name in ("outcome_slope", "opd_gain"))
+        if any(f"{area}/outcome_slope" in row and f"{area}/opd_gain" not in row for row in rows):
+            self.gain = 0.0, 0.0  # which nothing measured has: an error of 0 says that it is not known
         # The slope has less noise, and the gain needs no other responses to the problem.
         self.decisive = self.gain if 2 * alone.sum() > self.responses else self.slope
 
@@ -178,10 +184,8 @@ class OverIterations:
 
     def __str__(self) -> str:
         (slope, error), digits = self.slope, 2 if self.slope[1] >= 0.01 else 3
-        return (
-            f"{slope:+.{digits}f} ± {error:.{digits}f} ({self.responses:,.0f} responses); to first order OPD gains "
-            f"{with_error(*self.gain, signed=True)} points a response"
-        )
+        gain = f"; to first order OPD gains {with_error(*self.gain, signed=True)} points a response"
+        return f"{slope:+.{digits}f} ± {error:.{digits}f} ({self.responses:,.0f} responses){gain * (self.gain[1] > 0)}"
 
 
 def outcome_words(rows: Rows) -> str:
@@ -199,10 +203,10 @@ def _words(found: OverIterations, area: str) -> str:
     teacher = area.replace("/", " ") if "/" in area else "the teacher"
     right, wrong, (value, error) = found.right.sum(), found.wrong.sum(), found.decisive
     if min(right, wrong) < FEWEST or not error:
-        return (
-            f"whether {teacher} points to right answers is not known: {right:,.0f} right and {wrong:,.0f} wrong "
-            f"responses could be compared, and {FEWEST} of each are needed"
-        )
+        why = f"{right:,.0f} right and {wrong:,.0f} wrong responses could be compared, and {FEWEST} of each are needed"
+        if min(right, wrong) >= FEWEST and found.slope[1]:
+            why = "with sampling.top_p below 1 that takes several responses a prompt"
+        return f"whether {teacher} points to right answers is not known: {why}"
     return f"{teacher} {'points' if value > 2 * error else 'does not clearly point'} to right answers: {found}"
 
 

@@ -13,6 +13,7 @@ import pytest
 from only_teacher import only
 from rich.console import Console
 
+from spot_async import SamplingConfig
 from spot_async.cli.runs import show_outcome
 from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.policies.opd import OpdPolicy
@@ -94,6 +95,18 @@ class TinyProblem:
     def draw(self, rng: np.random.Generator, count: int = 1) -> list[Sample]:
         return [self.sample(index) for index in rng.choice(len(RESPONSES), count, p=self.chances)]
 
+    def nucleus(self, top_p: float) -> Array:
+        """The chances of responses (9,) whose tokens are sampled from the nuclei of the student's distributions."""
+
+        def cut(logprobs: Array) -> Array:
+            first = np.argsort(-logprobs)
+            chances = np.exp(logprobs)
+            chances[first[1:][np.cumsum(chances[first])[:-1] >= top_p]] = 0.0
+            return chances / chances.sum()
+
+        first, second = cut(self.student[0]), np.array([cut(row) for row in self.student[1]])
+        return np.array([first[a] * second[a, b] for a, b in RESPONSES])
+
 
 def _log_softmax(logits: Array) -> Array:
     found: Array = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -130,6 +143,65 @@ def test_of_single_responses_the_gain_is_unbiased_and_the_slope_has_differences_
     between = (accuracy[0] - accuracy[1]) * (distance[0] - distance[1]) / 2
     assert abs(between) > 1e-3
     assert expected("outcome_slope", one, other) == pytest.approx((one.slope + other.slope) / 2 + between, abs=1e-5)
+
+
+def test_of_a_nucleus_no_gain_is_said_and_the_slope_is_what_a_step_from_that_nucleus_gains():
+    problem = TinyProblem(2, shift=1.0)
+    chances = problem.nucleus(0.8)
+    assert 1 < (chances > 0).sum() < len(RESPONSES)
+    slope = 0.0
+    for one, other in itertools.product(np.flatnonzero(chances).tolist(), repeat=2):
+        samples = [problem.sample(one), problem.sample(other)]
+        for sample in samples:
+            sample.record["top_p"] = 0.8
+        found = outcome_metrics(samples)
+        assert not any("opd_gain" in name for name in found)
+        slope += chances[one] * chances[other] * found.get("teacher/outcome_slope", 0.0)
+    steps = chances * np.exp(1e-6 * problem.ratios.sum(1))
+    moved = ((steps / steps.sum()) - chances) @ problem.right
+    assert slope == pytest.approx(moved / 1e-6, abs=1e-5)
+
+
+def nucleus_batch(rng: np.random.Generator, responses: int) -> list[Sample]:
+    samples = []
+    for seed in range(100):
+        problem = TinyProblem(seed, shift=1.0)
+        for index in rng.choice(len(RESPONSES), responses, p=problem.nucleus(0.8)):
+            samples.append(problem.sample(index))
+            samples[-1].record["top_p"] = 0.8
+    return samples
+
+
+def test_of_nuclei_words_and_warnings_rest_on_several_responses_a_prompt_or_say_that_nothing_is_known():
+    rng = np.random.default_rng(3)
+    one, four = ([nucleus_batch(rng, responses) for _ in range(4)] for responses in (1, 4))
+    single, several = (
+        outcome_words([{"iteration": i, **outcome_metrics(batch)} for i, batch in enumerate(batches)])
+        for batches in (one, four)
+    )
+    assert single == (
+        "whether the teacher points to right answers is not known: with sampling.top_p below 1 that takes several "
+        "responses a prompt"
+    )
+    assert several.startswith("the teacher points to right answers: +")
+    assert "OPD gains" not in several
+    assert warnings(OutcomeHistory([]), *one * 5) == []
+    # A run that was begun by a version which said a gain has said it of some iterations only.
+    rows = [{"iteration": 0, **outcome_metrics(batches([1.0], 4)[0])}, {"iteration": 1, **outcome_metrics(four[0])}]
+    assert "OPD gains" not in outcome_words(rows)
+
+
+@pytest.mark.parametrize(("top_p", "said"), [(1.0, True), (0.8, False)])
+def test_a_run_knows_how_it_samples(tmp_path, top_p, said):
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1, "command": "train"}))
+    sampling = SamplingConfig(top_p=top_p, temperature=0.7, max_response_tokens=64)
+    run = make_run(make_policy(OpdPolicy), prompts=simulated_prompts(problems=200), iterations=2, sampling=sampling)
+    run.stages.events.subscribe(RunLog(RunDirectory(tmp_path), run.stages))
+    run.finish()
+    for row in RunFiles(tmp_path).metrics():
+        assert "teacher/outcome_slope" in row
+        assert ("teacher/opd_gain" in row) == said
+    assert {each.record.get("top_p", 1.0) for each in run.samples} == {top_p}
 
 
 def test_single_responses_of_different_tiers_are_not_compared():

@@ -304,6 +304,18 @@ def test_without_scores_or_a_second_rollout_opds_gain_is_unknown_and_it_says_wha
         assert "two problems with two rollouts each that have a verdict and the teacher's log-probabilities" in said
 
 
+def test_what_opd_gains_is_not_known_of_rollouts_that_were_sampled_from_a_nucleus():
+    prompts = prompts_of((0.5,) * 4)
+    whole, cut = (make_forecast(prompts, KEYS, rollouts=8, probes=16, top_p=top_p) for top_p in (1.0, 0.8))
+    assert {name for name in whole.figures if whole.figures[name] != cut.figures[name]} == {
+        "opd_gain",
+        "opd_reward_gain",
+    }
+    assert cut.figures["opd_gain"] is cut.figures["opd_reward_gain"] is None
+    assert judge(cut, 0.01).reasons[0] == "What OPD alone gains is not known with sampling.top_p=0.8: measure with 1."
+    forecast_page(file_of(cut))
+
+
 def test_ratios_are_summed_over_tokens_that_both_models_know_and_capped_ones_are_counted():
     teacher = np.array([np.log(0.5), np.log(0.9), np.nan, -np.inf, np.log(0.2)], np.float32)
     student = np.log(np.array([0.25, 0.01, 0.5, 0.5, 0.2], np.float32))

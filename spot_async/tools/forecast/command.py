@@ -56,6 +56,7 @@ def show(screen: Console, config: Config, measurement: Measurement, options: For
             rollouts=measurement.rollouts,
             probes=measurement.probes,
             prices=prices,
+            top_p=config.sampling.top_p,
         )
     worth = default_worth(forecast) if options.worth is None else options.worth
     verdict = judge(forecast, worth)

@@ -133,6 +133,8 @@ def reasons(forecast: Forecast) -> Iterator[str]:
 def opd_beside_spot(forecast: Forecast) -> str:
     """Return what OPD alone gains to first order, and what SPOT's tilt adds."""
     opd, tilt = forecast.figures["opd_gain"], forecast.figures["tilt_gain"]
+    if forecast.top_p < 1:
+        return f"What OPD alone gains is not known with sampling.top_p={forecast.top_p:g}: measure with 1."
     if opd is None:
         return (
             "What OPD alone gains is not known: it takes two problems with two rollouts each that have a verdict and "
