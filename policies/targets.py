@@ -64,8 +64,10 @@ class Branch:
 
     @cached_property
     def viable(self) -> bool:
-        """Whether the position belongs to B+, because some candidate has a positive value."""
-        return self.values is not None and bool((self.values > 0).any())
+        """Whether the position belongs to B+: some probe is right or, if the verifier gives numbers alone, above 0."""
+        judged = [each for of_candidate in self.judgements for each in of_candidate]
+        numbers = outcome_rewards(each.verdict for each in judged) or outcome_rewards(judged)
+        return self.values is not None and max(numbers) > 0
 
     @cached_property
     def prior(self) -> Float64Array:

@@ -28,7 +28,11 @@ class Paced:
         group = await spot.gather(attempt(n) for n in range(self.settings.samples))
         passed = [judgement.verdict.reward for _, judgement, _ in group if judgement.verdict.reward is not None]
         rate = sum(passed) / max(1, len(passed))
-        return [
+        samples = [
             spot.student_sample(prompt, stages, *answers, pulls=(spot.pull(answers[-1], rate * (1 - rate)),))
             for answers in group
         ]
+        if passed:
+            return samples
+        why = {"left_out": "verifier: no verdict in the group"}
+        return [spot.Sample(supervision=None, metrics=each.metrics, record=each.record | why) for each in samples]

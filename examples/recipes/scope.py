@@ -27,6 +27,10 @@ class Scope:
         if judgement.verdict is spot.Verdict.CORRECT:
             likelihood = spot.written(y, np.exp(-rollout.logprobs.mean()))
             return [spot.student_sample(prompt, stages, rollout, judgement, scores, soft_targets=(likelihood,))]
+        if judgement.verdict.reward is None:  # neither right nor wrong
+            left = spot.student_sample(prompt, stages, rollout, judgement, scores)
+            record = left.record | {"left_out": f"verifier: {judgement.verdict}"}
+            return [spot.Sample(supervision=None, metrics=left.metrics, record=record)]
         known = scores.logprobs[scores.known]
         pulls = (spot.pull(scores, np.exp(known.sum() / max(1, len(known)))),)
         return [spot.student_sample(prompt, stages, rollout, judgement, scores, pulls=pulls)]

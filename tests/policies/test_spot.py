@@ -162,6 +162,24 @@ async def test_values_are_a_verifiers_own_numbers_and_accuracy_counts_verdicts()
     assert (sample.record["reward"], sample.record["feedback"]) == (0.25, "nearly")
 
 
+async def test_the_gate_keeps_positions_with_a_right_branch_whatever_numbers_the_verifier_gives():
+    right, wrong = Judgement(Verdict.CORRECT, -1.0), Judgement(Verdict.WRONG, 0.5)
+    sample = await supervise(scripted(verdicts={branch(2, 9): right}, verdict=wrong))
+    assert sample.supervision.soft_targets[0].positions.tolist() == [2]
+    fined = await supervise(scripted(verdicts={branch(3, 8): Verdict.CORRECT}, verdict=Judgement(Verdict.WRONG, -1.0)))
+    assert fined.supervision.soft_targets[0].positions.tolist() == [3]
+    # Numbers alone say nothing of right and wrong: above 0 counts.
+    alone = {branch(2, 9): Judgement(Verdict.UNJUDGED, 0.5)}
+    sample = await supervise(scripted(verdicts=alone, verdict=Judgement(Verdict.UNJUDGED, -1.0)))
+    assert sample.supervision.soft_targets[0].positions.tolist() == [2]
+
+
+async def test_one_right_probe_of_two_passes_the_gate_although_the_numbers_add_up_to_nothing():
+    judged = {branch(2, 9, 0): Judgement(Verdict.CORRECT, 1.0), branch(2, 9, 1): Judgement(Verdict.WRONG, -1.0)}
+    sample = await supervise(scripted(verdicts=judged, verdict=Judgement(Verdict.WRONG, -1.0)), probes=2)
+    assert sample.supervision.soft_targets[0].positions.tolist() == [2]
+
+
 async def test_the_record_holds_what_spot_saw():
     stages = scripted(verdicts={branch(2, 9): Verdict.CORRECT})
     record = (await supervise(stages)).record
