@@ -171,6 +171,7 @@ class DistillPolicy:
         self.needs = PolicyNeeds(
             teacher_top_k=(self._k if self._is_compared else 1) if self._is_compared or settings.pull_weight else 0,
             teacher_top_k_key="support" if settings.support == "whole" else "top_k",
+            whole_softmax_key="temperature" if self._is_compared and settings.temperature != 1 else None,
             teacher_candidates=of_student,
             rollout_top_k=self._k if of_student else 0,
             teacher_responses=settings.samples if others and settings.written_by == "teacher" else 0,

@@ -21,7 +21,11 @@ class RethinkingOpd:
         self.settings, self.limit = settings, context.vocab_limit
         k, size = settings.top_k, spot.row_bytes(settings.top_k)
         self.needs = spot.PolicyNeeds(
-            rollout_top_k=k, teacher_candidates=True, outcomes=False, term_bytes_per_token=size
+            rollout_top_k=k,
+            teacher_top_k_key="top_k",
+            teacher_candidates=True,
+            outcomes=False,
+            term_bytes_per_token=size,
         )
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:

@@ -27,12 +27,10 @@ def check_capabilities(
     found: Mapping[str, Capabilities],
     *,
     sums_ends: Collection[str] = (),
-    common_tokens: int | None = None,
 ) -> None:
     """Raise ConfigError, with the key to change, unless running backends offer what the policy needs.
 
     `found` has what they offer, by role. `sums_ends` are the teachers of which the function `sums_ends` says so.
-    `common_tokens` is how many token ids all models know; None if that is all.
     """
     student = found["student"]
     teachers = {role: each for role, each in found.items() if teacher_name(role) is not None}
@@ -78,11 +76,6 @@ def check_capabilities(
             (needs.teacher_responses > 0 and not teacher.generation,
              f"{role}.backend writes no responses, policy {config.policy.kind} needs them: set another {role}.backend"),
         ]  # fmt: skip
-    if teachers:
-        missing.append(
-            (common_tokens is not None and common_tokens < needs.teacher_top_k,
-             f"policy.{needs.teacher_top_k_key}={needs.teacher_top_k}: lower it to {common_tokens}, which is how many "
-             "tokens the models have in common"))  # fmt: skip
     refusals = [message for is_missing, message in missing if is_missing]
     if refusals:
         raise ConfigError("\n".join(refusals))

@@ -66,7 +66,7 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
     try:
         needs = plan.policy.needs
         summing = [role for role, each in plan.teachers.items() if sums_ends(config, needs, plan.student, each)]
-        check_capabilities(config, needs, together, sums_ends=summing, common_tokens=plan.common.limit)
+        check_capabilities(config, needs, together, sums_ends=summing)
     except ConfigError as error:
         refusals += str(error).splitlines()
     diagnoses = [

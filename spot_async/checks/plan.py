@@ -130,6 +130,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
     if config.training.lora is not None:
         check_lora(student.directory, config.training.lora)
     policy = make_policy(config, _policy_model(student, teachers), common)
+    _check_widths(config, policy.needs, common)
     check_roles(config, policy.needs)
     check_selves(config, student, teachers)
     _check_context(config, policy.needs, {"student": student, **others})
@@ -325,6 +326,21 @@ def _common_of_files(config: Config, student: ModelFiles) -> CommonVocabulary:
     names = {role: Path(local_path(model.model)) for role, model in config.models.items() if role != "student"}
     widths = {role: softmax_width(role, path) for role, path in names.items() if path.is_dir()}
     return CommonVocabulary({"student": student.vocab_size, **widths})
+
+
+def _check_widths(config: Config, needs: PolicyNeeds, common: CommonVocabulary) -> None:
+    """Raise ConfigError if the policy asks for more tokens than all models have, or needs rows that are left out."""
+    tokens, top_k = min(common.widths.values()), max(needs.teacher_top_k, needs.rollout_top_k)
+    if top_k > tokens:
+        key = needs.teacher_top_k_key or f"kind={config.policy.kind}: its top-k"
+        raise ConfigError(
+            f"policy.{key}={top_k}: lower it to {tokens}, which is how many tokens the models have in common"
+        )
+    if (whole := needs.whole_softmax_key) is not None and (rows := common.left_out("student")):
+        raise ConfigError(
+            f"policy.{whole}={getattr(config.policy, whole)}: needs all {common.widths['student']} rows of the student's "
+            f"softmax, and {rows} are left out, which another model lacks: set it to 1; sampling.temperature may differ"
+        )
 
 
 def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> None:
