@@ -161,6 +161,7 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: IntArray  # (P,) the rendered chat prompt
     teacher_ids: IntArray | None = None  # (R,) the same problem as the teacher reads it; None: as the student does
     own_ids: dict[str, IntArray] = {}  # likewise, of those among several teachers that read another, by name
+    message: str = ""  # the user's last one as the student reads it: the text and the instruction; empty: the text
 
 
 class Prompt(PromptSource, frozen=True, kw_only=True):
@@ -176,6 +177,14 @@ class Prompt(PromptSource, frozen=True, kw_only=True):
     def read_by(self, teacher: str) -> IntArray:
         """Return the ids that the teacher of this name reads, as `read_by_teacher`."""
         return self.own_ids.get(teacher, self.read_by_teacher)
+
+    def turns(self, *further: str) -> list[ChatTurn]:
+        """Return what the student reads as turns: earlier ones, then the user's message with its instruction.
+
+        The texts in `further` follow in that message.
+        """
+        message = " ".join(filter(None, [self.message or self.problem.text, *further]))
+        return [*self.problem.history, ChatTurn(role="user", content=message)]
 
 
 class SamplingSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,9 +30,9 @@ class Sdft:
             raise spot.ConfigError(f"problem {missing[0]!r} has no solution to show; give data.train.fields.solution")
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
-        rollout, problem = await stages.rollout(), prompt.problem
-        demonstration = spot.ChatTurn(role="assistant", content=problem.solution or "")
-        shown, y = stages.teacher_prompt(problem.text, demonstration, problem.text), rollout.token_ids
+        rollout, turns = await stages.rollout(), prompt.turns()
+        demonstration = spot.ChatTurn(role="assistant", content=prompt.problem.solution or "")
+        shown, y = stages.teacher_prompt(*turns, demonstration, turns[-1]), rollout.token_ids
         score = stages.score(y, top_k=self.settings.top_k, prompt_ids=shown)
         scores, judgement = await spot.both(score, stages.verify(y))
         targets = spot.compared(scores, spot.reverse_kl())

@@ -31,8 +31,8 @@ class Sdpo:
         group = list(zip(rollouts, judgements, strict=True))
 
         async def taught(rollout: spot.Generation, judged: spot.Judgement) -> spot.Sample:
-            right = [stages.decode(other.token_ids) for other, found in group if other is not rollout and found.reward]
-            shown = stages.teacher_prompt(" ".join([prompt.problem.text, *right[:1], judged.feedback]).strip())
+            right = [y.token_ids for y, found in group if y is not rollout and found.verdict is spot.Verdict.CORRECT]
+            shown = stages.teacher_prompt(*prompt.turns(*map(stages.decode, right[:1]), judged.feedback))
             scores = await stages.score(rollout.token_ids, top_k=self.settings.top_k, prompt_ids=shown)
             targets = spot.compared(scores, spot.reverse_kl())
             return spot.student_sample(prompt, stages, rollout, judged, scores, soft_targets=(targets,))

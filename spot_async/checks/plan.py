@@ -406,6 +406,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         *([DATE_WARNING] if plan.reads_clock else []),
         *self_teacher_warnings(config, plan),
         *_generation_prompts(plan),
+        *_untold(plan),
         *plan.doubts,
         *_unknown_tokens("data.train", plan.policy_model.vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
@@ -451,6 +452,19 @@ def _generation_prompts(plan: TrainPlan) -> list[str]:
                 f"{each.key}: behind the user's message the teacher reads {teachers!r}, and the student {students!r}, "
                 "so they expect different first tokens: unless that is meant, set template, thinking and "
                 "template_arguments as they are in prompt"
+            )
+    return list(lines.values())
+
+
+def _untold(plan: TrainPlan) -> list[str]:
+    """Return a line for each text of a teacher's own that lacks the instruction which the student reads."""
+    lines = {}
+    for role, renderer in plan.teacher_renderers.items():
+        asked = (each.problem for each in plan.schedule.sources if each.problem.asks(teacher_name(role) or ""))
+        if untold := next(filter(None, map(renderer.untold, asked)), ""):
+            lines[renderer.key] = (
+                f"{renderer.key}.text: the teacher is not told {untold!r}, and the student is: name {{instruction}} in "
+                "it, unless that is meant"
             )
     return list(lines.values())
 

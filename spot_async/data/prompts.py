@@ -137,7 +137,8 @@ class PromptRenderer:
 
     def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
         """Return a prompt outside of any schedule. Its seeds and priority derive from `ordinal`."""
-        return Prompt(ordinal=ordinal, problem=problem, token_ids=self.token_ids(problem))
+        ids = self.token_ids(problem)
+        return Prompt(ordinal=ordinal, problem=problem, token_ids=ids, message=self.message(problem))
 
     def generation_prompt(self, problem: Problem) -> str:
         """Return what the template writes behind the user's message."""
@@ -154,7 +155,7 @@ class PromptRenderer:
         marked = _MARKED_CLOCK + self.template_text
         return _MARK in self._apply(self._turns(problem), tokenize=False, chat_template=marked)
 
-    def _content(self, problem: Problem) -> str:
+    def message(self, problem: Problem) -> str:
         """Return the user's message."""
         parts = (problem.text.strip(), self._instruction(problem))
         return self._config.separator.join(filter(None, parts))
@@ -162,8 +163,13 @@ class PromptRenderer:
     def _instruction(self, problem: Problem) -> str:
         return (self._config.instruction if problem.instruction is None else problem.instruction).strip()
 
+    def untold(self, problem: Problem) -> str:
+        """Return the instruction if it does not stand in the user's message; else nothing."""
+        instruction = self._instruction(problem)
+        return "" if instruction in self.message(problem) else instruction
+
     def _turns(self, problem: Problem) -> list[ChatTurn]:
-        return [*problem.history, ChatTurn(role="user", content=self._content(problem))]
+        return [*problem.history, ChatTurn(role="user", content=self.message(problem))]
 
     def _apply(self, turns: Sequence[ChatTurn], *, tokenize: bool, what: str = "", **arguments: Any) -> Any:
         messages = _messages(turns)
@@ -272,7 +278,7 @@ class TeacherPromptRenderer(PromptRenderer):
         own = {"own_ids": {**source.own_ids, self._teacher: ids}} if self._teacher else {"teacher_ids": ids}
         return msgspec.structs.replace(source, **own)
 
-    def _content(self, problem: Problem) -> str:
+    def message(self, problem: Problem) -> str:
         def part(name: str) -> str:
             if name == "instruction":
                 return self._instruction(problem)
@@ -318,7 +324,7 @@ def render_all(
     same.
     """
     rendered = [
-        PromptSource(problem=problem, token_ids=token_ids)
+        PromptSource(problem=problem, token_ids=token_ids, message=renderer.message(problem))
         for problem, token_ids in zip(problems, renderer.all_token_ids(problems), strict=True)
     ]
     renderer.check_differ(rendered)

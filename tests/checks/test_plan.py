@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from padded_models import padded_model
 from typer.testing import CliRunner
 
 from spot_async.checks.capabilities import check_capabilities
@@ -38,6 +39,13 @@ def in_the_checkout(monkeypatch, few_problems):
 
 def quickstart(overrides=()):
     return load_config(Path("configs/quickstart.yaml"), [*FEW, *overrides])
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """The example's models with 64 rows of softmax in place of 48."""
+    root = tmp_path_factory.mktemp("padded")
+    return {role: padded_model(STUDENT.parent / role, root / role, rows=16) for role in ("student", "teacher")}
 
 
 @pytest.fixture
@@ -435,6 +443,37 @@ def test_a_prompt_of_the_teachers_own_counts_where_the_teacher_reads_and_nowhere
         plan_training(quickstart([*own, "teacher=null", "policy={kind: grpo}", "prompt.template=student"]))
 
 
+TOLD = "Put the answer in a box."
+
+
+SHOWN = "prompt.teacher.text='{problem} {solution}'"
+SEVERAL = """teachers={a: {model: examples/running_sum/teacher, prompt: {text: '{problem} {answer}', max_tokens: 300}},
+    b: {model: examples/running_sum/teacher, prompt: {text: '{problem} {instruction}', max_tokens: 300}}}"""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([SHOWN], ["prompt.teacher.text"]),
+        (["prompt.teacher.text='{problem} {solution} {instruction}'"], []),
+        ([f"prompt.teacher.text='{{problem}} {{solution}} {TOLD}'"], []),  # it says so itself
+        ([SHOWN, "prompt.instruction=''"], []),  # the student is told nothing
+        ([SHOWN, "prompt.instruction=''", f"data.train.instruction={TOLD}"], ["prompt.teacher.text"]),
+        (["teacher=null", SEVERAL, "policy={kind: opd}"], ["teachers.a.prompt.text"]),
+    ],
+)
+def test_a_teacher_that_is_not_told_what_the_student_is_told_is_named(tmp_path, given, said):
+    rows = [{"problem": f"a1+{i}b", "answer": 3, "solution": "b3"} for i in range(1, 9)]
+    (problems := tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["evaluation=null", "sampling={max_prompt_tokens: 200, max_response_tokens: 40}"]
+    small += [f"training.{name}=4" for name in ("batch_size", "mini_batch_size")]
+    longest = [] if SEVERAL in given else ["prompt.teacher.max_tokens=300"]
+    own = [f"data.train={{path: {problems}}}", f"prompt.instruction={TOLD}"]
+    config = quickstart([*small, *own, *longest, *given])
+    lines = [line for line in plan_warnings(config, plan_training(config)) if "not told" in line]
+    assert [line.partition(f": the teacher is not told {TOLD!r}")[0] for line in lines] == said
+
+
 def test_a_policys_contexts_must_fit_the_teachers_context(config):
     needs = msgspec.structs.replace(NEEDS, teacher_prompt_tokens=400)
     served = {"student": SERVED, "teacher": SERVED}
@@ -476,6 +515,71 @@ def test_a_teacher_that_is_the_student_is_told_what_it_cannot_teach(given, said,
     for line, words in zip(lines, said, strict=True):
         assert words in line
         assert ("policy.kind=opd" in line) == (words == "skip_answer")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["policy={kind: opd}"], None),
+        (["policy={kind: eopd, top_k: 48}"], None),
+        (["policy={kind: eopd, top_k: 49}"], "policy.top_k=49"),
+        (["policy={kind: kd, top_k: 49}"], "policy.top_k=49"),
+        (["policy.score_top_k=49"], "policy.score_top_k=49"),
+        (["policy={kind: distill, divergence: jsd, top_k: 49, support: student}"], "policy.top_k=49"),
+        (["policy={kind: distill, divergence: jsd, support: whole}"], None),
+        (["policy={kind: rethinking_opd:RethinkingOpd, top_k: 49}"], "policy.top_k=49"),
+        (["policy={kind: sdpo:Sdpo, top_k: 49}"], "policy.kind=sdpo:Sdpo: its top-k=49"),
+    ],
+)
+@pytest.mark.parametrize("wide", ["student", "teacher", None])
+def test_a_top_k_that_is_wider_than_the_common_vocabulary_is_refused_by_its_key(given, said, wide, padded, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "recipes"))
+    overrides = [*given, *([f"{wide}.model={padded[wide]}"] if wide else [])]
+    if said is None:
+        plan_training(quickstart(overrides))
+        return
+    with pytest.raises(ConfigError) as refused:
+        plan_training(quickstart(overrides))
+    assert str(refused.value) == f"{said}: lower it to 48, which is how many tokens the models have in common"
+
+
+WHOLE = "policy={kind: distill, divergence: jsd, support: whole, tail: conditional, temperature: 2.0}"
+
+
+@pytest.mark.parametrize(
+    ("models", "policy", "is_refused"),
+    [
+        ({"student": "student"}, WHOLE, True),
+        ({"student": "student"}, "policy={kind: distill, preset: gkd@trl, temperature: 1.111}", True),
+        ({"student": "student", "teacher": "student"}, WHOLE, False),  # its own teacher: equally wide
+        ({"student": "student", "teacher": "teacher"}, WHOLE, False),
+        ({"teacher": "teacher"}, WHOLE, False),
+        ({"student": "student"}, WHOLE.replace("2.0", "1.0"), False),
+        ({"student": "student", "teacher": "teacher", "reference": "narrow"}, WHOLE, True),
+        ({"student": "student"}, "policy={kind: distill, temperature: 2.0, support: whole, tail: conditional}", False),
+    ],
+)
+def test_a_temperature_of_the_loss_needs_all_rows_of_the_student(models, policy, is_refused, padded):
+    directories = {**padded, "narrow": STUDENT}
+    given = [f"{role}.model={directories[name]}" for role, name in models.items()]
+    if not is_refused:
+        plan_training(quickstart([*given, policy]))
+        return
+    with pytest.raises(
+        ConfigError,
+        match=r"^policy\.temperature=[\d.]+: needs all 64 rows of the student's softmax, and 16 are left out, which "
+        r"another model lacks: set it to 1; sampling\.temperature may differ$",
+    ):
+        plan_training(quickstart([*given, policy]))
+
+
+def test_the_narrowest_of_several_teachers_decides_what_the_loss_can_compare(padded):
+    teachers = "teachers={{a: {{model: {}}}, b: {{model: {}}}}}".format
+    narrow = ROOT / "examples" / "running_sum" / "teacher"
+    wide = [f"student.model={padded['student']}", "teacher=null", WHOLE]
+    plan_training(quickstart([*wide, teachers(padded["teacher"], padded["teacher"])]))
+    with pytest.raises(ConfigError, match=r"^policy\.temperature=2\.0: needs all 64 rows"):
+        plan_training(quickstart([*wide, teachers(padded["teacher"], narrow)]))
 
 
 def test_a_teacher_of_the_same_shape_with_other_weights_is_another(tmp_path):

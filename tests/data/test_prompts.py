@@ -16,7 +16,7 @@ from spot_async.data import load_problem_set, prompts
 from spot_async.data.prompts import PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.vocabulary import Vocabulary
-from spot_async.types import ChatTurn, Problem, PromptSource
+from spot_async.types import ChatTurn, Problem, Prompt, PromptSource
 
 
 def write(tmp_path, text):
@@ -293,6 +293,20 @@ def test_the_teachers_text_is_filled_in_once(shown_to_teacher):
     talked = Problem(id="b", text="2+2", answer="4", history=(ChatTurn(role="system", content="Be brief."),))
     assert shown_to_teacher(talked, text="{problem}") == ["<system>Be brief.<user>2+2<assistant>"]
     assert shown_to_teacher(SOLVED, text="{problem}", thinking=False) == ["<user>1+1<assistant><think></think>"]
+
+
+def test_the_students_turns_have_what_its_prompt_has_and_texts_follow_in_the_last():
+    config = PromptConfig(instruction="Go.", separator=" / ", template="student")
+    renderer = PromptRenderer(Vocabulary.load(Path("examples/running_sum/student")), config)
+    talked = Problem(id="b", text=" 2+2 ", answer="4", history=(ChatTurn(role="system", content="Be brief."),))
+    (source,) = render_all([talked], renderer)
+    scheduled = next(iter(PromptSchedule([source], batch_size=1, run_seed=0, shuffle=False)))
+    for prompt in (scheduled, renderer.prompt(talked)):
+        assert renderer.turn_ids(prompt.turns()).tolist() == prompt.token_ids.tolist()
+        assert [turn.content for turn in prompt.turns()] == ["Be brief.", "2+2 / Go."]
+        assert [turn.content for turn in prompt.turns("4", "", "Right.")] == ["Be brief.", "2+2 / Go. 4 Right."]
+    bare = Prompt(ordinal=0, problem=SOLVED, token_ids=np.zeros(1, np.int32))  # that nobody has rendered
+    assert [turn.content for turn in bare.turns("2")] == [" 1+1  2"]
 
 
 def test_longer_prompts_of_the_teacher_are_left_out_and_all_too_long_is_refused(shown_to_teacher):
