@@ -338,8 +338,9 @@ def _check_widths(config: Config, needs: PolicyNeeds, common: CommonVocabulary) 
         )
     if (whole := needs.whole_softmax_key) is not None and (rows := common.left_out("student")):
         raise ConfigError(
-            f"policy.{whole}={getattr(config.policy, whole)}: needs all {common.widths['student']} rows of the student's "
-            f"softmax, and {rows} are left out, which another model lacks: set it to 1; sampling.temperature may differ"
+            f"policy.{whole}={getattr(config.policy, whole)}: needs all rows of the student's softmax, and {rows} of "
+            f"its {common.widths['student']} are left out, which another model lacks: set it to 1; "
+            "sampling.temperature may differ"
         )
 
 

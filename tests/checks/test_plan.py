@@ -567,8 +567,8 @@ def test_a_temperature_of_the_loss_needs_all_rows_of_the_student(models, policy,
         return
     with pytest.raises(
         ConfigError,
-        match=r"^policy\.temperature=[\d.]+: needs all 64 rows of the student's softmax, and 16 are left out, which "
-        r"another model lacks: set it to 1; sampling\.temperature may differ$",
+        match=r"^policy\.temperature=[\d.]+: needs all rows of the student's softmax, and 16 of its 64 are left out, "
+        r"which another model lacks: set it to 1; sampling\.temperature may differ$",
     ):
         plan_training(quickstart([*given, policy]))
 
@@ -578,7 +578,9 @@ def test_the_narrowest_of_several_teachers_decides_what_the_loss_can_compare(pad
     narrow = ROOT / "examples" / "running_sum" / "teacher"
     wide = [f"student.model={padded['student']}", "teacher=null", WHOLE]
     plan_training(quickstart([*wide, teachers(padded["teacher"], padded["teacher"])]))
-    with pytest.raises(ConfigError, match=r"^policy\.temperature=2\.0: needs all 64 rows"):
+    with pytest.raises(
+        ConfigError, match=r"^policy\.temperature=2\.0: needs all rows of the student's softmax, and 16 of its 64"
+    ):
         plan_training(quickstart([*wide, teachers(padded["teacher"], narrow)]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 from pathlib import Path
@@ -24,7 +25,7 @@ from spot_async.telemetry.outcome_slope import RatioSums, ratio_sums
 from spot_async.testing.services import SimulatedStudent
 from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_services, simulated_vocabulary
 from spot_async.testing.virtual_time import run_on_virtual_time
-from spot_async.tools.forecast.command import ForecastFile, check_output, read_forecast
+from spot_async.tools.forecast.command import ForecastFile, check_output, read_forecast, show
 from spot_async.tools.forecast.forecast import make_forecast
 from spot_async.tools.forecast.measurement import (
     MeasuredPrompt,
@@ -304,16 +305,17 @@ def test_without_scores_or_a_second_rollout_opds_gain_is_unknown_and_it_says_wha
         assert "two problems with two rollouts each that have a verdict and the teacher's log-probabilities" in said
 
 
-def test_what_opd_gains_is_not_known_of_rollouts_that_were_sampled_from_a_nucleus():
-    prompts = prompts_of((0.5,) * 4)
-    whole, cut = (make_forecast(prompts, KEYS, rollouts=8, probes=16, top_p=top_p) for top_p in (1.0, 0.8))
-    assert {name for name in whole.figures if whole.figures[name] != cut.figures[name]} == {
-        "opd_gain",
-        "opd_reward_gain",
-    }
-    assert cut.figures["opd_gain"] is cut.figures["opd_reward_gain"] is None
-    assert judge(cut, 0.01).reasons[0] == "What OPD alone gains is not known with sampling.top_p=0.8: measure with 1."
-    forecast_page(file_of(cut))
+@pytest.mark.parametrize(("top_p", "is_known"), [(1.0, True), (0.8, False)])
+def test_what_opd_gains_is_not_known_of_rollouts_that_were_sampled_from_a_nucleus(tmp_path, top_p, is_known):
+    options = dataclasses.replace(OPTIONS, output=tmp_path / "forecast.json")
+    config = config_from({**RUN, "sampling": {"top_p": top_p}})
+    show(Console(file=io.StringIO()), config, measurement_of(prompts_of((0.5,) * 4)), options, [])
+    found = read_forecast(options.output)
+    for name in ("opd_gain", "opd_reward_gain"):
+        assert (found.forecast.figures[name] is not None) == is_known
+    assert found.forecast.figures["reward_gain"] is not None
+    assert ("What OPD alone gains is not known" in found.verdict.reasons[0]) != is_known
+    assert ("log-probabilities, and sampling.top_p=1. " in found.verdict.reasons[0]) != is_known
 
 
 def test_ratios_are_summed_over_tokens_that_both_models_know_and_capped_ones_are_counted():

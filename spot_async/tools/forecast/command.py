@@ -56,8 +56,9 @@ def show(screen: Console, config: Config, measurement: Measurement, options: For
             rollouts=measurement.rollouts,
             probes=measurement.probes,
             prices=prices,
-            top_p=config.sampling.top_p,
         )
+    if config.sampling.top_p < 1:  # nobody knows it then: telemetry/outcome_slope.py
+        forecast.figures.update(opd_gain=None, opd_reward_gain=None)
     worth = default_worth(forecast) if options.worth is None else options.worth
     verdict = judge(forecast, worth)
     found = ForecastFile(

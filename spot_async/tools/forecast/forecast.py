@@ -85,7 +85,6 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     rollouts: int  # for each prompt
     probes: int  # for each candidate
-    top_p: float = 1.0  # of the rollouts; below 1 nobody knows what OPD gains (`telemetry/outcome_slope.py`)
     positions: int  # probed in all
     without_evidence: int  # of these, positions with a candidate that has too few verdicts
     figures: dict[str, Estimate | None]
@@ -101,13 +100,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_forecast(
-    measured: Sequence[MeasuredPrompt],
-    keys: PolicyKeys,
-    *,
-    rollouts: int,
-    probes: int,
-    prices: Prices = FREE,
-    top_p: float = 1.0,
+    measured: Sequence[MeasuredPrompt], keys: PolicyKeys, *, rollouts: int, probes: int, prices: Prices = FREE
 ) -> Forecast:
     """Return the forecast of a run with these keys.
 
@@ -116,8 +109,6 @@ def make_forecast(
     positions = positions_of(measured, keys)
     sums = rollout_sums(measured) | method_sums(measured) | place_sums(measured, keys)
     sums |= value_sums(positions) | decision_sums(positions, keys)
-    if top_p < 1:
-        sums["opd"] = np.full(len(measured), np.nan)
     of_all = [position for prompt in measured for position in prompt.positions]
     shares = values.shares(positions.correct, positions.judged)
     return Forecast(
@@ -125,7 +116,6 @@ def make_forecast(
         prompts=len(measured),
         rollouts=rollouts,
         probes=probes,
-        top_p=top_p,
         positions=len(of_all),
         without_evidence=len(of_all) - len(positions.owner),
         figures={

@@ -133,12 +133,11 @@ def reasons(forecast: Forecast) -> Iterator[str]:
 def opd_beside_spot(forecast: Forecast) -> str:
     """Return what OPD alone gains to first order, and what SPOT's tilt adds."""
     opd, tilt = forecast.figures["opd_gain"], forecast.figures["tilt_gain"]
-    if forecast.top_p < 1:
-        return f"What OPD alone gains is not known with sampling.top_p={forecast.top_p:g}: measure with 1."
     if opd is None:
         return (
             "What OPD alone gains is not known: it takes two problems with two rollouts each that have a verdict and "
-            f"the teacher's log-probabilities. Each had {counted(forecast.rollouts, 'rollout')} (--rollouts)."
+            "the teacher's log-probabilities, and sampling.top_p=1. Each had "
+            f"{counted(forecast.rollouts, 'rollout')} (--rollouts)."
         )
     said = f"OPD alone gains {points(opd)} points a response to first order"
     if opd.low <= 0.0 <= opd.high:
