@@ -114,6 +114,32 @@ def test_loss_and_gradients_equal_a_dense_float64_reference(
         torch.testing.assert_close(found[name].double(), gradient, rtol=1e-4, atol=2e-6 * norm)
 
 
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
+def test_students_with_recurrent_or_convolutional_layers_train_as_a_dense_reference_says(
+    random_architecture: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    supervision: Callable[..., Supervision],
+    dense_loss: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    name: str,
+    sharding: str,
+) -> None:
+    weights = random_architecture(name)
+    trainer = make_trainer(weights, tmp_path, max_grad_norm=1e9, sharding=sharding)
+    config = TrainingConfig(iterations=10, max_grad_norm=1e9)
+    for iteration in range(2):
+        batch = [supervision(4 * iteration + i, length) for i, length in enumerate((3, 12, 7, 1))]
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float64).eval()
+        expected = dense_loss(model, batch, config, 1.0)
+        expected.backward()
+        norm = torch.sqrt(sum((each.grad**2).sum() for each in model.parameters())).item()
+        report = trainer.train(Batch(iteration, tuple(batch)))
+        assert report.metrics["loss"] == pytest.approx(expected.item(), rel=1e-4)
+        assert report.metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        weights = Path(report.snapshot.directory)
+
+
 @pytest.mark.parametrize(("recomputed", "expected"), [(True, [0, 1, 1, 0]), (1, [0, 1, 0])])
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_recomputed_layers_run_once_more_in_the_backward_pass(
