@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from spot_async.errors import DataError
 from spot_async.models.files import files_signature
 from spot_async.models.small_files import CONFIG_FILE, read_json
-from spot_async.models.weight_files import INDEX_FILE, SINGLE_FILE, Header, file_headers, names_in_model, weight_files
+from spot_async.models.weight_files import SINGLE_FILE, Header, names_in_model, weight_files, weight_headers
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers convert between these while loading
 TIED_SUFFIX = "lm_head.weight"  # a model with tied embeddings may leave this out
@@ -41,7 +41,8 @@ async def check_snapshot(directory: str | Path, like: str | Path) -> Layout:
 
 
 def _check(directory: Path, like: Path) -> Layout:
-    found = _read_layout(directory, _snapshot_files(directory))
+    _refuse_further_files(directory)
+    found = weight_headers(directory)
     expected, tied = _model_layout(like, files_signature(weight_files(like)))
     compare(directory, found, expected, tied=tied)
     return found
@@ -79,7 +80,7 @@ def _model_layout(like: Path, signature: object) -> tuple[Layout, bool]:
 
     `signature` makes the cache miss when files have been replaced.
     """
-    layout = _read_layout(like, weight_files(like))
+    layout = weight_headers(like)
     has_output_layer = any(name.endswith(TIED_SUFFIX) for name in layout)
     return layout, not has_output_layer or _ties_embeddings(like)
 
@@ -90,27 +91,11 @@ def _ties_embeddings(directory: Path) -> bool:
     return bool(inner.get("tie_word_embeddings", False)) if isinstance(inner, dict) else False
 
 
-def _snapshot_files(directory: Path) -> list[Path]:
-    """Return the snapshot's files: those that its index names, or all if there is no index, as servers load them.
-
-    Raises `DataError` if servers would have to choose.
-    """
+def _refuse_further_files(directory: Path) -> None:
+    """Raise `DataError` unless servers would load just the snapshot's files: all there are, if there is no index."""
     if not directory.is_dir():
         raise DataError(f"{directory}: no such weight directory")
     files = weight_files(directory)
-    if files == [directory / SINGLE_FILE]:
-        if (directory / INDEX_FILE).exists():
-            raise DataError(f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not meant")
-        if others := sorted({*directory.glob("*.safetensors")} - {*files}):
-            raise DataError(f"{others[0]}: is no part of the weights, but servers would load it too; remove it")
-    return files
-
-
-def _read_layout(directory: Path, files: Sequence[Path]) -> Layout:
-    layout: dict[str, Header] = {}
-    for path in files:
-        for name, header in file_headers(path).items():
-            if name in layout:
-                raise DataError(f"{path}: tensor {name!r} is in another file of {directory} too")
-            layout[name] = header
-    return layout
+    others = sorted({*directory.glob("*.safetensors")} - {*files})
+    if others and files == [directory / SINGLE_FILE]:
+        raise DataError(f"{others[0]}: is no part of the weights, but servers would load it too; remove it")

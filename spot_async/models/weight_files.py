@@ -71,15 +71,16 @@ class Header(NamedTuple):
 def weight_files(directory: Path) -> list[Path]:
     """Return the directory's safetensors files.
 
-    Raises `DataError` when there are none, when the index is unusable, or when another user could change them.
+    Raises `DataError` when there are none, when the index is unusable or leaves readers a choice, or when another user
+    could change them.
     """
-    index = directory / INDEX_FILE
-    if (directory / SINGLE_FILE).is_file():
-        refuse_foreign_writers([directory, directory / SINGLE_FILE])
-        refuse_pointer(directory / SINGLE_FILE)
-        return [directory / SINGLE_FILE]
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if not index.is_file():
-        raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        if not single.is_file():
+            raise DataError(f"{directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        refuse_foreign_writers([directory, single])
+        refuse_pointer(single)
+        return [single]
     refuse_foreign_writers([directory, index])
     refuse_pointer(index)
     found = read_json(index, _Index, otherwise="is no index of safetensors files")
@@ -87,6 +88,8 @@ def weight_files(directory: Path) -> list[Path]:
     if any(Path(name).name != name for name in names):
         raise DataError(f"{index}: names files outside its directory")
     files = [directory / name for name in names]
+    if single.is_file() and files != [single]:  # transformers reads the one, vLLM what the index names
+        raise DataError(f"{directory}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that is not meant")
     refuse_foreign_writers(files)
     for file in filter(Path.is_file, files):
         refuse_pointer(file)
@@ -107,12 +110,20 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def weight_headers(directory: Path) -> dict[str, Header]:
-    """Return what the headers of a directory's files say of its weights, by name. Raises `DataError`."""
+    """Return what the headers of a directory's files say of its weights, by name.
+
+    Raises `DataError`, also for a tensor that is in two files: readers take the last, whatever the index says.
+    """
     headers: dict[str, Header] = {}
     for path in weight_files(directory):
         if not path.exists():
             raise DataError(f"{directory}: {INDEX_FILE} names {path.name}, which is not there")
-        headers |= file_headers(path)
+        found = file_headers(path)
+        if twice := headers.keys() & found.keys():
+            raise DataError(
+                f"{path}: tensor {min(twice)!r} is in another file of {directory} too; take one of them out"
+            )
+        headers |= found
     return headers
 
 

@@ -125,7 +125,7 @@ async def test_files_that_servers_would_load_besides_or_instead_are_refused(tmp_
     save_file(tensors(), second)
     assert f"is in another file of {twice} too" in await complaint(twice, model)
     first.unlink()
-    assert "No such file" in await complaint(twice, model)
+    assert f"names {first.name}, which is not there" in await complaint(twice, model)
 
 
 async def test_a_directory_without_weights_is_refused(tmp_path, model):

@@ -114,6 +114,33 @@ def test_files_that_are_not_whole_are_named(random_model: Callable[..., Path], t
     assert all(messages.get(fault, "git lfs pull") in said for said in refusals(directory))
 
 
+@pytest.mark.parametrize("fault", ["in two shards", "in a file beside the shards"])
+def test_a_tensor_that_stands_twice_is_refused_wherever_a_model_is_read(
+    random_model: Callable[..., Path], tmp_path: Path, fault: str
+) -> None:
+    """transformers takes the last shard's, or the file beside them, and says nothing."""
+    directory = changed(random_model(), tmp_path / "model", dict, {})
+    single, own = directory / "model.safetensors", load_file(directory / "model.safetensors")
+    shards = {"model-1.safetensors": without_last(own), "model-2.safetensors": {LAST: own[LAST]}}
+    names = {name: file for file, tensors in shards.items() for name in tensors}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    message = "holds both model.safetensors and model.safetensors.index.json"
+    if fault == "in two shards":
+        single.unlink()
+        shards["model-2.safetensors"][UP] = own[UP] + 7
+        message = rf"model-2.safetensors: tensor '{UP}' is in another file of"
+    for file, tensors in shards.items():
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+    assert all(re.search(message, said) for said in refusals(directory))
+
+
+def test_an_index_may_name_the_single_file(random_model: Callable[..., Path]) -> None:
+    directory = random_model()
+    names = dict.fromkeys(load_file(directory / "model.safetensors"), "model.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    new_student(str(directory))
+
+
 def test_a_pointer_as_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(POINTER)
     with pytest.raises(DataError, match="git lfs pull"):
