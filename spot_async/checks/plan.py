@@ -228,7 +228,9 @@ def plan_evaluation(config: Config, student: ModelFiles) -> Sequence[Benchmark]:
     config.student.backend.check_machine("student.backend")
     check_recovery("student", config.student)
     silence_limits(config, PolicyNeeds())
-    return plan_benchmarks(config, student, _common_of_files(config, student).limit)
+    common = _common_of_files(config, student)
+    _check_ends(common, {"student": student})
+    return plan_benchmarks(config, student, common.limit)
 
 
 def make_policy(config: Config, model: ModelFiles, common: CommonVocabulary | None = None) -> Policy:
@@ -346,12 +348,14 @@ def _check_widths(config: Config, needs: PolicyNeeds, common: CommonVocabulary) 
 
 def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> None:
     """Raise ConfigError unless all models have a row for every model's end tokens."""
+    known = min(common.widths.values())
     for role, model in models.items():
         for token_id in model.vocabulary.end_token_ids:
-            if common.limit is not None and token_id >= common.limit:
+            if token_id >= known:
                 raise ConfigError(
                     f"{role}.model: its end token {model.vocabulary.tokenizer.convert_ids_to_tokens(token_id)!r} "
-                    f"({token_id}) is none of the {common.limit} tokens that all models have: their vocabularies differ"
+                    f"({token_id}) is none of the {known} tokens that all models have: their vocabularies differ, or "
+                    "eos_token_id in its files is wrong"
                 )
 
 

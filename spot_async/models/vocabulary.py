@@ -37,11 +37,11 @@ class Vocabulary:
 
     @classmethod
     def load(cls, directory: Path) -> Vocabulary:
-        """Read the tokenizer, and the end tokens that it and the generation config name."""
+        """Read the tokenizer, and the end tokens that it and the configuration name."""
         tokenizer = load_tokenizer(directory)
         ends = end_token_ids(directory, tokenizer)
         if not ends:
-            raise DataError(f"{directory}: neither tokenizer nor generation_config.json names an end token")
+            raise DataError(f"{directory}: neither tokenizer, {GENERATION_CONFIG} nor {CONFIG_FILE} names an end token")
         return cls(tokenizer, ends)
 
     def decode(self, token_ids: IntArray) -> str:
@@ -141,16 +141,24 @@ def without_code(error: Exception) -> str:
 
 
 def end_token_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end a response by tokenizer and generation config; empty when neither names one.
+    """Return the ids that end a response by tokenizer and configuration; empty when neither names one.
 
+    They are those of generation_config.json or, where it names none, those of config.json, as transformers has it.
     Raises `DataError` for what is no token id.
     """
     ends: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    configured = read_json(directory / GENERATION_CONFIG).get("eos_token_id")
-    if configured is not None:
-        ends += configured if isinstance(configured, list) else [configured]
-    if not all(type(each) is int and each >= 0 for each in ends):
-        raise DataError(f"{directory}: {GENERATION_CONFIG} has eos_token_id={configured!r}, which is no token id")
+    config = read_json(directory / CONFIG_FILE)
+    text = config.get("text_config")
+    for name, each in (
+        (GENERATION_CONFIG, read_json(directory / GENERATION_CONFIG)),
+        (CONFIG_FILE, config),
+        (f"text_config of {CONFIG_FILE}", text if isinstance(text, dict) else {}),
+    ):
+        if (found := each.get("eos_token_id")) not in (None, []):
+            ends += found if isinstance(found, list) else [found]
+            if not all(type(end) is int and end >= 0 for end in ends):
+                raise DataError(f"{directory}: {name} has eos_token_id={found!r}, which is no token id")
+            break
     return tuple(dict.fromkeys(ends))
 
 

@@ -364,6 +364,26 @@ def test_responses_end_where_either_model_ends_them(other_ends):
     assert set(plan.stop_token_ids) == {*own, *plan.teachers["teacher"].vocabulary.end_token_ids} != set(own)
 
 
+def test_responses_end_where_a_models_config_json_says_unless_there_is_no_such_token(tmp_path):
+    for role, ends in {"student": 5, "teacher": [6, 1]}.items():
+        shutil.copytree(STUDENT.parent / role, tmp_path / role)
+        (tmp_path / role / "generation_config.json").unlink()
+        change_config(tmp_path / role, eos_token_id=ends)
+    config = quickstart([f"{role}.model={tmp_path / role}" for role in ("student", "teacher")])
+    assert plan_training(config).stop_token_ids == (1, 5, 6)
+    change_config(tmp_path / "student", eos_token_id=50256)
+    said = r"^student\.model: its end token None \(50256\) is none of the 48 tokens that all models have"
+    with pytest.raises(ConfigError, match=said):
+        plan_training(config)
+    with pytest.raises(ConfigError, match=said):
+        plan_evaluation(config, read_model("student", config.student.model))
+
+
+def change_config(directory, **changes):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
 def test_a_template_of_ones_own_is_for_training_while_evaluation_keeps_the_students(tmp_path):
     problems = tmp_path / "few.jsonl"
     problems.write_text("".join(json.dumps({"problem": f"a1+{i}b", "answer": i + 1}) + "\n" for i in range(9)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spot_async.errors import DataError
-from spot_async.models.small_files import publish_small_files
+from spot_async.models.small_files import publish_small_files, read_json
 from spot_async.models.vocabulary import Vocabulary, load_tokenizer
 
 HUBS_CONFIG = {  # as transformers 4 wrote it; version 5 would write rope_theta in a form that 4 reads as 10000
@@ -91,6 +91,32 @@ def test_a_pointer_in_place_of_a_tokenizer_is_named(given: Callable[..., Path]) 
     student = given(**{"tokenizer.json": "version https://git-lfs.github.com/spec/v1\noid sha256:7\nsize 9\n"})
     with pytest.raises(DataError, match=r"tokenizer\.json: is a Git LFS pointer.*git lfs pull"):
         load_tokenizer(student)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [
+        ({"eos_token_id": [5, 2]}, {"eos_token_id": 4}, (1, 5, 2)),
+        (None, {"eos_token_id": [2, 5]}, (1, 2, 5)),
+        ({"temperature": 0.6}, {"eos_token_id": 0}, (1, 0)),
+        ({"eos_token_id": None}, {"eos_token_id": [], "text_config": {"eos_token_id": [7]}}, (1, 7)),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": 1}}, (1,)),
+        (None, {"text_config": None}, (1,)),
+    ],
+)
+def test_a_response_ends_where_config_json_says_if_the_generation_config_does_not(
+    random_model: Callable[..., Path],
+    generation: dict[str, Any] | None,
+    config: dict[str, Any],
+    ends: tuple[int, ...],
+) -> None:
+    directory = random_model()
+    own = {key: each for key, each in read_json(directory / "config.json").items() if key != "eos_token_id"}
+    (directory / "config.json").write_text(json.dumps(own | config))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    assert Vocabulary.load(directory).end_token_ids == ends
 
 
 @pytest.mark.parametrize(
