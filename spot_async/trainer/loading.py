@@ -167,6 +167,8 @@ def _to_train(model: PreTrainedModel) -> PreTrainedModel:
             module.p = 0.0
         if hasattr(module, "attention_dropout"):  # a float on transformers' attention layers
             module.attention_dropout = 0.0
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # torch would give this token no gradient, also where it ends each turn
     return model
 
 

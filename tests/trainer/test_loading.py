@@ -184,3 +184,21 @@ def test_numbers_that_are_not_finite_are_named(random_model: Callable[..., Path]
     save_file(own | {"model.norm.weight": own["model.norm.weight"] * torch.nan}, file, metadata={"format": "pt"})
     with pytest.raises(DataError, match=rf"^student {file.parent}: computes numbers that are not finite"):
         new_student(str(file.parent))
+
+
+@pytest.mark.parametrize("student", STUDENTS)
+def test_a_token_that_is_also_called_padding_is_trained_as_any_other(
+    random_model: Callable[..., Path], student: str
+) -> None:
+    """As the end token of each turn is, where a model has no padding of its own."""
+    directory, ids = random_model(**STUDENTS[student]), torch.tensor([[5, 9, 2, 7, 2]])
+    config = json.loads((directory / "config.json").read_text())
+    gradients = []
+    for pad_token_id in (None, 2):
+        (directory / "config.json").write_text(json.dumps(config | {"pad_token_id": pad_token_id}))
+        model = loaded(directory, "none", lora=False)
+        model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[0, :, 3].sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+        assert model.config.pad_token_id == pad_token_id
+    assert torch.equal(*gradients)
+    assert gradients[0][2].any()
