@@ -6,6 +6,7 @@ directory is run. It imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -102,6 +103,28 @@ def check_files(directory: Path, model: PreTrainedModel) -> None:
         for name in unknown:
             _refuse_unused(directory, name, model)
     _check_ties(directory, own, names)
+
+
+def check_rope(directory: Path, model: PreTrainedModel, longest: int | None = None) -> None:
+    """Raise `DataError` if the factors of rotary positions follow the longest sequence of a pass.
+
+    What a model computes of a sequence would depend on its neighbours. No sequence is longer than `longest` tokens; by
+    default that is the model's own context.
+    """
+    own = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", math.inf)
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", "")  # one, or one for each kind of layer
+        for layers, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
+            if kind != "longrope" and "dynamic" not in kind:  # of which transformers computes them in each pass
+                continue
+            rope: Any = module.config.rope_parameters
+            original = rope.get(layers, rope).get("original_max_position_embeddings")
+            if original is None or (longest or own) > original:
+                hint = f"set max_context_tokens to {original} or less" if longest and original else "give another model"
+                raise DataError(
+                    f"{directory}: its {kind} rotary scaling changes with the sequence length (rope_type in "
+                    f"config.json), and so with what else is in a batch: {hint}"
+                )
 
 
 def _misshapen(directory: Path, name: str, found: Iterable[int], own: Iterable[int]) -> DataError:

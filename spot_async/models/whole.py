@@ -18,14 +18,14 @@ from spot_async.base.secrets import SECRETS
 from spot_async.errors import DataError
 from spot_async.models.plain_decoder import is_plainly_whole
 
-UNLOADABLE, NOT_WHOLE = 3, 4  # exit codes: transformers makes no such model; its files are not all of it
+UNLOADABLE, NOT_WHOLE = 3, 4  # exit codes: the trainer could not take such a model; its files are not all of it
 LONGEST_S = 1800.0  # on a slow disk torch takes minutes
 
 
 def check_whole(directory: Path, *, must_load: bool = True) -> None:
     """Raise `DataError` unless a directory's files are a whole model.
 
-    What transformers cannot make a model of is refused only where it `must_load`.
+    What transformers cannot make a model of, or none that can be trained, is refused only where it `must_load`.
     """
     if is_plainly_whole(directory):
         return
@@ -56,16 +56,17 @@ def _asked(directory: Path) -> tuple[int, str]:
 
 def _judged(directory: Path) -> tuple[int, str]:
     """Return an exit code, and what is wrong."""
-    from spot_async.models.causal_model import check_files, empty_model
+    from spot_async.models.causal_model import check_files, check_rope, empty_model
 
+    code = UNLOADABLE
     try:
         model = empty_model(directory)
-    except DataError as error:
-        return UNLOADABLE, str(error)
-    try:
+        code = NOT_WHOLE
         check_files(directory, model)
+        code = UNLOADABLE
+        check_rope(directory, model)
     except DataError as error:
-        return NOT_WHOLE, str(error)
+        return code, str(error)
     return 0, ""
 
 

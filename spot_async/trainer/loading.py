@@ -27,6 +27,7 @@ from spot_async.errors import DataError
 from spot_async.models.causal_model import (
     LOADING_ERRORS,
     check_files,
+    check_rope,
     load_whole,
     read_config,
 )
@@ -51,6 +52,7 @@ def new_student(directory: str) -> PreTrainedModel:
         if model is None or not _is_right_in_passing(model, directory):
             model = _to_train(load_whole(path, dtype=torch.float32))
             _check_output_layer(model, directory)
+        check_rope(path, model)
     except DataError as error:
         raise DataError(f"student {error}") from error
     except LOADING_ERRORS as error:

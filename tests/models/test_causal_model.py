@@ -7,13 +7,23 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HunYuanDenseV1Config,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
 from spot_async.checks.plan import check_weights
 from spot_async.config import ModelConfig
@@ -139,6 +149,47 @@ def test_an_index_may_name_the_single_file(random_model: Callable[..., Path]) ->
     names = dict.fromkeys(load_file(directory / "model.safetensors"), "model.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     new_student(str(directory))
+
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 160}  # fmt: skip
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "rope_theta": 1e4}
+SCALED = {"factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 40}
+CHANGING: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
+    "longrope": (LlamaConfig, LONG | {"original_max_position_embeddings": 32}),
+    "dynamic": (LlamaConfig, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "longrope of some layers": (
+        partial(Gemma3TextConfig, sliding_window=160, layer_types=["full_attention", "sliding_attention"]),
+        {
+            "full_attention": LONG | {"original_max_position_embeddings": 32},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+FIXED: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
+    "longrope that is never long": (LlamaConfig, LONG | {"original_max_position_embeddings": 160}),
+    "dynamic by name alone": (HunYuanDenseV1Config, {"rope_type": "dynamic", "alpha": 9.0, **SCALED}),
+    "yarn": (LlamaConfig, {"rope_type": "yarn", **SCALED}),
+    "linear": (LlamaConfig, {"rope_type": "linear", **SCALED}),
+    "llama3": (LlamaConfig, {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED}),
+}
+
+
+@pytest.mark.parametrize("kind", [*CHANGING, *FIXED])
+def test_no_student_is_trained_whose_numbers_follow_the_longest_sequence_beside_it(tmp_path: Path, kind: str) -> None:
+    """None is served so, and the plan says it. Where that cannot happen, it is taken."""
+    make, rope = (CHANGING | FIXED)[kind]
+    AutoModelForCausalLM.from_config(make(**SIZES, rope_parameters=rope)).save_pretrained(tmp_path)
+    model = ModelConfig.model_validate({"model": str(tmp_path)})
+    check_weights("teacher", model, tmp_path)  # its server may choose factors once for all
+    for load in (
+        lambda: new_student(str(tmp_path)),
+        lambda: load_model(tmp_path, EngineSettings()),
+        lambda: check_weights("student", model, tmp_path, is_trained=True),
+    ):
+        said = f"{tmp_path}: its {kind.split()[0]} rotary scaling changes with the sequence length"
+        with nullcontext() if kind in FIXED else pytest.raises(DataError, match=said):
+            load()
 
 
 def test_a_pointer_as_config_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from spot_async.base.processes.resources import keep_rows_apart
 from spot_async.base.text import first_line
 from spot_async.config.training import TARGETS
 from spot_async.errors import DataError
-from spot_async.models.causal_model import load_whole, read_config
+from spot_async.models.causal_model import check_rope, load_whole, read_config
 from spot_async.serving.engine.cache import PrefillDone, SlotCache, bucketed, decode_width
 from spot_async.serving.engine.weights import AdaptedRows, Adapter, Products
 from spot_async.serving.settings import EngineSettings
@@ -212,7 +212,7 @@ def _check_config(module: Any, settings: EngineSettings, directory: Path) -> int
     window = _smallest_window(config, kinds)
     if window is not None and window < context:
         raise DataError(f"{directory}: attends to {window} tokens only: set max_context_tokens to {window} or less")
-    _check_rope(getattr(config, "rope_parameters", None) or {}, context, directory)
+    check_rope(directory, module, context)
     return int(context)
 
 
@@ -224,15 +224,6 @@ def _smallest_window(config: Any, kinds: set[str]) -> int | None:
             names.append("window_size")
     windows = [getattr(config, name, None) for name in names]
     return min((window for window in windows if window is not None), default=None)
-
-
-def _check_rope(rope: dict[str, Any], context: int, directory: Path) -> None:
-    """Refuse frequencies that follow a batch's longest sequence: a response would depend on its neighbours."""
-    kind = rope.get("rope_type", "default")
-    original = rope.get("original_max_position_embeddings")
-    if kind in ("dynamic", "longrope") and (original is None or context > original):
-        hint = f": set max_context_tokens to {original} or less" if original else ""
-        raise DataError(f"{directory}: its {kind} rotary scaling changes with the sequence length{hint}")
 
 
 def _check_by_trying(model: CausalModel, tolerance_nats: float) -> None:
