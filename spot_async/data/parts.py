@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 
+from spot_async.base.escapes import doubled, eaten
 from spot_async.base.text import shortened
 from spot_async.config.problems import Part
 from spot_async.data.keys import setting
@@ -78,6 +79,23 @@ class Draft(msgspec.Struct, kw_only=True):
             response=self.response,
             history=self.history,
         )
+
+
+def doubts_of(draft: Draft) -> Iterator[tuple[str, str]]:
+    """Yield each thing by which a row may not say what was meant, and the place in its text where there is one."""
+    texts = {part: [str(getattr(draft, part) or "")] for part in _SPOKEN}
+    for part, several in {
+        **texts,
+        "choices": draft.choices,
+        "history": [each.content for each in draft.history],
+    }.items():
+        for place in filter(None, (eaten(text, is_answer=part == "answer") for text in several)):
+            yield (
+                rf"`{part}` holds control characters, as where JSON reads `\f` of `\frac` (write `\\frac`)",
+                f" ({place})",
+            )
+        for place in filter(None, map(doubled, several if part != "answer" else ())):  # `golds.py` respells those
+            yield f"`{part}` has two backslashes before a command (write one)", f" ({place})"
 
 
 def as_text(value: str | int | float) -> str:

@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from spot_async.config import Config, Duplicates, ProblemSetConfig
+from spot_async.base.text import counted
+from spot_async.config import Config, Duplicates, PluginSettings, ProblemSetConfig
+from spot_async.data.golds import gold_doubts
 from spot_async.data.keys import about, setting
 from spot_async.data.layouts import LAYOUTS, Layout, recognise
-from spot_async.data.parts import read_draft
+from spot_async.data.parts import doubts_of, read_draft
 from spot_async.data.rows import Row, read_rows
 from spot_async.errors import DataError
 from spot_async.types import PolicyNeeds, Problem
@@ -42,6 +44,7 @@ class ProblemSet:
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
     mended: Counter[str] = field(default_factory=Counter)  # rows by what was done to them
     unanswered: int = 0  # rows without an answer, in a layout that has answers
+    doubted: dict[str, tuple[int, str]] = field(default_factory=dict)  # rows that may not be meant so, and the first
 
     @property
     def layout(self) -> str:
@@ -56,6 +59,14 @@ class ProblemSet:
         mended = {f"mended: {what}": rows for what, rows in self.mended.items()}
         unanswered = {"without an answer": self.unanswered} if self.unanswered else {}
         return {"read": self.read, "problems": len(self.problems), **dropped, **mended, **unanswered}
+
+    def doubts(self, key: str, judge: PluginSettings | None) -> list[str]:
+        """Return a line for each thing that may not be meant. `key` is the set's own, `judge` is its verifier."""
+        lines = [
+            f"{about(key)}{what}: {rows} of {counted(self.read, 'row')}, first {place}"
+            for what, (rows, place) in self.doubted.items()
+        ]
+        return lines + gold_doubts(self.problems, key) if judge is not None and judge.JUDGES_ANSWERS else lines
 
 
 def load_problem_set(
@@ -204,6 +215,9 @@ def _problem(
     row = row._replace(columns=layout.prepare(row.columns))
     needs = [part for part in layout.needs if part != "answer" or needs_answers]
     draft = read_draft(row, layout.columns_of, settings.fields, key, needs)
+    for what, place in dict(doubts_of(draft)).items():
+        rows, first = found.doubted.get(what, (0, row.where + place))
+        found.doubted[what] = rows + 1, first
     found.mended.update(done for mend in layout.mends if (done := mend(draft)))
     if draft.chat_in_string:
         found.mended["chat messages in a string"] += 1

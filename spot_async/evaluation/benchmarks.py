@@ -25,8 +25,7 @@ from spot_async.base.seeds import derive_seed
 from spot_async.base.text import counted
 from spot_async.config import BenchmarkConfig, Config, EvaluationConfig, PluginSettings, PromptConfig
 from spot_async.config.evaluation import ALL_TIERS, ONLY
-from spot_async.data import load_problem_set, require_answers
-from spot_async.data.golds import gold_doubts
+from spot_async.data import ProblemSet, load_problem_set, require_answers
 from spot_async.data.prompts import THINKING_END, PromptRenderer, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
@@ -212,7 +211,8 @@ def _plan(
     own = {"template": evaluation.template, "thinking": evaluation.thinking}
     prompt = config.prompt.model_copy(update={**own, "instruction": instruction if is_judged else ""})
     max_tokens = settings.max_response_tokens or evaluation.max_response_tokens
-    problems = _formatted(found.problems[: evaluation.limit], settings, evaluation.seed, key)
+    examples = None if settings.examples is None else load_problem_set(settings.examples, f"{key}.examples")
+    problems = _formatted(found.problems[: evaluation.limit], examples, settings, evaluation.seed, key)
     if evaluation.system is not None:
         first = ChatTurn(role="system", content=evaluation.system)
         problems = [msgspec.structs.replace(each, history=(first, *each.history)) for each in problems]
@@ -228,7 +228,11 @@ def _plan(
         judged_benchmark(name, sources, config, evaluation),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
-        doubts=[*_unwritten_end(evaluation, student), *(gold_doubts(problems, key) if judges_answers else ())],
+        doubts=[
+            *_unwritten_end(evaluation, student),
+            *found.doubts(key, verifier),
+            *(examples.doubts(f"{key}.examples", None) if examples is not None else ()),
+        ],
         problems=found.problems,
         template=renderer.template_text,
     )
@@ -301,15 +305,16 @@ def _same_responses(settings: BenchmarkConfig, evaluation: EvaluationConfig, key
     return f"{key}: with evaluation.temperature=0 all {samples} responses to a problem are the same: set samples to 1"
 
 
-def _formatted(problems: Sequence[Problem], settings: BenchmarkConfig, seed: int, key: str) -> list[Problem]:
+def _formatted(
+    problems: Sequence[Problem], examples: ProblemSet | None, settings: BenchmarkConfig, seed: int, key: str
+) -> list[Problem]:
     """Return the problems with the texts and answers that the benchmark's format gives them."""
     is_choice = settings.format == "multiple_choice"
     if is_choice and settings.order_choices:
         problems = [order_choices(problem, seed, key) for problem in problems]
-    if settings.examples is None:
+    if examples is None:
         return [with_options(problem, key) if is_choice else problem for problem in problems]
-    examples = load_problem_set(settings.examples, f"{key}.examples").problems
-    worked = WorkedExamples(examples, settings.example_count, f"{key}.examples", with_options=is_choice)
+    worked = WorkedExamples(examples.problems, settings.example_count, f"{key}.examples", with_options=is_choice)
     return [worked.before(problem) for problem in problems]
 
 

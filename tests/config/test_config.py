@@ -175,6 +175,37 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(config_path, override, 
     assert "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r'prompt: {instruction: "in \boxed{}."}', r"prompt.instruction: holds '␈oxed{}.'"),
+        (r'prompt: {teacher: {text: "{problem} \frac12"}}', r"prompt.teacher.text: holds '␌rac12'"),
+        (r'prompt: {template_arguments: {hint: "\text{ m}"}}', r"prompt.template_arguments.hint: holds '␉ext{ m}'"),
+        (r'evaluation: {problems: e, system: "not \neq 3"}', r"evaluation.system: holds '␊eq 3'"),
+        (r'evaluation: {problems: e, system: "\Phi"}', r"evaluation.system: holds '�hi'"),
+        (
+            r'data: {train: [{path: a}, {path: b, instruction: "\alpha"}]}',
+            r"data.train.1.instruction: holds '␇lpha'",
+        ),
+        (r'teacher: {model: t, launch: {environment: {"\vec": x}}}', r"teacher.launch.environment: holds '␋ec'"),
+    ],
+)
+def test_escapes_that_yaml_reads_within_double_quotes_are_refused_where_a_backslash_was_meant(config_path, text, shown):
+    key, _, value = text.partition(": ")
+    line = complaint(config_path, f"{key}={value}")
+    assert (line.startswith(shown), "write the text in single quotes" in line, "\n" in line) == (True, True, False), (
+        line
+    )
+    over = config_path.with_name("over.yaml")
+    over.write_text(f"base: {config_path.name}\n{text}\n")
+    assert complaint(over) == line
+
+
+def test_line_ends_and_tabs_that_are_meant_stay(config_path):
+    config = load_config(config_path, [r'prompt.separator="\r\n\t"', r"prompt.instruction='In \boxed{}, not \neq.'"])
+    assert (config.prompt.separator, config.prompt.instruction) == ("\r\n\t", r"In \boxed{}, not \neq.")
+
+
 def test_the_queue_holds_the_batches_that_staleness_lets_be_under_way(config_path):
     assert load_config(config_path, ["max_staleness=2", "training.importance_cap=2"]).queue_capacity_prompts == 3 * 8
     assert complaint(config_path, "queue.capacity_prompts=15", "max_staleness=1").endswith(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
-from problem_files import FEW, load, write
+from problem_files import FEW, load, read, write
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from spot_async.checks.plan import plan_training, plan_warnings
@@ -48,6 +50,8 @@ def problems(*answers, **more):
         ("x<sup>2</sup>", "x^{2}"),
         ("<b>7</b>", "7"),
         ("a &lt; b", "a < b"),
+        (r"\\frac{3}{2}", r"\frac{3}{2}"),
+        (r"2\\sqrt{3}", r"2\sqrt{3}"),
         ('["1", "2"]', '["1", "2"]'),  # not to be mended, but named
         ("{'value': '7'}", "{'value': '7'}"),
     ],
@@ -126,6 +130,68 @@ def test_ids_may_be_the_rows_numbers(tmp_path):
         load(tmp_path, rows, fields={"problem": None})
 
 
+def doubts(tmp_path, rows, **more):
+    return load(tmp_path, rows, needs_answers=False, **more).doubts("data.train", None)
+
+
+@pytest.mark.parametrize(
+    "eaten",
+    [
+        *("\frac{3}{2}", "\boxed{3}", "\beta", "\vec{v}", "\alpha", "2\right)", "\rho", "\x1b[31m3", "3\x00", "3\x85"),
+        *("5 \text{ m}", "\times 3", "\theta", "x \neq 3", "\nabla f", "\u2029i"),
+    ],
+)
+def test_text_whose_escapes_were_read_as_control_characters_is_named_with_its_first_row(tmp_path, eaten):
+    parts = {"problem": "p", "answer": "3", "solution": "s", "response": "r"}
+    rows = [{**parts, "problem": "first"}, {part: f"{text} {eaten}" for part, text in parts.items()}]
+    rows.append({**parts, "answer": eaten})
+    fields = {"solution": "solution", "response": "response"}
+    lines = doubts(tmp_path, rows, fields=fields)
+    assert [line.split(" holds")[0] for line in lines] == [f"data.train: `{part}`" for part in parts]
+    assert all("holds control characters, as where JSON reads" in line for line in lines)
+    assert "2 of 3 rows, first " in lines[1]
+    assert "problems.jsonl:2 (" in lines[1]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    assert len(read(tmp_path / "p.parquet", fields=fields).doubts("", None)) == 4
+
+
+def test_eaten_escapes_are_named_in_choices_and_earlier_turns_and_in_an_answer_of_a_few_letters(tmp_path):
+    question = {"problem": "p", "answer": "A", "choices": ["1", "\frac12"]}
+    (line,) = doubts(tmp_path, [question], fields={"choices": "choices"})
+    assert "`choices` holds control characters" in line
+    turns = [{"role": "system", "content": "Write \boxed{}."}, {"role": "user", "content": "p"}]
+    (line,) = doubts(tmp_path, [{"messages": turns}])
+    assert "`history` holds control characters" in line
+    for answer in ("\tau", "\nu"):
+        (line,) = doubts(tmp_path, [{"problem": "a\tau\nu", "answer": answer}])
+        assert "`answer` holds control characters" in line
+
+
+DOUBLED = (r"\\frac{3}{2}", r"2\\sqrt{3}", r"\\\\boxed{3}", r"5 \\text{ m}")
+
+
+@pytest.mark.parametrize("doubled", DOUBLED)
+@pytest.mark.parametrize("part", ["problem", "solution", "response"])
+def test_commands_behind_two_backslashes_are_named(tmp_path, part, doubled):
+    fields = {"solution": "solution", "response": "response"}
+    row = {"problem": "p", "answer": "3", "solution": "s", "response": "r", part: doubled}
+    (line,) = doubts(tmp_path, [row], fields=fields)
+    assert line.startswith(f"data.train: `{part}` has two backslashes before a command (write one): 1 of 1 row, first")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a\r\nb", "1\tan apple\tan\n2\tan exit\n", "p\nequal parts", "zero\u200bwidth", "a\u00a0b", "\ufeffp"),
+        *(r"\begin{pmatrix} a\\b \\ 2\\x \\\frac12 \end{pmatrix}", r"C:\\Users", "ends\r\n", "old\rMac"),
+    ],
+)
+def test_line_ends_tables_and_rows_of_matrices_are_not_named(tmp_path, text):
+    assert (
+        doubts(tmp_path, [{"problem": text, "answer": "7"}, {"problem": "p", "answer": text.replace("\tan", "")}]) == []
+    )
+
+
 async def test_golds_that_math_verify_reads_as_something_else_are_found():
     sound = (r"\frac{3}{4}", r"\text{Sunday}", "52_8", r"15\mbox{ cm}^2", "(3,4]", r"x\le 3")
     own = ("np.arcsin(10/13)", "-1./3", r"\frac{sqrt{7} + 1}{2}", "2pi/3", "∀x＞0, 3<sup>x</sup>≥x<sup>2</sup>")
@@ -166,3 +232,33 @@ def test_training_evaluation_and_the_check_all_name_them(tmp_path):
     assert (
         "warning: 4 answers of 4 not spelled as a response would box it: row-1 has 'Answer: 0' for '0'" in result.output
     )
+
+
+def test_an_instruction_with_two_backslashes_is_named_and_a_pattern_of_a_verifier_is_not(tmp_path):
+    asked = [FEW, r"prompt.instruction='In \\boxed{}.'", r"prompt.teacher={text: '{problem} \\frac12', max_tokens: 99}"]
+    config = load_config(QUICKSTART, asked)
+    lines = [line.split(",")[0] for line in plan_warnings(config, plan_training(config)) if "two backslashes" in line]
+    assert lines == [
+        r"prompt.instruction: holds '\\boxed{}.'",
+        r"prompt.teacher.text: holds '\\frac12'",
+    ]
+    judge = "{kind: http, url: 'http://127.0.0.1:1/judge', headers: {pattern: '\\\\boxed'}}"
+    config = load_config(QUICKSTART, [FEW, r"prompt.instruction='In \boxed{}.'", f"evaluation.verifier={judge}"])
+    assert not any("two backslashes" in line for line in plan_warnings(config, plan_training(config)))
+
+
+def test_training_evaluation_its_examples_and_the_check_all_name_eaten_escapes(tmp_path):
+    eaten = write(tmp_path, [{"problem": f"a{i} \frac12", "answer": i, "solution": "s"} for i in range(4)])
+    clean = write(tmp_path, [{"problem": f"b{i}", "answer": i} for i in range(4)], "clean.jsonl")
+    benchmark = f"{{path: {clean}, example_count: 2, examples: {{path: {eaten}, fields: {{solution: solution}}}}}}"
+    overrides = [
+        f"data.train={eaten}",
+        f"evaluation={{benchmarks: {{x: {benchmark}, y: {eaten}}}, max_response_tokens: 24}}",
+        "training.batch_size=2",
+        "training.mini_batch_size=2",
+    ]
+    config = load_config(QUICKSTART, overrides)
+    named = [line.split(":")[0] for line in plan_warnings(config, plan_training(config)) if "holds control" in line]
+    assert named == ["data.train", "evaluation.benchmarks.x.examples", "evaluation.benchmarks.y"]
+    result = CliRunner().invoke(app, ["check", eaten], env={"COLUMNS": "200"})
+    assert "warning: `problem` holds control characters" in result.output

@@ -28,7 +28,6 @@ from spot_async.checks.machine import (
 from spot_async.checks.plan import TrainPlan, plan_warnings
 from spot_async.config import Config, ProblemSetConfig, PromptConfig
 from spot_async.config.loading import apply_override, dump_yaml, validate_as
-from spot_async.data.golds import gold_doubts
 from spot_async.data.keys import setting
 from spot_async.data.problem_set import load_problem_set
 from spot_async.data.prompts import PromptRenderer, render_all
@@ -139,7 +138,7 @@ def show_file(
         tokens = [len(each.token_ids) for each in render_all(training.problems, renderer)]
     show_problems(screen, training, tokens, None)
     is_verifiable = _show_answers(screen, [JudgedSet("", path, training.problems, judge)], held_out)
-    doubts = gold_doubts(training.problems, "")
+    doubts = training.doubts("", judge)
     if training.unanswered:
         field = setting("", "fields.answer")
         doubts.append(
