@@ -17,6 +17,7 @@ from spot_async.base.text import counted, shortened
 from spot_async.data.keys import about, setting
 from spot_async.data.rows import literal, only_value
 from spot_async.types import Problem
+from spot_async.verification.multiple_choice import letter_index
 from spot_async.verification.normalization import FULL_WIDTH, extract_boxed, same_answer
 
 SHOWN_ANSWERS = 3
@@ -97,10 +98,20 @@ def _is_badly_spelled(answer: str) -> bool:
     return is_data or _plain(answer) != answer or not same_answer(answer, boxed)
 
 
-def gold_doubts(problems: Sequence[Problem], key: str) -> list[str]:
-    """Return a line for each kind of answer that no response can meet or that means nothing. `key` is the set's own."""
+def gold_doubts(problems: Sequence[Problem], key: str, kind: str = "") -> list[str]:
+    """Return a line for each kind of answer that no response can meet or that means nothing.
+
+    `key` is the set's own, and `kind` that of its verifier.
+    """
     judged = [problem for problem in problems if problem.answer and not problem.choices]
     column, lines = setting(key, "fields.answer"), []
+    lettered = [each for each in problems if each.answer and kind == "multiple_choice"]
+    if several := [each for each in lettered if letter_index(each.answer, each.choices) is None]:
+        shown = ", ".join(map(_respelling, several[:SHOWN_ANSWERS]))
+        lines.append(
+            f"{about(key)}{counted(len(several), 'answer')} of {len(lettered)} not the letter of one option, so no "
+            f"response to them is judged: {shown}; write one letter, or remove such rows"
+        )
     none = Counter(problem.answer for problem in judged if says_none(problem.answer))
     if none:
         shown = ", ".join(f"{answer!r} ({rows})" for answer, rows in none.most_common(SHOWN_ANSWERS))

@@ -15,7 +15,7 @@ from spot_async.config import Duplicates
 from spot_async.config.problems import Part
 from spot_async.data.parts import EXACT_FLOATS, Draft
 from spot_async.data.rows import Columns, literal, only_value
-from spot_async.verification.multiple_choice import chosen_option
+from spot_async.verification.multiple_choice import chosen_option, letter_index
 from spot_async.verification.normalization import FULL_WIDTH, extract_boxed, strip_answer
 
 Mend = Callable[[Draft], str | None]  # changes the draft; returns what it did, if anything
@@ -201,18 +201,27 @@ def drop_fillers(draft: Draft) -> str | None:
 
 
 def letter_of_choice(draft: Draft) -> str | None:
-    """Write the answer as the letter `C`, if it is `(C)`, `C) 4 cm`, that choice's text, or its place counted from 0.
+    """Write the answer as the letter `C`, if it is `(C)`, `C) 4 cm`, that choice's text or label, or its place from 0.
 
     A number written as text may be a place or a choice's text. If the two name different choices, it is left as it is.
+    Where choices have labels, it is no place, and a letter only if that is a label.
     """
     if not 0 < len(draft.choices) <= len(ascii_uppercase):
         return None
-    named = chosen_option(draft.gold, draft.choices) if isinstance(draft.answer, str) else None
-    place = int(draft.gold) if re.fullmatch("[0-9]{1,2}", draft.gold) else None
+    letters = tuple(ascii_uppercase[: len(draft.choices)])
+    labels = draft.labels or letters
+    if draft.gold in labels:
+        named = labels.index(draft.gold)
+    elif labels != letters:
+        named = draft.choices.index(draft.gold) if draft.gold in draft.choices else None
+    else:
+        named = chosen_option(draft.gold, draft.choices) if isinstance(draft.answer, str) else None
+    place = int(draft.gold) if re.fullmatch("[0-9]{1,2}", draft.gold) and not draft.labels else None
     meant = [each for each in (named, place) if each is not None and each < len(draft.choices)]
     if len(set(meant)) != 1:
+        draft.answer = f"({draft.gold})" if draft.labels and draft.gold in letters else draft.answer
         return None
-    given, draft.answer = draft.gold, ascii_uppercase[meant[0]]
+    given, draft.answer = draft.gold, letters[meant[0]]
     if named is None:
         return "answer was the place of a choice, from 0"
     return None if given == draft.gold else "answer made the letter of a choice"
@@ -227,7 +236,7 @@ def has_no_answer(draft: Draft) -> str | None:
 
 
 def is_no_choice(draft: Draft) -> str | None:
-    return None if draft.gold in list(ascii_uppercase[: len(draft.choices)]) else "answer is none of the choices"
+    return "answer is none of the choices" if letter_index(draft.gold, draft.choices) is None else None
 
 
 def gather_choices(columns: Columns) -> Columns:

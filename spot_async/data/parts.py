@@ -54,6 +54,7 @@ class Draft(msgspec.Struct, kw_only=True):
     category: str | None = None
     domain: str | None = None
     choices: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # of the choices, where the file has them
     solution: str | None = None
     response: str | None = None
     history: tuple[ChatTurn, ...] = ()
@@ -134,7 +135,9 @@ def read_draft(
         if name is not None and is_chat(found[name]) and part in _SPOKEN:
             parts |= _of_chat(part, found[name], name, row)
         elif name is not None:
-            parts[part] = _typed(part, found[name], name, row, key)
+            labels, value = _labelled(name, found[name], row.columns) if part == "choices" else ([], found[name])
+            parts[part] = _typed(part, value, name, row, key)
+            parts |= {"labels": tuple(map(as_text, labels))} if labels else {}
         elif part in needs and found:
             raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
         elif part in needs and row.number > 1:  # all rows before have it, so this row is at fault and not the layout
@@ -194,6 +197,20 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
         return as_text(found)
     texts = tuple(map(as_text, found))
     return texts if part == "choices" else ", ".join(texts)  # a problem of two kinds is a kind of its own
+
+
+def _labelled(name: str, value: Any, columns: Columns) -> tuple[Collection[Any], Any]:
+    """Return the labels of choices, and the choices. They may stand as lists, as in ARC, in pairs, or by label."""
+    if name.endswith(".text"):
+        value = _look_up(columns, name.removesuffix(".text"))
+    if isinstance(value, list) and all(isinstance(each, dict) and each.keys() >= {"label", "text"} for each in value):
+        value = {key: [each[key] for each in value] for key in ("label", "text")}
+    if not isinstance(value, dict):
+        return (), value
+    if value.keys() >= {"label", "text"}:
+        return value["label"], value["text"]
+    given = {label: text for label, text in value.items() if text is not None}  # Parquet has each row's labels in all
+    return given, list(given.values())
 
 
 def _is_empty(value: Any) -> bool:

@@ -66,7 +66,9 @@ class ProblemSet:
             f"{about(key)}{what}: {rows} of {counted(self.read, 'row')}, first {place}"
             for what, (rows, place) in self.doubted.items()
         ]
-        return lines + gold_doubts(self.problems, key) if judge is not None and judge.JUDGES_ANSWERS else lines
+        return (
+            lines + gold_doubts(self.problems, key, judge.kind) if judge is not None and judge.JUDGES_ANSWERS else lines
+        )
 
 
 def load_problem_set(

@@ -30,6 +30,7 @@ from spot_async.data.prompts import THINKING_END, PromptRenderer, render_all
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import ModelFiles
 from spot_async.types import ChatTurn, Problem, PromptSource
+from spot_async.verification.multiple_choice import letter_index
 
 QUESTIONS = "The following are {kind} about {category}, with their answers."
 # The usual end and start of worked solutions in published sets. They are cut off, since the box says the same.
@@ -57,12 +58,10 @@ def gold_index(problem: Problem, key: str) -> int:
             f"{key}: problem {problem.id!r} has {len(problem.choices)} options; format=multiple_choice needs 2 to 26: "
             "name their column in fields.choices, or choose another format"
         )
-    letters = ascii_uppercase[: len(problem.choices)]
-    if len(problem.answer) != 1 or problem.answer not in letters:
-        raise DataError(
-            f"{key}: problem {problem.id!r} has the answer {problem.answer!r}, no letter from A to {letters[-1]}"
-        )
-    return letters.index(problem.answer)
+    if (index := letter_index(problem.answer, problem.choices)) is None:
+        last = ascii_uppercase[len(problem.choices) - 1]
+        raise DataError(f"{key}: problem {problem.id!r} has the answer {problem.answer!r}, no letter from A to {last}")
+    return index
 
 
 def with_options(problem: Problem, key: str) -> Problem:

@@ -60,6 +60,12 @@ def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
     return named if is_named and not text else None
 
 
+def letter_index(answer: str, choices: tuple[str, ...]) -> int | None:
+    """Return the index of the option whose letter an answer is, without anything else; None for any other answer."""
+    letters = list(ascii_uppercase[: len(choices)])
+    return letters.index(answer) if answer in letters else None
+
+
 def _bare(text: str) -> str:
     """Return the text without fonts, spacing, stars and quotation marks. One font may stand within another."""
     text = _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", clean_layout(text.translate(FULL_WIDTH))))
@@ -94,9 +100,10 @@ class MultipleChoice(Opened):
     async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
         """Judge at once, whatever the deadline.
 
-        NO_ANSWER if there is no box or it is empty, UNJUDGED where the problem has no answer.
+        NO_ANSWER if there is no box or it is empty, UNJUDGED where the answer is not the letter of one option.
         """
-        if not problem.answer:
+        gold = letter_index(problem.answer, problem.choices)
+        if gold is None:
             return Verdict.UNJUDGED
         answer = extract_boxed(response_text)
         if not answer:
@@ -104,6 +111,5 @@ class MultipleChoice(Opened):
         chosen = chosen_option(answer, problem.choices)
         if chosen is None:
             return Verdict.WRONG
-        gold = ascii_uppercase.index(problem.answer)
         same = chosen == gold or problem.choices[chosen] == problem.choices[gold]
         return Verdict.CORRECT if same else Verdict.WRONG

@@ -234,6 +234,23 @@ def test_training_evaluation_and_the_check_all_name_them(tmp_path):
     )
 
 
+def test_answers_that_are_the_letter_of_no_one_option_are_named(tmp_path):
+    rows = [
+        {"problem": f"p{i}", "options": ["x", "y", "z"], "answer": each} for i, each in enumerate(["AB", "B", "AC"])
+    ]
+    path = write(tmp_path, rows)
+    train = f"data.train={{path: {path}, fields: {{choices: options}}, verifier: multiple_choice}}"
+    sizes = ["training.batch_size=1", "training.mini_batch_size=1", "training.iterations=4"]
+    config = load_config(QUICKSTART, [train, "evaluation=null", *sizes])
+    lines = plan_warnings(config, plan_training(config))
+    said = "data.train: 2 answers of 3 not the letter of one option, so no response to them is judged"
+    assert any(f"{said}: row-1 has 'AB', row-3 has 'AC'; write one letter" in line for line in lines), lines
+    result = CliRunner().invoke(app, ["check", path, "fields.choices=options"], env={"COLUMNS": "200"})
+    assert (result.exit_code, "3 tried, 2 unverifiable" in result.output) == (1, True), result.output
+    config = load_config(QUICKSTART, [FEW, "verifier=multiple_choice", "evaluation=null"])  # has no options
+    assert any("180 answers of 180 not the letter" in line for line in plan_warnings(config, plan_training(config)))
+
+
 def test_an_instruction_with_two_backslashes_is_named_and_a_pattern_of_a_verifier_is_not(tmp_path):
     asked = [FEW, r"prompt.instruction='In \\boxed{}.'", r"prompt.teacher={text: '{problem} \\frac12', max_tokens: 99}"]
     config = load_config(QUICKSTART, asked)

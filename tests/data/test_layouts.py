@@ -211,6 +211,42 @@ def test_a_letter_is_found_for_however_the_right_choice_is_named(tmp_path, answe
         assert load(tmp_path, rows[:1], fields=fields).problems[0].answer == letter
 
 
+TEXTS = ["4 cm", "5 cm", "2"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "answer", "letter"),
+    [
+        (["1", "2", "3"], "1", "A"),  # as in some rows of ARC
+        (["1", "2", "3"], 3, "C"),
+        (["1", "2", "3"], "2", "B"),  # a label comes before another option's text
+        (["0", "1", "2"], "1", "B"),
+        (["A", "B", "C"], "C", "C"),
+        (["A", "B", "C"], "(b)", "B"),
+        (["C", "B", "A"], "C", "A"),
+        (["a", "b", "c"], "b", "B"),
+        (["1", "2", "3"], "5 cm", "B"),
+        (["1", "2", "3"], "4", "4"),
+        (["1", "2", "3"], 0, "0"),  # where there are labels no place is meant
+        (["1", "2", "3"], "B", "(B)"),  # no letter that a verifier would read
+        (["A", "B", "D"], "C", "(C)"),
+        (["A", "B", "C"], "AC", "AC"),
+        (["A", "B", "C"], 1, "1"),
+    ],
+)
+def test_the_label_of_a_choice_is_no_place(tmp_path, labels, answer, letter):
+    pairs = [dict(zip(("label", "text"), pair, strict=True)) for pair in zip(labels, TEXTS, strict=True)]
+    for choices, column in (
+        ({"label": labels, "text": TEXTS}, "choices"),
+        ({"label": labels, "text": TEXTS}, "choices.text"),
+        (pairs, "choices"),
+        (dict(zip(labels, TEXTS, strict=True)), "choices"),
+    ):
+        row = {"question": "How long?", "choices": choices, "answerKey": answer}
+        (problem,) = load(tmp_path, [row], fields={"choices": column, "answer": "answerKey"}).problems
+        assert (problem.choices, problem.answer) == (tuple(TEXTS), letter)
+
+
 def test_naming_the_column_of_a_tier_leaves_the_layout_recognised(tmp_path):
     rows = [{"problem": "p", "type": "Algebra", "level": "Level 3", "solution": r"$\boxed{1}$", "source": "x"}]
     found = load(tmp_path, rows, fields={"category": "source"})

@@ -64,6 +64,24 @@ def test_the_last_box_names_an_option_by_letter_or_text(response, verdict):
     assert run_on_virtual_time(verifier.verify(QUESTION, response, deadline=0.0)) == Verdict(verdict)
 
 
+@pytest.mark.parametrize("gold", ["AB", "AC", "BCD", "A, B", '["A", "C"]', "a", "E", "1", "4 cm", "[", "Z"])
+@pytest.mark.parametrize("options", [OPTIONS, ()])
+def test_a_gold_that_is_not_the_letter_of_one_option_judges_no_response(gold, options):
+    verifier = MultipleChoice(MultipleChoice.Settings())
+    question = Problem(id="q", text="Which?", answer=gold, choices=options)
+    for response in (r"\boxed{A}", r"\boxed{B}", r"\boxed{A, B}", rf"\boxed{{{gold}}}"):
+        verdict = run_on_virtual_time(verifier.verify(question, response, deadline=0.0))
+        assert verdict is Verdict.UNJUDGED, response
+
+
+def test_of_more_options_than_letters_those_with_a_letter_are_judged():
+    verifier = MultipleChoice(MultipleChoice.Settings())
+    options = tuple(f"option {i}" for i in range(30))
+    for gold, expected in (("Z", Verdict.CORRECT), ("A", Verdict.WRONG), ("[", Verdict.UNJUDGED)):
+        question = Problem(id="q", text="Which?", answer=gold, choices=options)
+        assert run_on_virtual_time(verifier.verify(question, r"\boxed{option 25}", deadline=0.0)) is expected
+
+
 def test_worked_examples_are_of_the_questions_category_and_answer_in_a_box():
     def example(number, category):
         return msgspec.structs.replace(

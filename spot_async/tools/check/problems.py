@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from string import ascii_uppercase
 
 from spot_async.base import registry
 from spot_async.base.tasks import gather, root_cause
@@ -18,6 +17,7 @@ from spot_async.errors import ConfigError
 from spot_async.protocols import Verifier
 from spot_async.types import Judgement, Problem, Verdict
 from spot_async.verification import MathVerify
+from spot_async.verification.multiple_choice import letter_index
 from spot_async.verification.normalization import is_oversized, parse_number
 
 _TEXT = re.compile(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+")
@@ -107,7 +107,7 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier) -> GoldCh
     async def fault(problem: Problem) -> Verdict | str | None:
         """Return the verdict on an answer that is not right, or the field of `GoldCheck` for what else is wrong."""
         if problem.choices:
-            return None if problem.answer in list(ascii_uppercase[: len(problem.choices)]) else Verdict.WRONG
+            return Verdict.WRONG if letter_index(problem.answer, problem.choices) is None else None
         async with slots:
             verdict = await judge(problem, problem.answer)
             if verdict.is_missing:  # its worker may have been killed
