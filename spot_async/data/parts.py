@@ -7,6 +7,7 @@ OpenAI's form: the question is the last message of a user, those before it are t
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -41,6 +42,14 @@ _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
 }
 Messages: TypeAlias = list[dict[str, Any]]
 _SPOKEN: tuple[Part, ...] = ("problem", "answer", "solution", "response")  # parts that chat messages may hold
+_OF_QUESTION = re.compile(  # names of columns
+    r"(?:(?:decoded_)?(?:image|picture|figure|diagram|video|audio|table)s?(?:_?[0-9]+)?|contexts?|passage|paragraph|article|"
+    r"documents?|story|background|premise|inputs?|options|choices|system(?:_prompt)?|history|tools)",
+    re.IGNORECASE,
+)
+# Keys of a message beside its content that templates write: what the model thought, and what else was said.
+_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking")
+_BESIDE_CONTENT = ("tool_calls", "function_call", "images", "image", "videos", "audio")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
 
 
@@ -58,6 +67,7 @@ class Draft(msgspec.Struct, kw_only=True):
     solution: str | None = None
     response: str | None = None
     history: tuple[ChatTurn, ...] = ()
+    unread: tuple[str, ...] = ()  # what the row has of a question and no part holds
     chat_in_string: bool = False  # a column holds its chat messages as text
     lacks_box: bool = False  # the answer should be in the assistant's last message, but that has no box
 
@@ -97,6 +107,7 @@ def doubts_of(draft: Draft) -> Iterator[tuple[str, str]]:
             )
         for place in filter(None, map(doubled, several if part != "answer" else ())):  # `golds.py` respells those
             yield f"`{part}` has two backslashes before a command (write one)", f" ({place})"
+    yield from ((what, "") for what in draft.unread)
 
 
 def as_text(value: str | int | float) -> str:
@@ -120,6 +131,7 @@ def read_draft(
     Raises DataError naming the row and the part that is missing or has a wrong type.
     """
     parts: dict[str, Any] = {}
+    read: set[str] = set()  # columns
     for part in dict.fromkeys([*columns_of, *chosen]):
         column = chosen.get(part)
         names = columns_of[part] if part not in chosen else (column,) if column is not None else ()
@@ -128,6 +140,7 @@ def read_draft(
             named_by = "policy.route.by" if part == "domain" else setting(key, f"fields.{part}")
             raise DataError(f"{row.where}: no column {column!r}, which {named_by} names; {_has(row)}")
         name = next((name for name, value in found.items() if not _is_empty(value)), None)
+        read.add((name or "").partition(".")[0])
         if name is not None and part in _SPOKEN:
             chat = literal(found[name]) if isinstance(found[name], str) and "role" in found[name] else None
             if is_chat(chat):
@@ -149,7 +162,21 @@ def read_draft(
                 f"{row.where}: no `{part}`, for which this layout takes {' or '.join(map(repr, names))}; {_has(row)}: "
                 f"{_remedy(part, row, key)}"
             )
-    return Draft(**parts)
+    draft = Draft(**parts)
+    others = {name: value for name, value in row.columns.items() if name not in read and _belongs(name, value, draft)}
+    named = (
+        f"column {name!r} may belong to the question and is not read (write it into the problem)" for name in others
+    )
+    draft.unread = (*draft.unread, *named)
+    return draft
+
+
+def _belongs(name: str, value: Any, draft: Draft) -> bool:
+    """Return whether a column holds a part of the question, other than what the question's text has already."""
+    texts = value if isinstance(value, list) else [value]
+    asked = "\n".join([draft.problem, *(each.content for each in draft.history)])
+    is_in_text = all(isinstance(each, str) and each.strip() in asked for each in texts)
+    return _OF_QUESTION.fullmatch(name) is not None and not _is_empty(value) and not is_in_text
 
 
 def _remedy(part: Part, row: Row, key: str) -> str:
@@ -167,17 +194,36 @@ def _remedy(part: Part, row: Row, key: str) -> str:
 
 def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, Any]:
     """Read a part from chat messages: the question is the user's last, the answer the assistant's last."""
+    behind = _behind_question(messages)
     if part == "problem":
         try:
             text, history = asked(messages)
         except ValueError as error:
             raise DataError(f"{row.where}: column {name!r} {error}; correct or remove the row") from None
-        return {"problem": text, "history": history}
+        before = messages[: len(messages) - len(behind)]
+        lost = {key for each in before for key in _THOUGHTS if not _is_empty(each.get(key))}
+        unread = tuple(f"`{key}` of earlier messages is not read" for key in sorted(lost))
+        return {"problem": text, "history": history, "unread": unread}
+    if part == "response" and behind and (beside := _beside_content(behind)) is not None:
+        raise DataError(
+            f"{row.where}: column {name!r}: the assistant's last message has {beside}, which would not be learnt: "
+            "write all that is to be learnt into its content, or remove it"
+        )
     said = last_of_assistant(messages)
     if part != "answer":
         return {part: said or None}
     box = extract_boxed(said)
     return {"answer": box or "", "lacks_box": not box}
+
+
+def _beside_content(behind: Messages) -> str | None:
+    """Return what there is of a response beside the text of its last message."""
+    last = behind[-1]
+    if len(behind) > 1:
+        return "messages before it"
+    if not _is_empty(last.get("content")) and _text(last["content"]) is None:
+        return "content that is not text"
+    return next((repr(key) for key in (*_THOUGHTS, *_BESIDE_CONTENT) if not _is_empty(last.get(key))), None)
 
 
 def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int | float | tuple[str, ...]:
@@ -248,16 +294,21 @@ def asked(messages: Messages) -> tuple[str, tuple[ChatTurn, ...]]:
     Raises ValueError if no template could render them. The message continues a sentence that begins with the column's
     name.
     """
-    last = max((index for index, each in enumerate(messages) if each["role"] == "user"), default=None)
-    if last is None:
+    behind = _behind_question(messages)
+    if len(behind) == len(messages):
         raise ValueError("has no message of a user")
-    turns = [_turn(number, each) for number, each in enumerate(messages[: last + 1], start=1)]
+    turns = [_turn(number, each) for number, each in enumerate(messages[: len(messages) - len(behind)], start=1)]
     return turns[-1].content, tuple(turns[:-1])
 
 
+def _behind_question(messages: Messages) -> Messages:
+    last = max((index for index, each in enumerate(messages) if each["role"] == "user"), default=-1)
+    return messages[last + 1 :]
+
+
 def last_of_assistant(messages: Messages) -> str:
-    """Return the text of the assistant's last message; empty where there is none."""
-    said = [each.get("content") for each in messages if each["role"] == "assistant"]
+    """Return the text of the assistant's last message behind the user's; empty where there is none."""
+    said = [each.get("content") for each in _behind_question(messages) if each["role"] == "assistant"]
     return (_text(said[-1]) or "") if said else ""
 
 
@@ -267,6 +318,8 @@ def _turn(number: int, message: dict[str, Any]) -> ChatTurn:
         raise ValueError(f"has message {number} of another role than system, user or assistant")
     if text is None:
         raise ValueError(f"has message {number} with a content that is not text")
+    if beside := [key for key in _BESIDE_CONTENT if not _is_empty(message.get(key))]:
+        raise ValueError(f"has message {number} with {beside[0]!r}, which no prompt holds")
     return ChatTurn(role=role, content=text)
 
 

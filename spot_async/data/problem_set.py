@@ -133,6 +133,9 @@ def load_training_sets(config: Config, needs: PolicyNeeds) -> dict[str, ProblemS
             require_answers(found, key)
         if needs.written_responses:
             require_responses(found, key)
+        if hidden := [each for each in found.problems if not all(choice in each.shown for choice in each.choices)]:
+            what = "choices that are not in the problem stand in no prompt (write them into it)"
+            found.doubted[what] = len(hidden), hidden[0].id
         prefix = f"{number}/" if len(config.data.sets) > 1 else ""
         found.problems = [
             msgspec.structs.replace(

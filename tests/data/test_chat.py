@@ -68,6 +68,68 @@ def test_a_written_response_is_a_column_or_what_the_assistant_said_last_and_is_r
         require_responses(found, "data.train")
 
 
+def answered(**message):
+    return {"messages": [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "It is 3.", **message}]}
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ({"reasoning_content": "1, 2, 3"}, "'reasoning_content'"),
+        ({"thinking": "1, 2, 3"}, "'thinking'"),
+        ({"reasoning": "1, 2, 3"}, "'reasoning'"),
+        ({"reasoning_details": [{"text": "1, 2, 3"}]}, "'reasoning_details'"),
+        ({"tool_calls": [{"function": {"name": "add"}}]}, "'tool_calls'"),
+        ({"tool_calls": [{"function": {"name": "add"}}], "content": None}, "'tool_calls'"),
+        ({"function_call": {"name": "add"}}, "'function_call'"),
+        (
+            {"content": [{"type": "thinking", "thinking": "1"}, {"type": "text", "text": "3"}]},
+            "content that is not text",
+        ),
+    ],
+)
+def test_a_written_response_of_which_a_part_would_not_be_learnt_is_refused(tmp_path, message, lost):
+    with pytest.raises(
+        DataError, match=rf"problems\.jsonl:2: column 'messages': .* {lost}.* would not be learnt: write"
+    ):
+        load(tmp_path, [answered(), answered(**message)], fields={"response": "messages"}, needs_answers=False)
+    found = load(tmp_path, [answered(**message)], needs_answers=False)  # no part of the prompt
+    assert (found.problems[0].text, found.doubts("", None)) == ("1+2?", [])
+
+
+def test_a_written_response_is_all_that_the_assistant_said_behind_the_question(tmp_path):
+    call, result = {"role": "assistant", "content": "Let me add."}, {"role": "tool", "content": "3"}
+    row = answered(refusal=None, tool_calls=[], reasoning_content="", name="x", weight=1)
+    assert (
+        load(tmp_path, [row], fields={"response": "messages"}, needs_answers=False).problems[0].response == "It is 3."
+    )
+    several = {"messages": [row["messages"][0], call, result, row["messages"][1]]}
+    with pytest.raises(DataError, match=r"problems\.jsonl:1: column 'messages': .* messages before it.* not be learnt"):
+        load(tmp_path, [several], fields={"response": "messages"}, needs_answers=False)
+    asked_again = {"messages": [*row["messages"], {"role": "user", "content": "And 2+3?"}]}
+    found = load(tmp_path, [asked_again], fields={"response": "messages", "answer": "messages"}, needs_answers=False)
+    assert (found.problems[0].response, found.problems[0].text) == (None, "And 2+3?")
+    apart = {"problem": "1+2?", "answer": "3", "completion": [{"role": "assistant", "content": "It is 3."}]}
+    assert load(tmp_path, [apart], fields={"response": "completion"}).problems[0].response == "It is 3."
+
+
+def test_parts_of_earlier_messages_that_a_prompt_lacks_are_refused_or_named(tmp_path):
+    again = {"role": "user", "content": "Sure?"}
+    rows = [answered(), answered(reasoning_content="1, 2, 3")]
+    rows = [{"messages": [*row["messages"], again]} for row in rows]
+    found = load(tmp_path, rows, needs_answers=False)
+    (line,) = found.doubts("data.train", None)
+    assert line.startswith("data.train: `reasoning_content` of earlier messages is not read: 1 of 2 rows, first")
+    assert "problems.jsonl:2" in line
+    for lost in ({"tool_calls": [{"function": {"name": "add"}}]}, {"images": ["a.png"]}):
+        with pytest.raises(
+            DataError, match=rf"has message 2 with {next(iter(lost))!r}, which no prompt holds; correct"
+        ):
+            load(tmp_path, [{"messages": [*answered(**lost)["messages"], again]}], needs_answers=False)
+    with pytest.raises(DataError, match=r"has message 1 with 'images', which no prompt holds; correct"):
+        load(tmp_path, [{"messages": [{"role": "user", "content": "<image>?", "images": ["a"]}]}], needs_answers=False)
+
+
 def test_a_template_renders_the_conversation_with_the_instruction_behind_it(tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")

@@ -325,3 +325,44 @@ def test_a_run_that_shows_solutions_to_its_teacher_keeps_them_in_every_layout(tm
         (kept,) = load_problem_set(config, "data.train", keeps_solutions=True).problems
         assert (plain.solution, kept.solution) == (None, solution)
         assert (plain.answer, kept.answer) == ("2", "2")
+
+
+def unread(tmp_path, rows, **more):
+    return load(tmp_path, rows, needs_answers=False, **more).doubts("data.train", None)
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "fields"),
+    [
+        ({"problem": "<image>How large is it?", "images": [{"bytes": None, "path": "1.png"}]}, "images", {}),
+        ({"problem": "How large is it?", "image_1": {"bytes": "x", "path": None}, "image_2": None}, "image_1", {}),
+        ({"context": "Tom has 3 apples.", "question": "How many?"}, "context", {}),
+        ({"Passage": "Tom has 3 apples.", "question": "How many?"}, "Passage", {}),
+        ({"system": "In base 7.", "prompt": "Add 3 and 4."}, "system", {}),
+        ({"system": "In base 7.", "messages": [{"role": "user", "content": "Add 3 and 4."}]}, "system", {}),
+        ({"instruction": "Add.", "input": "3 and 4", "output": "7"}, "input", {"problem": "instruction"}),
+        ({"instruction": "Add.", "input": "3 and 4", "output": "7"}, "input", {}),
+        ({"question": "Which?", "choices": {"label": ["A"], "text": ["x"]}}, "choices", {}),
+        ({"question": "Which?", "options": ["x", "y"], "gold": "A"}, "options", {}),
+    ],
+)
+def test_a_column_that_belongs_to_the_question_and_is_not_read_is_named(tmp_path, row, column, fields):
+    (line,) = unread(tmp_path, [{**row, column: None}, row, {**row, "id": 3}], fields=fields)
+    assert line.startswith(f"data.train: column {column!r} may belong to the question and is not read")
+    assert "2 of 3 rows, first " in line
+    assert "problems.jsonl:2" in line
+
+
+def test_columns_that_are_read_empty_or_in_the_question_and_those_of_usual_sets_are_not_named(tmp_path):
+    said = {"problem": "Be brief. 1+1? (A) 2 (B) 3", "system": "Be brief.", "options": ["2", "3"], "input": ""}
+    assert unread(tmp_path, [said]) == []
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    assert unread(tmp_path, [{"messages": turns, "system": "Be brief."}]) == []
+    assert (
+        unread(tmp_path, [{"question": "q", "choices": ["2", "3"], "answer": 0}], fields={"choices": "choices"}) == []
+    )
+    assert unread(tmp_path, [{"input": "1+1?", "output": "2"}], fields={"problem": "input", "answer": "output"}) == []
+    names = (
+        "id source level subject difficulty data_source ability extra_info url domain solution response type topic hint"
+    )
+    assert unread(tmp_path, [{"problem": "1+1?", "answer": "2", **dict.fromkeys(names.split(), "x")}]) == []

@@ -129,6 +129,18 @@ def test_problems_have_the_category_and_the_instruction_of_their_set(files):
         assert each.problem.id.startswith("1/" if is_math else "2/")
 
 
+def test_training_on_choices_that_no_prompt_shows_is_warned_of(files, tmp_path):
+    shown = {"problem": "a1+2b (A) 3 (B) 4", "options": ["3", "4"], "answer": "A"}
+    rows = [{**shown, "problem": f"{i} {shown['problem']}"} for i in range(8)]
+    rows[1]["problem"] = "a1+2b"
+    (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    set_of_choices = {"path": str(tmp_path / "choices.jsonl"), "fields": {"choices": "options"}}
+    plan = planned([files[0], set_of_choices], "training.iterations=4")
+    (line,) = [line for line in plan.doubts if "choices" in line]
+    said = "choices that are not in the problem stand in no prompt (write them into it): 1 of 8 rows, first row-2"
+    assert line == f"data.train.1: {said}"
+
+
 def test_the_teachers_text_has_the_instruction_of_the_set(files):
     own = '{template: student, text: "{instruction} {problem}", max_tokens: 128}'
     plan = planned(by_domain(files, instruction="Write code."), f"prompt.teacher={own}")
