@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from spot_async.base import registry
-from spot_async.base.escapes import doubled
 from spot_async.base.text import counted
 from spot_async.checks.capabilities import CANNOT_SUM, context_needed, sums_ends
 from spot_async.checks.device_shares import added_start_s, shared_out
@@ -30,7 +29,6 @@ from spot_async.checks.served import (
     served_models,
 )
 from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
-from spot_async.config.loading import texts_with
 from spot_async.data.problem_set import ProblemSet, count_identical, load_training_sets
 from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
@@ -405,7 +403,6 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
-        *_doubled_backslashes(config),
         *self_teacher_warnings(config, plan),
         *_generation_prompts(plan),
         *_untold(plan),
@@ -471,20 +468,10 @@ def _untold(plan: TrainPlan) -> list[str]:
     return list(lines.values())
 
 
-def evaluation_warnings(config: Config, benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
+def evaluation_warnings(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:
     """Return the warnings about prompts and tokenizers of a stand-alone evaluation, which need no server."""
     dated = [DATE_WARNING] if any(benchmark.reads_clock for benchmark in benchmarks) else []
-    return dated + _doubled_backslashes(config) + _of_benchmarks(benchmarks, vocabulary)
-
-
-def _doubled_backslashes(config: Config) -> list[str]:
-    """Return a line for each text of the configuration for models to read that has two backslashes for one."""
-    read = config.model_dump(mode="json", include={"prompt", "data", "evaluation", "teachers"})
-    return [
-        f"{key}: holds {place}, two backslashes before a command: write one, unless the text is in double quotes"
-        for key, place in texts_with(doubled, read)
-        if "verifier" not in key.split(".")  # its settings may be patterns
-    ]
+    return dated + _of_benchmarks(benchmarks, vocabulary)
 
 
 def _of_benchmarks(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> list[str]:

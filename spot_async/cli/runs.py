@@ -437,7 +437,7 @@ def show_evaluation_plan(
         f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
         for benchmark in benchmarks
     ]
-    show_warnings(screen, evaluation_warnings(config, benchmarks, student.vocabulary))
+    show_warnings(screen, evaluation_warnings(benchmarks, student.vocabulary))
     show_warnings(screen, machine.evaluation_warnings(config.student, machine.Machine.found(os.environ)))
     lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
     screen.print(Text("\n".join(lines)), soft_wrap=True)

@@ -11,7 +11,7 @@ import difflib
 import itertools
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spot_async.base.escapes import eaten
+from spot_async.base.escapes import DOUBLED, EATEN, place_of
 from spot_async.base.files import read_bounded
 from spot_async.base.text import first_line, kind_of_value
 from spot_async.config import Config
@@ -38,7 +38,7 @@ OF_KEY = "[key]"  # pydantic's mark for an error in a key rather than in its val
 FORMS = {"model_type": "a section", "dict_type": "a mapping", "list_type": "a list"}  # pydantic's words: YAML's words
 # Pydantic's names of the types of a plain value that may have one of several.
 CHOICE = re.compile(r"bool|int|float|str|constrained-\w+|literal\[.*\]")
-_EATEN = "{key}: holds {place}, as YAML reads an escape in double quotes: write the text in single quotes"
+READ_BY_MODELS = ("instruction", "text", "system")  # other texts may be patterns, where a backslash is doubled
 KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # a plain value here is short for `kind`, elsewhere for `path`
 
 
@@ -228,7 +228,12 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
     """
     if lines := list(dict.fromkeys(saved_secrets(tree))):  # first, because other lines show values
         raise ConfigError("\n".join(lines))
-    if lines := [_EATEN.format(key=key, place=place) for key, place in texts_with(eaten, tree)]:
+    eaten = "as YAML reads an escape in double quotes: write the text in single quotes"
+    lines = [f"{key}: holds {place}, {eaten}" for key, place in texts_with(EATEN, tree)]
+    for key, place in texts_with(DOUBLED, tree):
+        if key.rpartition(".")[2] in READ_BY_MODELS:
+            lines.append(f"{key}: holds {place}, two backslashes before a command: write one")
+    if lines:
         raise ConfigError("\n".join(lines))
     try:
         return schema.model_validate_json(plain_json(tree))
@@ -239,17 +244,14 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
         raise ConfigError(f"configuration holds a value that is no plain YAML value: {error}") from None
 
 
-def texts_with(find: Callable[[str], str | None], tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield the key of each text of `tree` in which `find` finds something, and what it finds."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from texts_with(find, key, path)
-            yield from texts_with(find, value, (*path, str(key)))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from texts_with(find, value, (*path, str(index)))
-    elif isinstance(tree, str) and (found := find(tree)) is not None:
-        yield ".".join(path), found
+def texts_with(pattern: re.Pattern[str], tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield the key of each text of `tree` in which the pattern is found, and the place."""
+    if isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from texts_with(pattern, key, path)
+            yield from texts_with(pattern, value, (*path, str(key)))
+    elif isinstance(tree, str) and (place := place_of(pattern, tree)) is not None:
+        yield ".".join(path), place
 
 
 def dump_yaml(config: Config) -> str:

@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
-from spot_async.base.escapes import doubled
+from spot_async.base.escapes import DOUBLED
 from spot_async.base.text import counted, shortened
 from spot_async.data.keys import about, setting
 from spot_async.data.rows import literal, only_value
@@ -59,7 +59,7 @@ _WRAPPINGS = tuple(
 
 def as_boxed(answer: str) -> str:
     """Return an answer as a response would box it: without wrapping, HTML and characters that models do not write."""
-    single = answer.replace("\\\\", "\\") if doubled(answer) else answer
+    single = answer.replace("\\\\", "\\") if DOUBLED.search(answer) else answer
     text = _plain(html.unescape(_TAG.sub("", _SCRIPT.sub(_script, single))))
     for _ in range(5):  # one may stand within another
         bare = text.strip()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
 
-from spot_async.base.escapes import doubled, eaten
+from spot_async.base.escapes import DOUBLED, EATEN, EATEN_IN_ANSWER, place_of
 from spot_async.base.text import shortened
 from spot_async.config.problems import Part
 from spot_async.data.keys import setting
@@ -67,7 +67,9 @@ class Draft(msgspec.Struct, kw_only=True):
     solution: str | None = None
     response: str | None = None
     history: tuple[ChatTurn, ...] = ()
-    unread: tuple[str, ...] = ()  # what the row has of a question and no part holds
+    doubts: dict[
+        str, str
+    ] = {}  # by what the row may not say what was meant, and the place in its text, if there is one
     chat_in_string: bool = False  # a column holds its chat messages as text
     lacks_box: bool = False  # the answer should be in the assistant's last message, but that has no box
 
@@ -90,24 +92,6 @@ class Draft(msgspec.Struct, kw_only=True):
             response=self.response,
             history=self.history,
         )
-
-
-def doubts_of(draft: Draft) -> Iterator[tuple[str, str]]:
-    """Yield each thing by which a row may not say what was meant, and the place in its text where there is one."""
-    texts = {part: [str(getattr(draft, part) or "")] for part in _SPOKEN}
-    for part, several in {
-        **texts,
-        "choices": draft.choices,
-        "history": [each.content for each in draft.history],
-    }.items():
-        for place in filter(None, (eaten(text, is_answer=part == "answer") for text in several)):
-            yield (
-                rf"`{part}` holds control characters, as where JSON reads `\f` of `\frac` (write `\\frac`)",
-                f" ({place})",
-            )
-        for place in filter(None, map(doubled, several if part != "answer" else ())):  # `golds.py` respells those
-            yield f"`{part}` has two backslashes before a command (write one)", f" ({place})"
-    yield from ((what, "") for what in draft.unread)
 
 
 def as_text(value: str | int | float) -> str:
@@ -163,20 +147,30 @@ def read_draft(
                 f"{_remedy(part, row, key)}"
             )
     draft = Draft(**parts)
-    others = {name: value for name, value in row.columns.items() if name not in read and _belongs(name, value, draft)}
-    named = (
-        f"column {name!r} may belong to the question and is not read (write it into the problem)" for name in others
-    )
-    draft.unread = (*draft.unread, *named)
+    for name, value in row.columns.items():
+        if name not in read and _OF_QUESTION.fullmatch(name) and not _is_empty(value) and not _is_asked(value, draft):
+            draft.doubts[f"column {name!r} may belong to the question and is not read (write it into the problem)"] = ""
+    _doubt_texts(draft)
     return draft
 
 
-def _belongs(name: str, value: Any, draft: Draft) -> bool:
-    """Return whether a column holds a part of the question, other than what the question's text has already."""
-    texts = value if isinstance(value, list) else [value]
+def _is_asked(value: Any, draft: Draft) -> bool:
+    """Return whether a column's texts stand in the question already."""
     asked = "\n".join([draft.problem, *(each.content for each in draft.history)])
-    is_in_text = all(isinstance(each, str) and each.strip() in asked for each in texts)
-    return _OF_QUESTION.fullmatch(name) is not None and not _is_empty(value) and not is_in_text
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(each, str) and each.strip() in asked for each in texts)
+
+
+def _doubt_texts(draft: Draft) -> None:
+    """Doubt the texts whose escapes were eaten, or whose backslashes are doubled; `golds.py` names such answers."""
+    texts = {part: [str(getattr(draft, part) or "")] for part in _SPOKEN}
+    texts |= {"choices": list(draft.choices), "history": [each.content for each in draft.history]}
+    for part, text in ((part, text) for part, several in texts.items() for text in several):
+        if (place := place_of(EATEN_IN_ANSWER if part == "answer" else EATEN, text)) is not None:
+            what = rf"`{part}` holds control characters, as where JSON reads `\f` of `\frac` (write `\\frac`)"
+            draft.doubts[what] = f" ({place})"
+        if part != "answer" and (place := place_of(DOUBLED, text)) is not None:
+            draft.doubts[f"`{part}` has two backslashes before a command (write one)"] = f" ({place})"
 
 
 def _remedy(part: Part, row: Row, key: str) -> str:
@@ -202,8 +196,8 @@ def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, A
             raise DataError(f"{row.where}: column {name!r} {error}; correct or remove the row") from None
         before = messages[: len(messages) - len(behind)]
         lost = {key for each in before for key in _THOUGHTS if not _is_empty(each.get(key))}
-        unread = tuple(f"`{key}` of earlier messages is not read" for key in sorted(lost))
-        return {"problem": text, "history": history, "unread": unread}
+        doubts = {f"`{key}` of earlier messages is not read": "" for key in sorted(lost)}
+        return {"problem": text, "history": history, "doubts": doubts}
     if part == "response" and behind and (beside := _beside_content(behind)) is not None:
         raise DataError(
             f"{row.where}: column {name!r}: the assistant's last message has {beside}, which would not be learnt: "
@@ -246,17 +240,11 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
 
 
 def _labelled(name: str, value: Any, columns: Columns) -> tuple[Collection[Any], Any]:
-    """Return the labels of choices, and the choices. They may stand as lists, as in ARC, in pairs, or by label."""
-    if name.endswith(".text"):
-        value = _look_up(columns, name.removesuffix(".text"))
-    if isinstance(value, list) and all(isinstance(each, dict) and each.keys() >= {"label", "text"} for each in value):
-        value = {key: [each[key] for each in value] for key in ("label", "text")}
-    if not isinstance(value, dict):
-        return (), value
-    if value.keys() >= {"label", "text"}:
-        return value["label"], value["text"]
-    given = {label: text for label, text in value.items() if text is not None}  # Parquet has each row's labels in all
-    return given, list(given.values())
+    """Return the labels of choices, if the file has some, and the choices: beside them, as in ARC, or by label."""
+    both = _look_up(columns, name.removesuffix(".text"))
+    if isinstance(both, dict) and both.keys() >= {"label", "text"}:
+        return both["label"], both["text"]
+    return (value, list(value.values())) if isinstance(value, dict) else ((), value)
 
 
 def _is_empty(value: Any) -> bool:

@@ -22,7 +22,7 @@ from spot_async.config import Config, Duplicates, PluginSettings, ProblemSetConf
 from spot_async.data.golds import gold_doubts
 from spot_async.data.keys import about, setting
 from spot_async.data.layouts import LAYOUTS, Layout, recognise
-from spot_async.data.parts import doubts_of, read_draft
+from spot_async.data.parts import read_draft
 from spot_async.data.rows import Row, read_rows
 from spot_async.errors import DataError
 from spot_async.types import PolicyNeeds, Problem
@@ -62,13 +62,12 @@ class ProblemSet:
 
     def doubts(self, key: str, judge: PluginSettings | None) -> list[str]:
         """Return a line for each thing that may not be meant. `key` is the set's own, `judge` is its verifier."""
-        lines = [
+        golds = gold_doubts(self.problems, key, judge.kind) if judge is not None and judge.JUDGES_ANSWERS else ()
+        rows = [
             f"{about(key)}{what}: {rows} of {counted(self.read, 'row')}, first {place}"
             for what, (rows, place) in self.doubted.items()
         ]
-        return (
-            lines + gold_doubts(self.problems, key, judge.kind) if judge is not None and judge.JUDGES_ANSWERS else lines
-        )
+        return [*rows, *golds]
 
 
 def load_problem_set(
@@ -220,7 +219,7 @@ def _problem(
     row = row._replace(columns=layout.prepare(row.columns))
     needs = [part for part in layout.needs if part != "answer" or needs_answers]
     draft = read_draft(row, layout.columns_of, settings.fields, key, needs)
-    for what, place in dict(doubts_of(draft)).items():
+    for what, place in draft.doubts.items():
         rows, first = found.doubted.get(what, (0, row.where + place))
         found.doubted[what] = rows + 1, first
     found.mended.update(done for mend in layout.mends if (done := mend(draft)))

@@ -267,7 +267,7 @@ async def evaluate_student(
         stack.callback(ledger_file.write)  # whatever ends it
         stack.callback(failures.close)
         stack.enter_context(screen.live())
-        for warning in evaluation_warnings(config, benchmarks, student_files.vocabulary):
+        for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
             screen.warn(warning)
         beside = Companions(spending=spending, listener=listener)
         opening = open_services(served, directory.path, cluster=config.cluster, beside=beside)

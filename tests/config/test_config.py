@@ -201,6 +201,14 @@ def test_escapes_that_yaml_reads_within_double_quotes_are_refused_where_a_backsl
     assert complaint(over) == line
 
 
+@pytest.mark.parametrize("key", ["prompt.instruction", "prompt.teacher.text", "evaluation.system"])
+def test_a_text_for_models_with_two_backslashes_before_a_command_is_refused_and_a_pattern_is_not(config_path, key):
+    line = complaint(config_path, rf"{key}='{{problem}} in \\boxed{{}}.'")
+    assert line == rf"{key}: holds '\\boxed{{}}.', two backslashes before a command: write one"
+    judge = r"{kind: http, url: 'http://127.0.0.1:1/judge', headers: {pattern: '\\boxed'}}"
+    assert load_config(config_path, [f"verifier={judge}"]).verifier.headers == {"pattern": r"\\boxed"}
+
+
 def test_line_ends_and_tabs_that_are_meant_stay(config_path):
     config = load_config(config_path, [r'prompt.separator="\r\n\t"', r"prompt.instruction='In \boxed{}, not \neq.'"])
     assert (config.prompt.separator, config.prompt.instruction) == ("\r\n\t", r"In \boxed{}, not \neq.")

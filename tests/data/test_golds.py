@@ -251,19 +251,6 @@ def test_answers_that_are_the_letter_of_no_one_option_are_named(tmp_path):
     assert any("180 answers of 180 not the letter" in line for line in plan_warnings(config, plan_training(config)))
 
 
-def test_an_instruction_with_two_backslashes_is_named_and_a_pattern_of_a_verifier_is_not(tmp_path):
-    asked = [FEW, r"prompt.instruction='In \\boxed{}.'", r"prompt.teacher={text: '{problem} \\frac12', max_tokens: 99}"]
-    config = load_config(QUICKSTART, asked)
-    lines = [line.split(",")[0] for line in plan_warnings(config, plan_training(config)) if "two backslashes" in line]
-    assert lines == [
-        r"prompt.instruction: holds '\\boxed{}.'",
-        r"prompt.teacher.text: holds '\\frac12'",
-    ]
-    judge = "{kind: http, url: 'http://127.0.0.1:1/judge', headers: {pattern: '\\\\boxed'}}"
-    config = load_config(QUICKSTART, [FEW, r"prompt.instruction='In \boxed{}.'", f"evaluation.verifier={judge}"])
-    assert not any("two backslashes" in line for line in plan_warnings(config, plan_training(config)))
-
-
 def test_training_evaluation_its_examples_and_the_check_all_name_eaten_escapes(tmp_path):
     eaten = write(tmp_path, [{"problem": f"a{i} \frac12", "answer": i, "solution": "s"} for i in range(4)])
     clean = write(tmp_path, [{"problem": f"b{i}", "answer": i} for i in range(4)], "clean.jsonl")

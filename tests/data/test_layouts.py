@@ -235,11 +235,9 @@ TEXTS = ["4 cm", "5 cm", "2"]
     ],
 )
 def test_the_label_of_a_choice_is_no_place(tmp_path, labels, answer, letter):
-    pairs = [dict(zip(("label", "text"), pair, strict=True)) for pair in zip(labels, TEXTS, strict=True)]
     for choices, column in (
         ({"label": labels, "text": TEXTS}, "choices"),
         ({"label": labels, "text": TEXTS}, "choices.text"),
-        (pairs, "choices"),
         (dict(zip(labels, TEXTS, strict=True)), "choices"),
     ):
         row = {"question": "How long?", "choices": choices, "answerKey": answer}

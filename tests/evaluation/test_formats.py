@@ -211,7 +211,7 @@ def test_a_verifier_that_cannot_judge_its_benchmark_is_refused_and_one_that_judg
     letters = options | {"format": "multiple_choice", "verifier": "math_verify"}
     config = evaluation(tmp_path, max_response_tokens=50, benchmarks={"options": options, "letters": letters})
     student = read_model("student", config.student.model)
-    (warning,) = evaluation_warnings(config, plan_evaluation(config, student), student.vocabulary)
+    (warning,) = evaluation_warnings(plan_evaluation(config, student), student.vocabulary)
     assert warning.startswith("evaluation.benchmarks.letters.verifier=math_verify: knows no options")
     numbers = {"path": str(tmp_path / "numbers.jsonl")}
     (tmp_path / "numbers.jsonl").write_text(json.dumps({"problem": "a1b+2", "answer": 3, "id": 5}) + "\n")
