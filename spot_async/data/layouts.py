@@ -210,12 +210,13 @@ def letter_of_choice(draft: Draft) -> str | None:
         return None
     letters = tuple(ascii_uppercase[: len(draft.choices)])
     labels = draft.labels or letters
+    named: int | None = None
     if draft.gold in labels:
         named = labels.index(draft.gold)
-    elif labels != letters:
-        named = draft.choices.index(draft.gold) if draft.gold in draft.choices else None
-    else:
-        named = chosen_option(draft.gold, draft.choices) if isinstance(draft.answer, str) else None
+    elif labels == letters and isinstance(draft.answer, str):
+        named = chosen_option(draft.gold, draft.choices)
+    elif labels != letters and draft.gold in draft.choices:
+        named = draft.choices.index(draft.gold)
     place = int(draft.gold) if re.fullmatch("[0-9]{1,2}", draft.gold) and not draft.labels else None
     meant = [each for each in (named, place) if each is not None and each < len(draft.choices)]
     if len(set(meant)) != 1:

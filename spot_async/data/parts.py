@@ -163,7 +163,7 @@ def _is_asked(value: Any, draft: Draft) -> bool:
 
 def _doubt_texts(draft: Draft) -> None:
     """Doubt the texts whose escapes were eaten, or whose backslashes are doubled; `golds.py` names such answers."""
-    texts = {part: [str(getattr(draft, part) or "")] for part in _SPOKEN}
+    texts: dict[str, list[str]] = {part: [str(getattr(draft, part) or "")] for part in _SPOKEN}
     texts |= {"choices": list(draft.choices), "history": [each.content for each in draft.history]}
     for part, text in ((part, text) for part, several in texts.items() for text in several):
         if (place := place_of(EATEN_IN_ANSWER if part == "answer" else EATEN, text)) is not None:
