@@ -1,9 +1,28 @@
-"""Formats values and errors for people: in the terminal, on pages and in one-line messages."""
+r"""Formats values and errors for people: in the terminal, on pages and in one-line messages.
+
+It also finds what escapes left in texts. JSON, Python and double quotes in YAML read `\f` of `\frac` as a form feed and
+`\t` of `\text` as a tab. Line ends and tabs are usually meant: they count only before the rest of a command that is no
+word.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
+
+_EATEN = (
+    r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f] | [\r\u2028\u2029](?=[a-z])"  # YAML reads `\L` and `\P` as the last two
+    r"| \t (?: ext[a-z]*\s*\{ | (?:frac|heta|ilde|imes|riangle)(?![a-z]) ) | \n (?:abla|eq|geq|leq|otin)(?![a-z])"
+)
+EATEN = re.compile(_EATEN, re.VERBOSE)
+EATEN_IN_ANSWER = re.compile(rf"{_EATEN} | \t[a-z] | \A\n[a-z]", re.VERBOSE)  # `\tau`, `\nu`
+_COMMANDS = (
+    "alpha|angle|beta|begin|boxed|cdot|circ|cos|delta|dfrac|end|frac|gamma|geq|infty|lambda|left|leq|log|mathbb|mathbf|"
+    "mathrm|neq|operatorname|overline|pi|right|sin|sqrt|text|textbf|tfrac|theta|times|triangle"
+)
+DOUBLED = re.compile(rf"(?<!\\)(?:\\\\)+(?:{_COMMANDS})(?![A-Za-z])")
+_LINE_END_AND_TAB = str.maketrans("\n\t", "\N{SYMBOL FOR LINE FEED}\N{SYMBOL FOR HORIZONTAL TABULATION}")
 
 
 def counted(number: int, noun: str) -> str:
@@ -50,6 +69,13 @@ def visible(text: str) -> str:
     Terminals obey escape sequences and browsers obey direction overrides, even those in text that a model wrote.
     """
     return "".join(map(_shown, text))
+
+
+def place_of(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the first place that a pattern finds, in visible symbols; None if it finds none."""
+    if (found := pattern.search(text)) is None:
+        return None
+    return "'" + visible(text[found.start() : found.start() + 12]).translate(_LINE_END_AND_TAB) + "'"
 
 
 def _shown(character: str) -> str:

@@ -19,9 +19,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spot_async.base.escapes import DOUBLED, EATEN, place_of
 from spot_async.base.files import read_bounded
-from spot_async.base.text import first_line, kind_of_value
+from spot_async.base.text import DOUBLED, EATEN, first_line, kind_of_value, place_of
 from spot_async.config import Config
 from spot_async.config.base import ONE, SEVERAL, as_yaml, plain_json
 from spot_async.config.plugins import BackendSettings, PluginSettings, PluginSettingsError

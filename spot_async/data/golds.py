@@ -12,8 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
-from spot_async.base.escapes import DOUBLED
-from spot_async.base.text import counted, shortened
+from spot_async.base.text import DOUBLED, counted, shortened
 from spot_async.data.keys import about, setting
 from spot_async.data.rows import literal, only_value
 from spot_async.types import Problem

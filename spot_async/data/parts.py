@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from spot_async.base.escapes import DOUBLED, EATEN, EATEN_IN_ANSWER, place_of
-from spot_async.base.text import shortened
+from spot_async.base.text import DOUBLED, EATEN, EATEN_IN_ANSWER, place_of, shortened
 from spot_async.config.problems import Part
 from spot_async.data.keys import setting
 from spot_async.data.rows import Columns, Row, literal, only_value
