@@ -228,8 +228,8 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
     if lines := list(dict.fromkeys(saved_secrets(tree))):  # first, because other lines show values
         raise ConfigError("\n".join(lines))
     eaten = "as YAML reads an escape in double quotes: write the text in single quotes"
-    lines = [f"{key}: holds {place}, {eaten}" for key, place in texts_with(EATEN, tree)]
-    for key, place in texts_with(DOUBLED, tree):
+    lines = [f"{key}: holds {place}, {eaten}" for key, place in _texts_with(EATEN, tree)]
+    for key, place in _texts_with(DOUBLED, tree):
         if key.rpartition(".")[2] in READ_BY_MODELS:
             lines.append(f"{key}: holds {place}, two backslashes before a command: write one")
     if lines:
@@ -243,14 +243,14 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
         raise ConfigError(f"configuration holds a value that is no plain YAML value: {error}") from None
 
 
-def texts_with(pattern: re.Pattern[str], tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def _texts_with(pattern: re.Pattern[str], tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Yield the key of each text of `tree` in which the pattern is found, and the place."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from texts_with(pattern, key, path)
-            yield from texts_with(pattern, value, (*path, str(key)))
+            yield from _texts_with(pattern, key, path)
+            yield from _texts_with(pattern, value, (*path, str(key)))
     elif isinstance(tree, str) and (place := place_of(pattern, tree)) is not None:
-        yield ".".join(path), place
+        yield ".".join(path) or "configuration", place
 
 
 def dump_yaml(config: Config) -> str:

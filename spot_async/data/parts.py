@@ -66,9 +66,7 @@ class Draft(msgspec.Struct, kw_only=True):
     solution: str | None = None
     response: str | None = None
     history: tuple[ChatTurn, ...] = ()
-    doubts: dict[
-        str, str
-    ] = {}  # by what the row may not say what was meant, and the place in its text, if there is one
+    doubts: dict[str, str] = {}  # what the row may not mean, and where in its text, if that is known
     chat_in_string: bool = False  # a column holds its chat messages as text
     lacks_box: bool = False  # the answer should be in the assistant's last message, but that has no box
 
@@ -130,10 +128,11 @@ def read_draft(
                 found[name], parts["chat_in_string"] = chat, True
         if name is not None and is_chat(found[name]) and part in _SPOKEN:
             parts |= _of_chat(part, found[name], name, row)
+        elif name is not None and part == "choices":
+            labels, choices = _labelled(name, found[name], row.columns)
+            parts |= {"labels": tuple(map(as_text, labels)), part: _typed(part, choices, name, row, key)}
         elif name is not None:
-            labels, value = _labelled(name, found[name], row.columns) if part == "choices" else ([], found[name])
-            parts[part] = _typed(part, value, name, row, key)
-            parts |= {"labels": tuple(map(as_text, labels))} if labels else {}
+            parts[part] = _typed(part, found[name], name, row, key)
         elif part in needs and found:
             raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
         elif part in needs and row.number > 1:  # all rows before have it, so this row is at fault and not the layout
