@@ -53,7 +53,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make_data(directory: Path) -> None:
     """Write a few problems of each of the recipes' data sets; lines of JSON take the place of Parquet files."""
     directory.mkdir()
-    rows = [{"problem": f"w{i % 50} w{i // 50} what is {i}?", "answer": str(i)} for i in range(PROBLEMS)]
+    rows = [{"problem": f"w{20 + i % 50} w{2 + i // 50} what is {i}?", "answer": str(i)} for i in range(PROBLEMS)]
     math_rows = [
         {**row, "solution": f"It is $\\boxed{{{row['answer']}}}$.", "level": "Level 2", "type": "t"} for row in rows
     ]
