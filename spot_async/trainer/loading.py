@@ -51,7 +51,8 @@ def new_student(directory: str) -> PreTrainedModel:
         model = _without_memory(path)
         if model is None or not _is_right_in_passing(model, directory):
             model = _to_train(load_whole(path, dtype=torch.float32))
-            _check_output_layer(model, directory)
+            if not _is_finite(model, directory):
+                raise DataError(f"{directory}: computes numbers that are not finite: its weights are damaged")
         check_rope(path, model)
     except DataError as error:
         raise DataError(f"student {error}") from error
@@ -157,7 +158,9 @@ def _without_memory(directory: Path) -> PreTrainedModel | None:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the repeated layers, which are sharded and recomputed one by one. Empty if the model marks none."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {each for layer in layers for each in layer.modules() if each is not layer}
+    return [layer for layer in layers if layer not in inner]
 
 
 def _to_train(model: PreTrainedModel) -> PreTrainedModel:
@@ -175,13 +178,12 @@ def _to_train(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _is_right_in_passing(model: PreTrainedModel, directory: str) -> bool:
-    """Whether a model on the meta device passes its trial, as none does that reads a layer's weights beside it."""
+    """Whether a model on the meta device computes, as none does that reads a layer's weights beside the layer."""
     try:
         with read_in_passing(model, directory):
-            _check_output_layer(model, directory)
-    except (DataError, *LOADING_ERRORS):
+            return _is_finite(model, directory)
+    except LOADING_ERRORS:
         return False
-    return True
 
 
 def _stored(directory: Path, own: Collection[str], stack: ExitStack) -> dict[str, Any]:
@@ -231,11 +233,13 @@ def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _check_output_layer(model: PreTrainedModel, directory: str) -> None:
+def _is_finite(model: PreTrainedModel, directory: str) -> bool:
+    """Whether logits are. Raises `DataError` if they are not just the output layer's."""
     ids = torch.arange(min(4, model.config.get_text_config().vocab_size))[None]
     logits = model(input_ids=ids, use_cache=False).logits
     ours = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     if not logits.isfinite().all():
-        raise DataError(f"{directory}: computes numbers that are not finite: its weights are damaged")
+        return False
     if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
         raise DataError(f"{directory}: {type(model).__name__} changes logits after its output layer; not supported")
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -17,6 +17,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from spot_async.models.adapter_files import DOWN, UP
 from spot_async.models.weight_files import INDEX_FILE, TORCH_TYPES, Shapes, names_in_model, weight_headers
@@ -36,22 +38,37 @@ def published_types(model: PreTrainedModel, directory: Path, dtype: torch.dtype)
     A buffer has the type that the files in `directory` give it. A weight stays in float32 if they hold it so among
     weights of fewer bits, or if transformers never lets it have fewer: routers' biases, state matrices.
     """
-    own, headers = own_weights(model), weight_headers(directory)
-    given = {name: headers[file_name].dtype for name, file_name in names_in_model(headers, own).items()}
+    headers, live = weight_headers(directory), model.state_dict(keep_vars=True)
+    given: dict[Tensor, set[str]] = {}  # of one weight, files may have several parts, or both of its tied names
+    for name, file_name in _file_names(model, headers, live):
+        given.setdefault(live[name], set()).add(headers[file_name].dtype)
     sizes: Counter[str] = Counter()
     for header in headers.values():
         sizes[header.dtype] += header.size_bytes
     are_fewer_bits = sizes.most_common(1)[0][0] != "F32"
     kept = [re.compile(each) for each in model._keep_in_fp32_modules_strict or ()]
-    buffers = dict(model.named_buffers())
+    buffers = set(model.buffers())
 
-    def type_of(name: str) -> torch.dtype:
-        if name in buffers:
-            return cast(torch.dtype, getattr(torch, TORCH_TYPES[given[name]])) if name in given else own[name].dtype
-        is_kept = (are_fewer_bits and given.get(name) == "F32") or any(each.search(name) for each in kept)
+    def type_of(name: str, weight: Tensor) -> torch.dtype:
+        found = given.get(weight, set())
+        if weight in buffers:
+            return cast(torch.dtype, getattr(torch, TORCH_TYPES[max(found)])) if found else weight.dtype
+        is_kept = (are_fewer_bits and found == {"F32"}) or any(each.search(name) for each in kept)
         return torch.float32 if is_kept else dtype
 
-    return {name: type_of(name) for name in own}
+    return {name: type_of(name, weight) for name, weight in own_weights(model).items()}
+
+
+def _file_names(model: PreTrainedModel, found: Collection[str], own: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield a model's names of tensors with those in its files, which transformers may change as it reads them."""
+    changes = get_model_conversion_mapping(model)
+    renamings = [each for each in changes if isinstance(each, WeightRenaming)]
+    converters = [each for each in changes if isinstance(each, WeightConverter)]
+    for name, file_name in names_in_model(found, own).items():
+        if name not in own:
+            name, _ = rename_source_key(file_name, renamings, converters, model.base_model_prefix, own)
+        if name in own:
+            yield name, file_name
 
 
 class WeightStream:
