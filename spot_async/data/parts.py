@@ -120,19 +120,17 @@ def read_draft(
         if not found and column is not None:
             named_by = "policy.route.by" if part == "domain" else setting(key, f"fields.{part}")
             raise DataError(f"{row.where}: no column {column!r}, which {named_by} names; {_has(row)}")
-        name = next((name for name, value in found.items() if not _is_empty(value)), None)
-        read.add((name or "").partition(".")[0])
-        if name is not None and part in _SPOKEN:
-            chat = literal(found[name]) if isinstance(found[name], str) and "role" in found[name] else None
-            if is_chat(chat):
-                found[name], parts["chat_in_string"] = chat, True
-        if name is not None and is_chat(found[name]) and part in _SPOKEN:
-            parts |= _of_chat(part, found[name], name, row)
-        elif name is not None and part == "choices":
-            labels, choices = _labelled(name, found[name], row.columns)
-            parts |= {"labels": tuple(map(as_text, labels)), part: _typed(part, choices, name, row, key)}
-        elif name is not None:
-            parts[part] = _typed(part, found[name], name, row, key)
+        name, value = next((each for each in found.items() if not _is_empty(each[1])), ("", None))
+        read.add(name.partition(".")[0])
+        if part in _SPOKEN and isinstance(value, str) and "role" in value and is_chat(chat := literal(value)):
+            value, parts["chat_in_string"] = chat, True
+        if part in _SPOKEN and is_chat(value):
+            parts |= _of_chat(part, value, name, row)
+        elif part == "choices" and value is not None:
+            labels, choices = (_typed(part, each, name, row, key) for each in _labelled(name, value, row.columns))
+            parts |= {"labels": labels, part: choices}
+        elif value is not None:
+            parts[part] = _typed(part, value, name, row, key)
         elif part in needs and found:
             raise DataError(f"{row.where}: `{part}` (column {next(iter(found))!r}) is empty; correct or remove the row")
         elif part in needs and row.number > 1:  # all rows before have it, so this row is at fault and not the layout
@@ -161,9 +159,9 @@ def _is_asked(value: Any, draft: Draft) -> bool:
 
 def _doubt_texts(draft: Draft) -> None:
     """Doubt the texts whose escapes were eaten, or whose backslashes are doubled; `golds.py` names such answers."""
-    texts: dict[str, list[str]] = {part: [str(getattr(draft, part) or "")] for part in _SPOKEN}
-    texts |= {"choices": list(draft.choices), "history": [each.content for each in draft.history]}
-    for part, text in ((part, text) for part, several in texts.items() for text in several):
+    texts: dict[str, str] = {part: str(getattr(draft, part) or "") for part in _SPOKEN}
+    texts |= {"choices": " ".join(draft.choices), "history": " ".join(each.content for each in draft.history)}
+    for part, text in texts.items():
         if (place := place_of(EATEN_IN_ANSWER if part == "answer" else EATEN, text)) is not None:
             what = rf"`{part}` holds control characters, as where JSON reads `\f` of `\frac` (write `\\frac`)"
             draft.doubts[what] = f" ({place})"
@@ -185,23 +183,25 @@ def _remedy(part: Part, row: Row, key: str) -> str:
 
 
 def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, Any]:
-    """Read a part from chat messages: the question is the user's last, the answer the assistant's last."""
-    behind = _behind_question(messages)
+    """Read a part from chat messages: the question is the user's last, the answer the assistant's last behind it."""
+    end = max((number for number, each in enumerate(messages, start=1) if each["role"] == "user"), default=0)
+    before, behind = messages[:end], messages[end:]
     if part == "problem":
         try:
-            text, history = asked(messages)
+            if not before:
+                raise ValueError("has no message of a user")
+            *history, question = [_turn(number, each) for number, each in enumerate(before, start=1)]
         except ValueError as error:
             raise DataError(f"{row.where}: column {name!r} {error}; correct or remove the row") from None
-        before = messages[: len(messages) - len(behind)]
         lost = {key for each in before for key in _THOUGHTS if not _is_empty(each.get(key))}
         doubts = {f"`{key}` of earlier messages is not read": "" for key in sorted(lost)}
-        return {"problem": text, "history": history, "doubts": doubts}
+        return {"problem": question.content, "history": tuple(history), "doubts": doubts}
     if part == "response" and behind and (beside := _beside_content(behind)) is not None:
         raise DataError(
             f"{row.where}: column {name!r}: the assistant's last message has {beside}, which would not be learnt: "
             "write all that is to be learnt into its content, or remove it"
         )
-    said = last_of_assistant(messages)
+    said = next((_text(each.get("content")) or "" for each in reversed(behind) if each["role"] == "assistant"), "")
     if part != "answer":
         return {part: said or None}
     box = extract_boxed(said)
@@ -237,12 +237,12 @@ def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int |
     return texts if part == "choices" else ", ".join(texts)  # a problem of two kinds is a kind of its own
 
 
-def _labelled(name: str, value: Any, columns: Columns) -> tuple[Collection[Any], Any]:
+def _labelled(name: str, value: Any, columns: Columns) -> tuple[Any, Any]:
     """Return the labels of choices, if the file has some, and the choices: beside them, as in ARC, or by label."""
     both = _look_up(columns, name.removesuffix(".text"))
     if isinstance(both, dict) and both.keys() >= {"label", "text"}:
-        return both["label"], both["text"]
-    return (value, list(value.values())) if isinstance(value, dict) else ((), value)
+        return both["label"] or (), both["text"]
+    return ([*value], [*value.values()]) if isinstance(value, dict) else ((), value)
 
 
 def _is_empty(value: Any) -> bool:
@@ -274,31 +274,8 @@ def is_chat(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
 
 
-def asked(messages: Messages) -> tuple[str, tuple[ChatTurn, ...]]:
-    """Return the user's last message and all turns before it.
-
-    Raises ValueError if no template could render them. The message continues a sentence that begins with the column's
-    name.
-    """
-    behind = _behind_question(messages)
-    if len(behind) == len(messages):
-        raise ValueError("has no message of a user")
-    turns = [_turn(number, each) for number, each in enumerate(messages[: len(messages) - len(behind)], start=1)]
-    return turns[-1].content, tuple(turns[:-1])
-
-
-def _behind_question(messages: Messages) -> Messages:
-    last = max((index for index, each in enumerate(messages) if each["role"] == "user"), default=-1)
-    return messages[last + 1 :]
-
-
-def last_of_assistant(messages: Messages) -> str:
-    """Return the text of the assistant's last message behind the user's; empty where there is none."""
-    said = [each.get("content") for each in _behind_question(messages) if each["role"] == "assistant"]
-    return (_text(said[-1]) or "") if said else ""
-
-
 def _turn(number: int, message: dict[str, Any]) -> ChatTurn:
+    """Return a turn. Raises ValueError, whose text continues a column's name, where no template could render it."""
     role, text = _ROLES.get(str(message["role"])), _text(message.get("content"))
     if role is None:
         raise ValueError(f"has message {number} of another role than system, user or assistant")
