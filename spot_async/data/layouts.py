@@ -94,13 +94,17 @@ def last_turn_only(draft: Draft) -> str | None:
     return "messages before the user's last one left out" if had else None
 
 
+def _answered(draft: Draft, answer: str | int | float | None, what: str) -> str | None:
+    """Write another answer, if there is one; return `what` that did."""
+    if answer is None or answer == draft.gold:
+        return None
+    draft.answer = answer
+    return what
+
+
 def narrow_digits(draft: Draft) -> str | None:
     """Replace full-width digits and signs, which no verifier reads."""
-    narrow = draft.gold.translate(FULL_WIDTH)
-    if narrow == draft.gold:
-        return None
-    draft.answer = narrow
-    return "full-width characters in the answer"
+    return _answered(draft, draft.gold.translate(FULL_WIDTH), "full-width characters in the answer")
 
 
 def whole_number(draft: Draft) -> str | None:
@@ -113,37 +117,28 @@ def whole_number(draft: Draft) -> str | None:
 
 
 def without_leading_zeros(draft: Draft) -> str | None:
-    shorter = draft.gold.lstrip("0") or "0" if draft.gold.isdecimal() else draft.gold
-    changed, draft.answer = shorter != draft.gold, shorter
-    return "leading zeros removed from the answer" if changed else None
+    shorter = draft.gold.lstrip("0") or "0" if draft.gold.isdecimal() else None
+    return _answered(draft, shorter, "leading zeros removed from the answer")
 
 
 def tidy_answer(draft: Draft) -> str | None:
     """Write `{17}.` as `17`: it was cut out of a box that was written `\\boxed {17}.`"""
     bare = strip_answer(draft.gold)
     bare = found[1] if (found := _IN_BRACES.fullmatch(bare)) else bare
-    if bare == draft.gold:
-        return None
-    draft.answer = bare
-    return "braces or full stop around the answer removed"
+    return _answered(draft, bare, "braces or full stop around the answer removed")
 
 
 def only_of_list(draft: Draft) -> str | None:
     """Take the answer out of a list of one that its column spells as text, `["18"]`."""
     value = only_value(literal(draft.gold))
-    if not isinstance(value, str | int | float):
-        return None
-    draft.answer = value
-    return "answer taken out of a list of one"
+    only = value if isinstance(value, str | int | float) else None
+    return _answered(draft, only, "answer taken out of a list of one")
 
 
 def unboxed(draft: Draft) -> str | None:
     """Take the answer out of the column's box, or out of the last box of a whole solution there."""
     boxed = extract_boxed(draft.gold) if "boxed" in draft.gold else None
-    if boxed is None:
-        return None
-    draft.answer = boxed
-    return "answer taken out of its box"
+    return _answered(draft, boxed, "answer taken out of its box")
 
 
 def behind_hashes(draft: Draft) -> str | None:
@@ -152,8 +147,8 @@ def behind_hashes(draft: Draft) -> str | None:
     if found is None:
         return None
     answer = found[1].strip()
-    draft.answer = answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
-    return "answer taken from behind ####"
+    number = answer.replace(",", "") if _WITH_COMMAS.fullmatch(answer) else answer
+    return _answered(draft, number, "answer taken from behind ####")
 
 
 def answer_in_solution(draft: Draft) -> str | None:
