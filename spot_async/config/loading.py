@@ -37,7 +37,7 @@ OF_KEY = "[key]"  # pydantic's mark for an error in a key rather than in its val
 FORMS = {"model_type": "a section", "dict_type": "a mapping", "list_type": "a list"}  # pydantic's words: YAML's words
 # Pydantic's names of the types of a plain value that may have one of several.
 CHOICE = re.compile(r"bool|int|float|str|constrained-\w+|literal\[.*\]")
-READ_BY_MODELS = ("instruction", "text", "system")  # other texts may be patterns, where a backslash is doubled
+READ_BY_MODELS = {"instruction", "text", "system"}  # other texts may be patterns, where a backslash is doubled
 KEYS_OF_PLUGINS = ("backend", "policy", "verifier")  # a plain value here is short for `kind`, elsewhere for `path`
 
 
@@ -227,12 +227,7 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
     """
     if lines := list(dict.fromkeys(saved_secrets(tree))):  # first, because other lines show values
         raise ConfigError("\n".join(lines))
-    eaten = "as YAML reads an escape in double quotes: write the text in single quotes"
-    lines = [f"{key}: holds {place}, {eaten}" for key, place in _texts_with(EATEN, tree)]
-    for key, place in _texts_with(DOUBLED, tree):
-        if key.rpartition(".")[2] in READ_BY_MODELS:
-            lines.append(f"{key}: holds {place}, two backslashes before a command: write one")
-    if lines:
+    if lines := list(_misread(tree)):
         raise ConfigError("\n".join(lines))
     try:
         return schema.model_validate_json(plain_json(tree))
@@ -243,14 +238,18 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
         raise ConfigError(f"configuration holds a value that is no plain YAML value: {error}") from None
 
 
-def _texts_with(pattern: re.Pattern[str], tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield the key of each text of `tree` in which the pattern is found, and the place."""
+def _misread(tree: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield a line for each text whose escapes YAML read, or whose backslashes are doubled where models read it."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _texts_with(pattern, key, path)
-            yield from _texts_with(pattern, value, (*path, str(key)))
-    elif isinstance(tree, str) and (place := place_of(pattern, tree)) is not None:
-        yield ".".join(path) or "configuration", place
+            yield from _misread(key, path)
+            yield from _misread(value, (*path, str(key)))
+    elif isinstance(tree, str):
+        where = ".".join(path) or "configuration"
+        if (place := place_of(EATEN, tree)) is not None:
+            yield f"{where}: holds {place}, as YAML reads an escape in double quotes: write the text in single quotes"
+        if {*path[-1:]} & READ_BY_MODELS and (place := place_of(DOUBLED, tree)) is not None:
+            yield f"{where}: holds {place}, two backslashes before a command: write one"
 
 
 def dump_yaml(config: Config) -> str:
