@@ -404,8 +404,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
         *self_teacher_warnings(config, plan),
-        *_generation_prompts(plan),
-        *_untold(plan),
+        *_prompts_of_teachers(plan),
         *plan.doubts,
         *_unknown_tokens("data.train", plan.policy_model.vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
@@ -441,28 +440,24 @@ def _reads_as_student(plan: TrainPlan, teacher: str) -> bool:
     return first is not None and np.array_equal(first.read_by(teacher), first.token_ids)
 
 
-def _generation_prompts(plan: TrainPlan) -> list[str]:
-    """Return a line for each teacher that is led into a response by other words than the student."""
+def _prompts_of_teachers(plan: TrainPlan) -> list[str]:
+    """Return a line for each section that leads a teacher into a response by other words than the student's.
+
+    Likewise for each that leaves out the instruction which the student reads.
+    """
     problem = next(iter(plan.schedule)).problem
     students, lines = plan.renderer.generation_prompt(problem), {}
-    for each in plan.teacher_renderers.values():
+    for role, each in plan.teacher_renderers.items():
         if (teachers := each.generation_prompt(problem)) != students:
             lines[each.key] = (
                 f"{each.key}: behind the user's message the teacher reads {teachers!r}, and the student {students!r}, "
                 "so they expect different first tokens: unless that is meant, set template, thinking and "
                 "template_arguments as they are in prompt"
             )
-    return list(lines.values())
-
-
-def _untold(plan: TrainPlan) -> list[str]:
-    """Return a line for each text of a teacher's own that lacks the instruction which the student reads."""
-    lines = {}
-    for role, renderer in plan.teacher_renderers.items():
-        asked = (each.problem for each in plan.schedule.sources if each.problem.asks(teacher_name(role) or ""))
-        if untold := next(filter(None, map(renderer.untold, asked)), ""):
-            lines[renderer.key] = (
-                f"{renderer.key}.text: the teacher is not told {untold!r}, and the student is: name {{instruction}} in "
+        read = (each.problem for each in plan.schedule.sources if each.problem.asks(teacher_name(role) or ""))
+        if untold := next(filter(None, map(each.untold, read)), ""):
+            lines[f"{each.key}.text"] = (
+                f"{each.key}.text: the teacher is not told {untold!r}, and the student is: name {{instruction}} in "
                 "it, unless that is meant"
             )
     return list(lines.values())
