@@ -16,9 +16,8 @@ from pathlib import Path
 from spot_async.errors import DataError
 from spot_async.models.files import files_signature
 from spot_async.models.small_files import CONFIG_FILE, read_json
-from spot_async.models.weight_files import SINGLE_FILE, Header, names_in_model, weight_files, weight_headers
+from spot_async.models.weight_files import FLOATING, SINGLE_FILE, Header, names_in_model, weight_files, weight_headers
 
-FLOATING = frozenset({"F64", "F32", "F16", "BF16"})  # servers convert between these while loading
 TIED_SUFFIX = "lm_head.weight"  # a model with tied embeddings may leave this out
 
 
@@ -70,7 +69,7 @@ def compare(directory: Path, found: Layout, expected: Layout, *, tied: bool) -> 
             raise DataError(
                 f"{directory}: tensor {name!r} has shape {ours.shape}, the served model's has {served.shape}"
             )
-        if ours.dtype != served.dtype and not {ours.dtype, served.dtype} <= FLOATING:
+        if ours.dtype != served.dtype and not {ours.dtype, served.dtype} <= FLOATING:  # between which servers convert
             raise DataError(f"{directory}: tensor {name!r} is {ours.dtype}, the served model's is {served.dtype}")
 
 

@@ -9,7 +9,6 @@ their servers to receive.
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -28,7 +27,7 @@ from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.tasks import while_alive
 from spot_async.config import Section
 from spot_async.errors import DeadlineExceededError, ProcessDiedError, TransientError
-from spot_async.models.weight_files import BITS, TORCH_TYPES
+from spot_async.models.weight_files import TORCH_TYPES
 from spot_async.types import WeightSnapshot
 
 from .snapshots import Layout
@@ -111,12 +110,11 @@ def buckets(layout: Layout, capacity_bytes: int = BUCKET_BYTES) -> Iterator[list
     bucket: list[Tensor] = []
     size = 0
     for name, header in sorted(layout.items()):
-        count = BITS[header.dtype] // 8 * math.prod(header.shape)
-        if bucket and size + count > capacity_bytes:
+        if bucket and size + header.size_bytes > capacity_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append(Tensor(name, TORCH_TYPES[header.dtype], header.shape))
-        size += count
+        size += header.size_bytes
     if bucket:
         yield bucket
 

@@ -22,7 +22,7 @@ from spot_async.backends.shared.weight_transport import WeightSender, WeightSett
 from spot_async.base.tasks import both
 from spot_async.config.loading import validate_as
 from spot_async.errors import ConfigError, DeadlineExceededError, TransientError
-from spot_async.models.weight_files import Header, weight_files
+from spot_async.models.weight_files import Header, file_headers, weight_files
 
 # Rank 1, with what servers join by; prints the sum of each tensor that it receives.
 RECEIVER = """
@@ -84,8 +84,7 @@ async def test_a_snapshots_tensors_arrive_in_the_order_that_was_agreed(model: Pa
 
     [file] = weight_files(model)
     wanted = {name: tensor.astype(np.float64).sum() for name, tensor in load_file(file).items()}
-    layout = {name: Header("F32", tensor.shape) for name, tensor in load_file(file).items()}
-    [tensors] = buckets(layout)
+    [tensors] = buckets(file_headers(file))
     async with started(tmp_path) as (sender, port):
 
         async def send() -> None:
@@ -139,8 +138,8 @@ async def test_what_a_sender_cannot_do_is_one_line(model: Path, tmp_path: Path) 
     capacity=st.integers(1, 200),
 )
 def test_buckets_hold_every_tensor_once_and_no_more_than_they_may(sizes: list[int], dtype: str, capacity: int) -> None:
-    layout = {f"w{i:02}": Header(dtype, (size, 2)) for i, size in enumerate(sizes)}
     element = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype]
+    layout = {f"w{i:02}": Header(dtype, (size, 2), 0, size * 2 * element) for i, size in enumerate(sizes)}
     parts = list(buckets(layout, capacity))
     assert [tensor.name for part in parts for tensor in part] == list(layout)
     for part in parts:
