@@ -64,12 +64,6 @@ def gold_index(problem: Problem, key: str) -> int:
     return index
 
 
-def with_options(problem: Problem, key: str) -> Problem:
-    """Return the problem with its options as lines below the question. Raises DataError if it has no options."""
-    gold_index(problem, key)
-    return msgspec.structs.replace(problem, text=f"{problem.text.strip()}\n{options_text(problem)}")
-
-
 def options_text(problem: Problem) -> str:
     return "\n".join(
         f"{letter}. {choice.strip()}" for letter, choice in zip(ascii_uppercase, problem.choices, strict=False)
@@ -106,8 +100,6 @@ class WorkedExamples:
 
     def before(self, problem: Problem) -> Problem:
         """Return the problem with the examples of its category before it. Raises DataError if they are too few."""
-        if self._with_options:
-            gold_index(problem, self._key)
         texts = self._texts.get(problem.category) or self._texts.get(None, [])
         if len(texts) < self._count:
             raise DataError(
@@ -277,15 +269,12 @@ def _check_verifier(verifier: PluginSettings, problems: Sequence[Problem], setti
     """
     if verifier.kind != "multiple_choice" or settings.format == "multiple_choice":
         return
-    for problem in problems:
-        try:
-            gold_index(problem, key)
-        except DataError:
-            owner = "evaluation" if settings.verifier is None else key
-            raise ConfigError(
-                f"{owner}.verifier=multiple_choice: judges the letters of options, but problem {problem.id!r} of {key} "
-                "has none: choose another verifier, or format=multiple_choice"
-            ) from None
+    if without := next((each for each in problems if letter_index(each.answer, each.choices) is None), None):
+        owner = "evaluation" if settings.verifier is None else key
+        raise ConfigError(
+            f"{owner}.verifier=multiple_choice: judges the letters of options, but problem {without.id!r} of {key} "
+            "has none: choose another verifier, or format=multiple_choice"
+        )
 
 
 def _letters_alone(verifier: PluginSettings | None, settings: BenchmarkConfig, key: str) -> str | None:
@@ -309,10 +298,14 @@ def _formatted(
 ) -> list[Problem]:
     """Return the problems with the texts and answers that the benchmark's format gives them."""
     is_choice = settings.format == "multiple_choice"
+    for problem in problems if is_choice else ():
+        gold_index(problem, key)
     if is_choice and settings.order_choices:
         problems = [order_choices(problem, seed, key) for problem in problems]
+    if examples is None and is_choice:
+        return [msgspec.structs.replace(each, text=f"{each.text.strip()}\n{options_text(each)}") for each in problems]
     if examples is None:
-        return [with_options(problem, key) if is_choice else problem for problem in problems]
+        return [*problems]
     worked = WorkedExamples(examples.problems, settings.example_count, f"{key}.examples", with_options=is_choice)
     return [worked.before(problem) for problem in problems]
 
