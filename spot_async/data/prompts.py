@@ -37,8 +37,6 @@ DATE_WARNING = (
     "prompt.template_arguments: the chat template writes today's date, so prompts change from day to day: set its "
     'variable for the date, as in prompt.template_arguments.date_string="26 Jul 2024"'
 )
-# What the parts of `prompt.teacher.text` are of a `Problem`.
-_FIELDS = {"problem": "text", "solution": "solution", "answer": "answer", "category": "category"}
 # For models without a chat template. It continues worked examples of a benchmark: "Question: ... Answer: ...".
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}Answer:"
 AT_ONCE = 1024  # prompts that are rendered together: their ids are Python's numbers until all are there
@@ -101,7 +99,7 @@ class PromptRenderer:
         found: list[IntArray] = []
         for start in range(0, len(problems), AT_ONCE):
             some = problems[start : start + AT_ONCE]
-            self._try_once(chats := [_messages(self._turns(problem)) for problem in some])
+            self._try_once(chats := [msgspec.to_builtins(self._turns(problem)) for problem in some])
             try:
                 ids = self._ids(chats)
             except Exception:  # noqa: BLE001 - the template is the user's own program; singly, the problem is named
@@ -172,7 +170,7 @@ class PromptRenderer:
         return [*problem.history, ChatTurn(role="user", content=self.message(problem))]
 
     def _apply(self, turns: Sequence[ChatTurn], *, tokenize: bool, what: str = "", **arguments: Any) -> Any:
-        messages = _messages(turns)
+        messages = msgspec.to_builtins(turns)
         self._try_once([messages])
         try:
             return self._ids([messages])[0] if tokenize else self._render(messages, tokenize=False, **arguments)
@@ -282,19 +280,15 @@ class TeacherPromptRenderer(PromptRenderer):
         def part(name: str) -> str:
             if name == "instruction":
                 return self._instruction(problem)
-            value: str | None = getattr(problem, _FIELDS[name])
-            if not (value or "").strip():
+            value: str = (getattr(problem, "text" if name == "problem" else name) or "").strip()
+            if not value:
                 raise ConfigError(
                     f"{self.key}.text names {{{name}}}: problem {problem.id!r} has none; give "
                     f"data.train.fields.{name}, or leave it out"
                 )
-            return (value or "").strip()
+            return value
 
         return self._template_config.filled(part)
-
-
-def _messages(turns: Sequence[ChatTurn]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
 
 
 def template_line(error: Exception) -> int | None:
