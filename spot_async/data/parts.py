@@ -143,18 +143,15 @@ def read_draft(
                 f"{_remedy(part, row, key)}"
             )
     draft = Draft(**parts)
+    question = draft.finish("", row.number).shown
     for name, value in row.columns.items():
-        if name not in read and _OF_QUESTION.fullmatch(name) and not _is_empty(value) and not _is_asked(value, draft):
+        if name in read or _is_empty(value) or not _OF_QUESTION.fullmatch(name):
+            continue
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str) and each.strip() in question for each in texts):
             draft.doubts[f"column {name!r} may belong to the question and is not read (write it into the problem)"] = ""
     _doubt_texts(draft)
     return draft
-
-
-def _is_asked(value: Any, draft: Draft) -> bool:
-    """Return whether a column's texts stand in the question already."""
-    asked = "\n".join([draft.problem, *(each.content for each in draft.history)])
-    texts = value if isinstance(value, list) else [value]
-    return all(isinstance(each, str) and each.strip() in asked for each in texts)
 
 
 def _doubt_texts(draft: Draft) -> None:
