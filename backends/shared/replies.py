@@ -218,7 +218,6 @@ def bounded_scores(
 
     Raises `PoisonedReplyError` for numbers that are not log-probabilities, from which no bounds could be computed.
     """
-    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
     lower, upper = _bounds(topk_logprobs, vocab_size)
     return TokenScores(
         logprobs=logprobs,
@@ -236,13 +235,13 @@ def scored_positions(topk_ids: IntArray, topk_logprobs: FloatArray, *, vocab_siz
 
     Raises `PoisonedReplyError`, as `bounded_scores`.
     """
-    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
     lower, upper = _bounds(topk_logprobs, vocab_size)
     return ScoredPositions(topk_ids=topk_ids, topk_logprobs=topk_logprobs, entropy_lower=lower, entropy_upper=upper)
 
 
 def _bounds(topk_logprobs: FloatArray, vocab_size: int) -> tuple[FloatArray, FloatArray]:
     """Return bounds (T,) of the served row's entropy. Whoever means another computation of it widens them by noise."""
+    check_logprobs("topk_logprobs", topk_logprobs, topk_logprobs.shape)
     if not topk_logprobs.size:  # nothing was served
         rows = len(topk_logprobs)
         return np.zeros(rows, np.float32), np.full(rows, math.log(vocab_size), np.float32)

@@ -40,7 +40,12 @@ async def check_snapshot(directory: str | Path, like: str | Path) -> Layout:
 
 
 def _check(directory: Path, like: Path) -> Layout:
-    _refuse_further_files(directory)
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such weight directory")
+    files = weight_files(directory)
+    others = sorted({*directory.glob("*.safetensors")} - {*files})
+    if others and files == [directory / SINGLE_FILE]:  # without an index servers load all there are
+        raise DataError(f"{others[0]}: is no part of the weights, but servers would load it too; remove it")
     found = weight_headers(directory)
     expected, tied = _model_layout(like, files_signature(weight_files(like)))
     compare(directory, found, expected, tied=tied)
@@ -88,13 +93,3 @@ def _ties_embeddings(directory: Path) -> bool:
     config = read_json(directory / CONFIG_FILE)
     inner = config.get("text_config", config)
     return bool(inner.get("tie_word_embeddings", False)) if isinstance(inner, dict) else False
-
-
-def _refuse_further_files(directory: Path) -> None:
-    """Raise `DataError` unless servers would load just the snapshot's files: all there are, if there is no index."""
-    if not directory.is_dir():
-        raise DataError(f"{directory}: no such weight directory")
-    files = weight_files(directory)
-    others = sorted({*directory.glob("*.safetensors")} - {*files})
-    if others and files == [directory / SINGLE_FILE]:
-        raise DataError(f"{others[0]}: is no part of the weights, but servers would load it too; remove it")

@@ -143,7 +143,7 @@ def file_headers(path: Path) -> dict[str, Header]:
         found = decode_json(file.read(length), dict[str, msgspec.Raw], where)
     found.pop("__metadata__", None)
     tensors = {name: decode_json(bytes(each), _Tensor, f"{where}: {name!r}") for name, each in found.items()}
-    end = 0
+    headers, end = {}, 0
     for name, each in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         begin, after = each.data_offsets
         if begin != end or after < begin or any(width < 0 for width in each.shape):
@@ -151,17 +151,13 @@ def file_headers(path: Path) -> dict[str, Header]:
         bits = 8 * (after - begin)
         if each.dtype in BITS and bits != BITS[each.dtype] * math.prod(each.shape):
             raise DataError(f"{where}: tensor {name!r} has {after - begin} bytes, which its shape does not have")
+        headers[name] = Header(each.dtype, each.shape, 8 + length + begin, after - begin)
         end = after
     if size < 8 + length + end:
         raise DataError(f"{path}: is cut off: it has {size} of {8 + length + end} bytes")
     if size > 8 + length + end:
         raise DataError(f"{where}: it has {size} bytes, and by its header {8 + length + end}")
-    return {
-        name: Header(
-            each.dtype, each.shape, 8 + length + each.data_offsets[0], each.data_offsets[1] - each.data_offsets[0]
-        )
-        for name, each in tensors.items()
-    }
+    return headers
 
 
 def weight_shapes(directory: Path) -> Shapes:
