@@ -454,10 +454,10 @@ def _prompts_of_teachers(plan: TrainPlan) -> list[str]:
                 "so they expect different first tokens: unless that is meant, set template, thinking and "
                 "template_arguments as they are in prompt"
             )
-        read = (each.problem for each in plan.schedule.sources if each.problem.asks(teacher_name(role) or ""))
-        if untold := next(filter(None, map(each.untold, read)), ""):
+        read = [one.problem for one in plan.schedule.sources if one.problem.asks(teacher_name(role) or "")]
+        if untold := [told for one in read if (told := each.instruction(one)) not in each.message(one)]:
             lines[f"{each.key}.text"] = (
-                f"{each.key}.text: the teacher is not told {untold!r}, and the student is: name {{instruction}} in "
+                f"{each.key}.text: the teacher is not told {untold[0]!r}, and the student is: name {{instruction}} in "
                 "it, unless that is meant"
             )
     return list(lines.values())

@@ -155,16 +155,11 @@ class PromptRenderer:
 
     def message(self, problem: Problem) -> str:
         """Return the user's message."""
-        parts = (problem.text.strip(), self._instruction(problem))
+        parts = (problem.text.strip(), self.instruction(problem))
         return self._config.separator.join(filter(None, parts))
 
-    def _instruction(self, problem: Problem) -> str:
+    def instruction(self, problem: Problem) -> str:
         return (self._config.instruction if problem.instruction is None else problem.instruction).strip()
-
-    def untold(self, problem: Problem) -> str:
-        """Return the instruction if it does not stand in the user's message; else nothing."""
-        instruction = self._instruction(problem)
-        return "" if instruction in self.message(problem) else instruction
 
     def _turns(self, problem: Problem) -> list[ChatTurn]:
         return [*problem.history, ChatTurn(role="user", content=self.message(problem))]
@@ -279,7 +274,7 @@ class TeacherPromptRenderer(PromptRenderer):
     def message(self, problem: Problem) -> str:
         def part(name: str) -> str:
             if name == "instruction":
-                return self._instruction(problem)
+                return self.instruction(problem)
             value: str = (getattr(problem, "text" if name == "problem" else name) or "").strip()
             if not value:
                 raise ConfigError(
