@@ -83,33 +83,29 @@ def worked_example(problem: Problem, key: str, *, with_options: bool) -> str:
     return f"{_question(problem, with_options=with_options)}\nAnswer: {solution}{end}"
 
 
-class WorkedExamples:
-    """The worked examples that stand before questions, by category."""
+def behind_examples(
+    problems: Sequence[Problem], examples: Sequence[Problem], count: int, key: str, *, with_options: bool
+) -> list[Problem]:
+    """Return the problems, each behind the first `count` examples of its category, or else of those without one.
 
-    def __init__(self, examples: Sequence[Problem], count: int, key: str, *, with_options: bool) -> None:
-        """Take the first `count` of each category's `examples`, in their order. `key` is for messages."""
-        self._with_options = with_options
-        by_category: Mapping[str | None, list[Problem]] = defaultdict(list)
-        for example in examples:
-            by_category[example.category].append(example)
-        self._texts = {
-            category: [worked_example(example, key, with_options=with_options) for example in found[:count]]
-            for category, found in by_category.items()
-        }
-        self._count, self._key = count, key
-
-    def before(self, problem: Problem) -> Problem:
-        """Return the problem with the examples of its category before it. Raises DataError if they are too few."""
-        texts = self._texts.get(problem.category) or self._texts.get(None, [])
-        if len(texts) < self._count:
+    `key` is the examples', for messages. Raises DataError if they are too few.
+    """
+    shown: defaultdict[str | None, list[str]] = defaultdict(list)
+    for example in examples:
+        if len(of_category := shown[example.category]) < count:
+            of_category.append(worked_example(example, key, with_options=with_options))
+    kind, asked = "multiple choice questions" if with_options else "questions", []
+    for problem in problems:
+        texts = shown[problem.category] or shown[None]
+        if len(texts) < count:
             raise DataError(
-                f"{self._key}: {len(texts)} examples of category {problem.category!r}, which problem {problem.id!r} "
-                f"has, and {self._count} are asked for"
+                f"{key}: {len(texts)} examples of category {problem.category!r}, which problem {problem.id!r} "
+                f"has, and {count} are asked for"
             )
-        kind = "multiple choice questions" if self._with_options else "questions"
         head = QUESTIONS.format(kind=kind, category=problem.category or "various subjects")
-        question = _question(problem, with_options=self._with_options)
-        return msgspec.structs.replace(problem, text="\n\n".join([head, *texts, question]))
+        text = "\n\n".join([head, *texts, _question(problem, with_options=with_options)])
+        asked.append(msgspec.structs.replace(problem, text=text))
+    return asked
 
 
 def outputs_of(
@@ -306,8 +302,9 @@ def _formatted(
         return [msgspec.structs.replace(each, text=f"{each.text.strip()}\n{options_text(each)}") for each in problems]
     if examples is None:
         return [*problems]
-    worked = WorkedExamples(examples.problems, settings.example_count, f"{key}.examples", with_options=is_choice)
-    return [worked.before(problem) for problem in problems]
+    return behind_examples(
+        problems, examples.problems, settings.example_count, f"{key}.examples", with_options=is_choice
+    )
 
 
 def _rendered(

@@ -14,7 +14,7 @@ from spot_async.checks.plan import evaluation_warnings, plan_evaluation
 from spot_async.config import PromptConfig
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
-from spot_async.evaluation.benchmarks import WorkedExamples, order_choices, outputs_of
+from spot_async.evaluation.benchmarks import behind_examples, order_choices, outputs_of
 from spot_async.models.files import read_model
 from spot_async.testing.virtual_time import run_on_virtual_time
 from spot_async.types import Problem, Verdict
@@ -93,12 +93,12 @@ def test_worked_examples_are_of_the_questions_category_and_answer_in_a_box():
         )
 
     examples = [example(i, "physics" if i % 2 else "law") for i in range(8)]
-    text = WorkedExamples(examples, 3, "k", with_options=True).before(QUESTION).text
+    text = behind_examples([QUESTION], examples, 3, "k", with_options=True)[0].text
     assert [f"Example {i}?" in text for i in range(8)] == [False, True, False, True, False, True, False, False]
     assert text.count("Answer: Add. The answer is \\boxed{C}.") == 3
     assert text.endswith("Question: How long?\nOptions:\nA. 4 cm\nB. 12 cm\nC. \\frac{1}{2}\nD. B")
     with pytest.raises(DataError, match="4 examples of category 'physics', which problem 'q' has, and 5"):
-        WorkedExamples(examples, 5, "k", with_options=True).before(QUESTION)
+        behind_examples([QUESTION], examples, 5, "k", with_options=True)
 
 
 def test_a_base_model_reads_worked_examples_and_no_chat(tmp_path, monkeypatch):
