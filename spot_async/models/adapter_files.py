@@ -20,7 +20,7 @@ from spot_async.config import LoraConfig
 from spot_async.config.training import TARGETS
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import read_json
-from spot_async.models.weight_files import ADAPTER_CONFIG, Shapes, weight_shapes
+from spot_async.models.weight_files import ADAPTER_CONFIG, Header, Shapes, file_headers, weight_shapes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -80,25 +80,21 @@ def check_adapter(directory: Path, layers: Layers, lora: LoraConfig, *, numbers:
     read. `name` is the directory in the message, if it is not there for good.
     """
     refuse_foreign_writers([directory, directory / ADAPTER_CONFIG, directory / WEIGHTS_FILE])
+    config = read_json(directory / ADAPTER_CONFIG)
     try:
-        config = read_json(directory / ADAPTER_CONFIG)
-        with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-            shapes = {key: tuple(each.get_shape()) for key, each in slices.items()}
-            types = {key: each.get_dtype() for key, each in slices.items()}
-            fault = _fault(config, shapes, types, layers, lora)
-            if fault is None and numbers:
-                broken = (key for key in shapes if not np.isfinite(file.get_tensor(key)).all())
+        headers = file_headers(directory / WEIGHTS_FILE)
+        fault = _fault(config, headers, layers, lora)
+        if fault is None and numbers:
+            with safe_open(directory / WEIGHTS_FILE, framework="numpy") as file:
+                broken = (key for key in headers if not np.isfinite(file.get_tensor(key)).all())
                 fault = next((f"{key} has numbers that are not finite" for key in broken), None)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (DataError, OSError, ValueError, SafetensorError) as error:
         raise DataError(f"adapter {name or directory}: cannot be read ({error})") from error
     if fault:
         raise DataError(f"adapter {name or directory}: {fault}")
 
 
-def _fault(
-    config: Any, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str], layers: Layers, lora: LoraConfig
-) -> str | None:
+def _fault(config: Any, headers: Mapping[str, Header], layers: Layers, lora: LoraConfig) -> str | None:
     """Return what is wrong with an adapter, or None."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         return "its configuration is not LoRA's"
@@ -113,13 +109,13 @@ def _fault(
     if not isinstance(modules, list) or sorted(map(str, modules)) != _modules(layers):
         return f"its target modules are {modules}, and not {_modules(layers)}"
     wanted = tensor_shapes(layers, lora.rank)
-    for key in sorted(wanted.keys() ^ shapes.keys()):
+    for key in sorted(wanted.keys() ^ headers.keys()):
         return f"it has no {key}" if key in wanted else f"no layer takes its {key}"
     for key, shape in wanted.items():
-        if shapes[key] != shape:
-            return f"{key} has shape {shapes[key]}, and not {shape}"
-        if types[key] != "F32":
-            return f"{key} is {types[key]}, and not F32"
+        if headers[key].shape != shape:
+            return f"{key} has shape {headers[key].shape}, and not {shape}"
+        if headers[key].dtype != "F32":
+            return f"{key} is {headers[key].dtype}, and not F32"
     return None
 
 
