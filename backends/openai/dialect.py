@@ -10,7 +10,7 @@ is that token. Nothing is guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -229,32 +229,21 @@ def request_size(body: Mapping[str, Any], prompt_tokens: int) -> Size:
 
 def user_message(role: str, tokenizer: PreTrainedTokenizerBase, prompt_ids: IntArray) -> str:
     """Return the user message that is rendered as `prompt_ids` (P,). Raises PermanentError if there is none."""
-    text = tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
+    text: str = tokenizer.decode(prompt_ids.tolist(), skip_special_tokens=False)
     for arguments in TEMPLATE_ARGUMENTS if tokenizer.chat_template else ():
-        for message in _candidates(tokenizer, text, arguments):
-            if np.array_equal(_rendered(tokenizer, message, arguments, tokenize=True), prompt_ids):
-                return message
+        before, mark, after = _rendered(tokenizer, MARK, arguments, tokenize=False).partition(MARK)
+        message = text.removeprefix(before).removesuffix(after)
+        if mark and message and np.array_equal(_rendered(tokenizer, message, arguments, tokenize=True), prompt_ids):
+            return message
     raise PermanentError(
         f"{role}.backend only chats, and this prompt is no chat of one user message in {role}.model's template, or its "
         "text spells a control token, which the endpoint may take for one"
     )
 
 
-def _candidates(tokenizer: PreTrainedTokenizerBase, text: str, arguments: dict[str, bool]) -> Iterator[str]:
-    """Yield possible messages: the text between the beginning and the end that the template writes."""
-    before, mark, after = _rendered(tokenizer, MARK, arguments, tokenize=False).partition(MARK)
-    if mark and text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
-        yield text[len(before) : len(text) - len(after)]
-
-
 def _rendered(tokenizer: PreTrainedTokenizerBase, message: str, arguments: dict[str, bool], *, tokenize: bool) -> Any:
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}],
-        add_generation_prompt=True,
-        tokenize=tokenize,
-        **({"return_dict": True} if tokenize else {}),
-        **arguments,
-    )
+    chat = [{"role": "user", "content": message}]
+    rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=tokenize, **arguments)
     return rendered["input_ids"] if tokenize else rendered
 
 

@@ -29,16 +29,14 @@ class TokenTexts:
         self.bytes_of: list[bytes | None] = [None] * vocab_size  # None for ids without a token
         self.special: BoolArray = np.zeros(vocab_size, dtype=np.bool_)
         raw: list[str | None] = [None] * vocab_size
-        added = {int(token_id): token for token_id, token in tokenizer.added_tokens_decoder.items()}
+        added = tokenizer.added_tokens_decoder
         to_bytes = _byte_reader(tokenizer)
         for name, token_id in tokenizer.get_vocab().items():
             if token_id >= vocab_size:
                 continue
             raw[token_id] = name
             self.bytes_of[token_id] = name.encode() if token_id in added else to_bytes(name)
-        for token_id, token in added.items():
-            if token_id < vocab_size:
-                self.special[token_id] = bool(token.special)
+            self.special[token_id] = token_id in added and added[token_id].special
         self.special_texts = tuple(text for text in np.array(self.bytes_of, dtype=object)[self.special] if text)
         self._ids = _unique_texts(raw, self.bytes_of)
 
