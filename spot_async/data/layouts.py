@@ -94,7 +94,7 @@ def last_turn_only(draft: Draft) -> str | None:
     return "messages before the user's last one left out" if had else None
 
 
-def _answered(draft: Draft, answer: str | int | float | None, what: str) -> str | None:
+def _answered(draft: Draft, answer: str | int | float | None, what: str | None) -> str | None:
     """Write another answer, if there is one; return `what` that did."""
     if answer is None or answer == draft.gold:
         return None
@@ -154,10 +154,7 @@ def behind_hashes(draft: Draft) -> str | None:
 def answer_in_solution(draft: Draft) -> str | None:
     """Take the answer from the last box of the solution, since several files of MATH have damaged answer columns."""
     boxed = extract_boxed(draft.solution) if draft.solution else None
-    if boxed is None:
-        return None
-    given, draft.answer = draft.gold, boxed
-    return "answer column differs from the solution's box" if given and given != boxed else None
+    return _answered(draft, boxed, "answer column differs from the solution's box" if draft.gold else None)
 
 
 def empty_box_is_zero(draft: Draft) -> str | None:
@@ -217,10 +214,8 @@ def letter_of_choice(draft: Draft) -> str | None:
     if len(set(meant)) != 1:
         draft.answer = f"({draft.gold})" if draft.labels and draft.gold in letters else draft.answer
         return None
-    given, draft.answer = draft.gold, letters[meant[0]]
-    if named is None:
-        return "answer was the place of a choice, from 0"
-    return None if given == draft.gold else "answer made the letter of a choice"
+    was = "answer was the place of a choice, from 0"
+    return _answered(draft, letters[meant[0]], was if named is None else "answer made the letter of a choice")
 
 
 def is_chinese(draft: Draft) -> str | None:
