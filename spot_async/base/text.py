@@ -13,7 +13,8 @@ import unicodedata
 
 _EATEN = (
     r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f] | [\r\u2028\u2029](?=[a-z])"  # YAML reads `\L` and `\P` as the last two
-    r"| \t (?: ext[a-z]*\s*\{ | (?:frac|heta|ilde|imes|riangle)(?![a-z]) ) | \n (?:abla|eq|geq|leq|otin)(?![a-z])"
+    r"| \t (?: ext[a-z]*\s*\{ | (?:frac|heta|ilde|imes|riangle)(?![a-z]) ) | \n (?:abla|otin)(?![a-z])"
+    r"| \n (?:eq|geq|leq)(?! [a-z] | \w*(?:\s*,\s*\w+)*\s*=(?!=) | \. | \s*\n | \s*\Z )"  # not a line of SymPy
 )
 EATEN = re.compile(_EATEN, re.VERBOSE)
 EATEN_IN_ANSWER = re.compile(rf"{_EATEN} | \t[a-z] | \A\n[a-z]", re.VERBOSE)  # `\tau`, `\nu`
