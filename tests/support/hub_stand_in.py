@@ -226,6 +226,7 @@ def running() -> Iterator[Hub]:
     server = uvicorn.Server(uvicorn.Config(hub.app, port=0, log_level="error", lifespan="off"))
     config = server.config
     socket = config.bind_socket()
+    socket.listen()  # else who asks before the thread runs is refused
     hub.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, name="hub")
     thread.start()
