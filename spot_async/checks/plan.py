@@ -125,7 +125,7 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
         _check_same_vocabulary(student, role, model)
     common = CommonVocabulary({role: model.vocab_size for role, model in {"student": student, **others}.items()})
     _check_ends(common, {"student": student, **others})
-    check_weights("student", config.student, student.directory, is_trained=True)
+    check_weights("student", config.student, student.directory, longest=config.sampling.longest_sequence)
     if config.training.lora is not None:
         check_lora(student.directory, config.training.lora)
     policy = make_policy(config, _policy_model(student, teachers), common)
@@ -201,16 +201,18 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
     )
 
 
-def check_weights(role: str, model: ModelConfig, directory: Path, *, is_trained: bool = False) -> None:
+def check_weights(role: str, model: ModelConfig, directory: Path, *, longest: int = 0) -> None:
     """Raise DataError unless the files of a model that is trained or served here are a whole model.
+
+    It is trained on sequences of up to `longest` tokens; 0 if it is not trained.
 
     A directory without weights is left alone, and so is an architecture that only the model's server may have.
     """
-    if (is_elsewhere(model) and not is_trained) or not has_weights(directory):
+    if (is_elsewhere(model) and not longest) or not has_weights(directory):
         return
     try:
         if any(map(Path.is_file, weight_files(directory))):
-            check_whole(directory, must_load=is_trained)
+            check_whole(directory, must_load=longest > 0, longest=longest)
     except DataError as error:
         raise DataError(f"{role}.model: {error}") from None
 
@@ -347,9 +349,8 @@ def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> N
         for token_id in model.vocabulary.end_token_ids:
             if token_id >= known:
                 raise ConfigError(
-                    f"{role}.model: its end token {model.vocabulary.tokenizer.convert_ids_to_tokens(token_id)!r} "
-                    f"({token_id}) is none of the {known} tokens that all models have: their vocabularies differ, or "
-                    "eos_token_id in its files is wrong"
+                    f"{role}.model: its end token {token_id} is none of the {known} tokens that all models have: "
+                    "eos_token_id in its files is wrong, or their vocabularies differ"
                 )
 
 

@@ -228,6 +228,11 @@ class SamplingConfig(Section):
     max_prompt_tokens: PositiveInt = Field(1024, description="longer prompts are filtered and counted")
     max_response_tokens: PositiveInt = Field(4096, description="longest response; a probe gets what its prefix leaves")
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt and its response, at most."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
 
 class QueueConfig(Section):
     """The bounded queue of finished supervision in front of the trainer."""

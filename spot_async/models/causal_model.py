@@ -118,12 +118,12 @@ def check_rope(directory: Path, model: PreTrainedModel, longest: int | None = No
             if kind != "longrope" and "dynamic" not in kind:  # of which transformers computes them in each pass
                 continue
             rope: Any = module.config.rope_parameters
-            original = rope.get(layers, rope).get("original_max_position_embeddings")
-            if original is None or (longest or own) > original:
-                hint = f"set max_context_tokens to {original} or less" if longest and original else "give another model"
+            original = rope.get(layers, rope).get("original_max_position_embeddings") or own
+            if (longest or own) > original:
                 raise DataError(
                     f"{directory}: its {kind} rotary scaling changes with the sequence length (rope_type in "
-                    f"config.json), and so with what else is in a batch: {hint}"
+                    f"config.json), and so with what else is in a batch, above {original} tokens: make sequences no "
+                    "longer (max_context_tokens of our engine, sampling.max_response_tokens), or give another model"
                 )
 
 

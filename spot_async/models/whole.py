@@ -22,23 +22,24 @@ UNLOADABLE, NOT_WHOLE = 3, 4  # exit codes: the trainer could not take such a mo
 LONGEST_S = 1800.0  # on a slow disk torch takes minutes
 
 
-def check_whole(directory: Path, *, must_load: bool = True) -> None:
+def check_whole(directory: Path, *, must_load: bool = True, longest: int = 0) -> None:
     """Raise `DataError` unless a directory's files are a whole model.
 
-    What transformers cannot make a model of, or none that can be trained, is refused only where it `must_load`.
+    What transformers cannot make a model of is refused only where it `must_load`. `longest` are the tokens of the
+    longest sequence that it is to be trained on; 0 if it is not.
     """
     if is_plainly_whole(directory):
         return
-    code, said = _judged(directory) if "torch" in sys.modules else _asked(directory)
+    code, said = _judged(directory, longest) if "torch" in sys.modules else _asked(directory, longest)
     if code == NOT_WHOLE or (code == UNLOADABLE and must_load):
         raise DataError(said)
 
 
-def _asked(directory: Path) -> tuple[int, str]:
+def _asked(directory: Path, longest: int) -> tuple[int, str]:
     """Return exit code and last line of a process of its own. Raises `DataError` if it does not come to its end."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, directory],
+            [sys.executable, "-m", __name__, directory, str(longest)],
             env={**SECRETS.without_keys(os.environ), "SPOT_ASYNC_PARENT": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -54,7 +55,7 @@ def _asked(directory: Path) -> tuple[int, str]:
     return done.returncode, os.fsdecode(said)
 
 
-def _judged(directory: Path) -> tuple[int, str]:
+def _judged(directory: Path, longest: int) -> tuple[int, str]:
     """Return an exit code, and what is wrong."""
     from spot_async.models.causal_model import check_files, check_rope, empty_model
 
@@ -64,7 +65,8 @@ def _judged(directory: Path) -> tuple[int, str]:
         code = NOT_WHOLE
         check_files(directory, model)
         code = UNLOADABLE
-        check_rope(directory, model)
+        if longest:
+            check_rope(directory, model, longest)
     except DataError as error:
         return code, str(error)
     return 0, ""
@@ -72,6 +74,6 @@ def _judged(directory: Path) -> tuple[int, str]:
 
 if __name__ == "__main__":
     exit_with_parent()
-    exit_code, message = _judged(Path(sys.argv[1]))
+    exit_code, message = _judged(Path(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.buffer.write(os.fsencode(message) + b"\n")  # paths may be no UTF-8
     sys.exit(exit_code)

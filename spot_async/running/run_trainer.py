@@ -119,6 +119,7 @@ def trainer_settings(config: Config, plan: TrainPlan, directory: RunDirectory, b
         run_directory=str(directory.path),
         publishes_to=str(directory.weights.published),
         temperature=config.sampling.temperature,
+        longest_sequence=config.sampling.longest_sequence,
         seed=config.run.seed,
         iterations=plan.schedule.iterations,
         end_token_ids=plan.stop_token_ids,

@@ -38,10 +38,11 @@ from spot_async.trainer.parallel import local, offsets
 
 
 @without_gc()  # loading imports the model's architecture
-def new_student(directory: str) -> PreTrainedModel:
+def new_student(directory: str, longest: int | None = None) -> PreTrainedModel:
     """Return the causal model of a Hugging Face directory: float32, training mode, no dropout.
 
-    Its parameters are on the meta device until `read_parameters`, or else it is whole, on the CPU.
+    Its parameters are on the meta device until `read_parameters`, or else it is whole, on the CPU. It is trained on
+    sequences of up to `longest` tokens; None: of its whole context.
 
     Raises `DataError` if it cannot be loaded, if its files are not a whole model, or if the architecture does something
     between hidden states and logits that `ResponseLogprobs` would leave out (soft caps, scales).
@@ -53,7 +54,7 @@ def new_student(directory: str) -> PreTrainedModel:
             model = _to_train(load_whole(path, dtype=torch.float32))
             if not _is_finite(model, directory):
                 raise DataError(f"{directory}: computes numbers that are not finite: its weights are damaged")
-        check_rope(path, model)
+        check_rope(path, model, longest)
     except DataError as error:
         raise DataError(f"student {error}") from error
     except LOADING_ERRORS as error:

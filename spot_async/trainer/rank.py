@@ -89,7 +89,7 @@ class StudentTrainer:
         # What bits depend on. The environment may ask for another instruction set than the CPU's best.
         self.cpu = f"{cpu_type()}, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
         dtype = torch.bfloat16 if self._training.dtype == "bfloat16" else torch.float32
-        self.model = new_student(settings.model_directory)
+        self.model = new_student(settings.model_directory, settings.longest_sequence)
         types = published_types(self.model, Path(settings.model_directory), dtype)
         is_packed = packs(
             self.model, settings.model_directory, self._training.packing, is_first_rank=strategy.rank == 0

@@ -40,6 +40,7 @@ class TrainerSettings(Section):
     temperature: PositiveFloat = Field(
         description="that of the rollouts, so that log-probabilities are the sampled policy's"
     )
+    longest_sequence: int | None = Field(None, description="tokens of the longest; None: the student's whole context")
     seed: int = Field(ge=0, description="the run's seed: mini-batch orders derive from it")
     iterations: PositiveInt = Field(description="iterations of the whole run; the learning rate is 0 after the last")
 

@@ -157,7 +157,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0]
 SCALED = {"factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 40}
 CHANGING: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
     "longrope": (LlamaConfig, LONG | {"original_max_position_embeddings": 32}),
-    "dynamic": (LlamaConfig, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "dynamic": (LlamaConfig, {"rope_type": "dynamic", **SCALED}),
     "longrope of some layers": (
         partial(Gemma3TextConfig, sliding_window=160, layer_types=["full_attention", "sliding_attention"]),
         {
@@ -168,6 +168,7 @@ CHANGING: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
 }
 FIXED: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
     "longrope that is never long": (LlamaConfig, LONG | {"original_max_position_embeddings": 160}),
+    "dynamic beyond the context": (LlamaConfig, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
     "dynamic by name alone": (HunYuanDenseV1Config, {"rope_type": "dynamic", "alpha": 9.0, **SCALED}),
     "yarn": (LlamaConfig, {"rope_type": "yarn", **SCALED}),
     "linear": (LlamaConfig, {"rope_type": "linear", **SCALED}),
@@ -185,10 +186,24 @@ def test_no_student_is_trained_whose_numbers_follow_the_longest_sequence_beside_
     for load in (
         lambda: new_student(str(tmp_path)),
         lambda: load_model(tmp_path, EngineSettings()),
-        lambda: check_weights("student", model, tmp_path, is_trained=True),
+        lambda: check_weights("student", model, tmp_path, longest=160),
     ):
         said = f"{tmp_path}: its {kind.split()[0]} rotary scaling changes with the sequence length"
         with nullcontext() if kind in FIXED else pytest.raises(DataError, match=said):
+            load()
+
+
+@pytest.mark.parametrize("longest", [32, 33])
+def test_a_student_is_trained_on_sequences_that_change_no_rotary_factors(tmp_path: Path, longest: int) -> None:
+    make, rope = CHANGING["longrope"]
+    AutoModelForCausalLM.from_config(make(**SIZES, rope_parameters=rope)).save_pretrained(tmp_path)
+    model = ModelConfig.model_validate({"model": str(tmp_path)})
+    for load in (
+        lambda: new_student(str(tmp_path), longest),
+        lambda: load_model(tmp_path, EngineSettings(max_context_tokens=longest)),
+        lambda: check_weights("student", model, tmp_path, longest=longest),
+    ):
+        with nullcontext() if longest == 32 else pytest.raises(DataError, match="above 32 tokens: make sequences no"):
             load()
 
 
