@@ -19,8 +19,11 @@ _EATEN = (
 EATEN = re.compile(_EATEN, re.VERBOSE)
 EATEN_IN_ANSWER = re.compile(rf"{_EATEN} | \t[a-z] | \A\n[a-z]", re.VERBOSE)  # `\tau`, `\nu`
 _COMMANDS = (
-    "alpha|angle|beta|begin|boxed|cdot|circ|cos|delta|dfrac|end|frac|gamma|geq|infty|lambda|left|leq|log|mathbb|mathbf|"
-    "mathrm|neq|operatorname|overline|pi|right|sin|sqrt|text|textbf|tfrac|theta|times|triangle"
+    "alpha|angle|approx|bar|begin|beta|binom|boxed|cap|cdots?|circ|cos|cot|csc|cup|degree|delta|dfrac|ldots|dots|emptyset|"
+    "end|epsilon|equiv|exists|forall|frac|gamma|geq|geqslant|hat|infty|int|lambda|langle|lceil|left|leq?|leqslant|lfloor|"
+    "lim|ln|log|mathbb|mathbf|mathcal|mathrm|mid|mu|neq?|notin|omega|operatorname|overline|overrightarrow|parallel|perp|"
+    "phi|pi|pm|pmod|prod|quad|rangle|rceil|rfloor|rho|right|rightarrow|sec|sigma|sin|sqrt|subseteq|subset|sum|tan|tau|"
+    "text|textbf|tfrac|theta|times|triangle|underline|varepsilon|varnothing|varphi|vec"
 )
 DOUBLED = re.compile(rf"(?<!\\)(?:\\\\)+(?:{_COMMANDS})(?![A-Za-z])")
 _LINE_END_AND_TAB = str.maketrans("\n\t", "\N{SYMBOL FOR LINE FEED}\N{SYMBOL FOR HORIZONTAL TABULATION}")

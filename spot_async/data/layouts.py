@@ -192,6 +192,9 @@ def drop_fillers(draft: Draft) -> str | None:
     return None
 
 
+_AROUND_LABEL = "(). :"
+
+
 def letter_of_choice(draft: Draft) -> str | None:
     """Write the answer as the letter `C`, if it is `(C)`, `C) 4 cm`, that choice's text or label, or its place from 0.
 
@@ -201,10 +204,10 @@ def letter_of_choice(draft: Draft) -> str | None:
     if not 0 < len(draft.choices) <= len(ascii_uppercase):
         return None
     letters = tuple(ascii_uppercase[: len(draft.choices)])
-    labels = draft.labels or letters
+    labels = tuple(each.strip(_AROUND_LABEL) for each in draft.labels) or letters
     named: int | None = None
-    if draft.gold in labels:
-        named = labels.index(draft.gold)
+    if (bare := draft.gold.strip(_AROUND_LABEL)) in labels:
+        named = labels.index(bare)
     elif labels == letters and isinstance(draft.answer, str):
         named = chosen_option(draft.gold, draft.choices)
     elif labels != letters and draft.gold in draft.choices:

@@ -42,12 +42,22 @@ _ACCEPTED: dict[Part, tuple[Any, str]] = {  # types, and what they are called
 Messages: TypeAlias = list[dict[str, Any]]
 _SPOKEN: tuple[Part, ...] = ("problem", "answer", "solution", "response")  # parts that chat messages may hold
 _OF_QUESTION = re.compile(  # names of columns
-    r"(?:(?:decoded_)?(?:image|picture|figure|diagram|video|audio|table)s?(?:_?[0-9]+)?|contexts?|passage|paragraph|article|"
-    r"documents?|story|background|premise|inputs?|options|choices|system(?:_prompt)?|history|tools)",
+    r"(?:(?:decoded_)?(?:image|picture|figure|diagram|video|audio|table)s?(?:_?[0-9]+|_path|_url)?|contexts?|passage|body|"
+    r"paragraph|article|documents?|story|background|evidence|premises?|inputs?|options|choices|system(?:_prompt|_message)?|"
+    r"history|tools|starter_code)",
     re.IGNORECASE,
 )
 # Keys of a message beside its content that templates write: what the model thought, and what else was said.
-_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking")
+_THOUGHTS = (
+    "reasoning_content",
+    "reasoning",
+    "reasoning_details",
+    "thinking",
+    "thought",
+    "thoughts",
+    "analysis",
+    "cot",
+)
 _BESIDE_CONTENT = ("tool_calls", "function_call", "images", "image", "videos", "audio")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
 
@@ -145,10 +155,10 @@ def read_draft(
     draft = Draft(**parts)
     question = draft.finish("", row.number).shown
     for name, value in row.columns.items():
-        if name in read or _is_empty(value) or not _OF_QUESTION.fullmatch(name):
+        if name in read or _says_nothing(value) or not _OF_QUESTION.fullmatch(name):
             continue
-        texts = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, str) and each.strip() in question for each in texts):
+        texts = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else [value]
+        if not all(isinstance(each, str | int | float) and str(each).strip() in question for each in texts):
             draft.doubts[f"column {name!r} may belong to the question and is not read (write it into the problem)"] = ""
     _doubt_texts(draft)
     return draft
@@ -190,7 +200,7 @@ def _of_chat(part: Part, messages: Messages, name: str, row: Row) -> dict[str, A
             *history, question = [_turn(number, each) for number, each in enumerate(before, start=1)]
         except ValueError as error:
             raise DataError(f"{row.where}: column {name!r} {error}; correct or remove the row") from None
-        lost = {key for each in before for key in _THOUGHTS if not _is_empty(each.get(key))}
+        lost = {key for each in before for key in _THOUGHTS if not _says_nothing(each.get(key))}
         doubts = {f"`{key}` of earlier messages is not read": "" for key in sorted(lost)}
         return {"problem": question.content, "history": tuple(history), "doubts": doubts}
     if part == "response" and behind and (beside := _beside_content(behind)) is not None:
@@ -209,10 +219,10 @@ def _beside_content(behind: Messages) -> str | None:
     """Return what there is of a response beside the text of its last message."""
     last = behind[-1]
     if len(behind) > 1:
-        return "messages before it"
+        return "other messages beside it"
     if not _is_empty(last.get("content")) and _text(last["content"]) is None:
         return "content that is not text"
-    return next((repr(key) for key in (*_THOUGHTS, *_BESIDE_CONTENT) if not _is_empty(last.get(key))), None)
+    return next((repr(key) for key in (*_THOUGHTS, *_BESIDE_CONTENT) if not _says_nothing(last.get(key))), None)
 
 
 def _typed(part: Part, value: Any, name: str, row: Row, key: str) -> str | int | float | tuple[str, ...]:
@@ -249,6 +259,13 @@ def _is_empty(value: Any) -> bool:
     return value is None or value == [] or (isinstance(value, str) and value.strip().lower() in ("", "nan"))
 
 
+def _says_nothing(value: Any) -> bool:
+    """Return whether a value is empty, or holds nothing else: what Parquet writes for a field that some rows have."""
+    if isinstance(value, dict | list):
+        return all(map(_says_nothing, value.values() if isinstance(value, dict) else value))
+    return _is_empty(value)
+
+
 def _look_up(columns: Columns, name: str) -> Any:
     """Return the value of a column, or for `a.b` that of `b` inside `a`."""
     value: Any = columns.get(name, _ABSENT)
@@ -278,7 +295,7 @@ def _turn(number: int, message: dict[str, Any]) -> ChatTurn:
         raise ValueError(f"has message {number} of another role than system, user or assistant")
     if text is None:
         raise ValueError(f"has message {number} with a content that is not text")
-    if beside := [key for key in _BESIDE_CONTENT if not _is_empty(message.get(key))]:
+    if beside := [key for key in _BESIDE_CONTENT if not _says_nothing(message.get(key))]:
         raise ValueError(f"has message {number} with {beside[0]!r}, which no prompt holds")
     return ChatTurn(role=role, content=text)
 

@@ -99,12 +99,15 @@ def test_a_written_response_of_which_a_part_would_not_be_learnt_is_refused(tmp_p
 
 def test_a_written_response_is_all_that_the_assistant_said_behind_the_question(tmp_path):
     call, result = {"role": "assistant", "content": "Let me add."}, {"role": "tool", "content": "3"}
-    row = answered(refusal=None, tool_calls=[], reasoning_content="", name="x", weight=1)
+    void = {"name": None, "arguments": None}
+    row = answered(refusal=None, tool_calls=[None], function_call=void, reasoning_content="", name="x", weight=1)
     assert (
         load(tmp_path, [row], fields={"response": "messages"}, needs_answers=False).problems[0].response == "It is 3."
     )
     several = {"messages": [row["messages"][0], call, result, row["messages"][1]]}
-    with pytest.raises(DataError, match=r"problems\.jsonl:1: column 'messages': .* messages before it.* not be learnt"):
+    with pytest.raises(
+        DataError, match=r"problems\.jsonl:1: column 'messages': .* other messages beside it.* not be learnt"
+    ):
         load(tmp_path, [several], fields={"response": "messages"}, needs_answers=False)
     asked_again = {"messages": [*row["messages"], {"role": "user", "content": "And 2+3?"}]}
     found = load(tmp_path, [asked_again], fields={"response": "messages", "answer": "messages"}, needs_answers=False)

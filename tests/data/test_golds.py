@@ -167,7 +167,7 @@ def test_eaten_escapes_are_named_in_choices_and_earlier_turns_and_in_an_answer_o
         assert "`answer` holds control characters" in line
 
 
-DOUBLED = (r"\\frac{3}{2}", r"2\\sqrt{3}", r"\\\\boxed{3}", r"5 \\text{ m}")
+DOUBLED = (r"\\frac{3}{2}", r"2\\sqrt{3}", r"\\\\boxed{3}", r"5 \\text{ m}", r"\\pm 3", r"A \\cup B")
 
 
 @pytest.mark.parametrize("doubled", DOUBLED)
@@ -182,7 +182,16 @@ def test_commands_behind_two_backslashes_are_named(tmp_path, part, doubled):
 @pytest.mark.parametrize(
     "text",
     [
-        *("a\r\nb", "1\tan apple\tan\n2\tan exit\n", "p\nequal parts", "zero\u200bwidth", "a\u00a0b", "\ufeffp"),
+        *(
+            "a\r\nb",
+            "1\tan apple\tan\n2\tan exit\n",
+            "p\nequal parts",
+            "solve(\neq = Eq(x, 3))",
+            "from\nleq\ngeq",
+            "zero\u200bwidth",
+            "a\u00a0b",
+            "\ufeffp",
+        ),
         *(r"\begin{pmatrix} a\\b \\ 2\\x \\\frac12 \end{pmatrix}", r"C:\\Users", "ends\r\n", "old\rMac"),
     ],
 )

@@ -230,6 +230,8 @@ TEXTS = ["4 cm", "5 cm", "2"]
         (["1", "2", "3"], 0, "0"),  # where there are labels no place is meant
         (["1", "2", "3"], "B", "(B)"),  # no letter that a verifier would read
         (["A", "B", "D"], "C", "(C)"),
+        (["(A)", "(B)", "(C)"], "B", "B"),
+        (["1", "2", "3"], "(1)", "A"),
         (["A", "B", "C"], "AC", "AC"),
         (["A", "B", "C"], 1, "1"),
     ],
