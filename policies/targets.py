@@ -67,7 +67,7 @@ class Branch:
         """Whether the position belongs to B+: some probe is right or, if the verifier gives numbers alone, above 0."""
         judged = [each for of_candidate in self.judgements for each in of_candidate]
         numbers = outcome_rewards(each.verdict for each in judged) or outcome_rewards(judged)
-        return self.values is not None and max(numbers) > 0
+        return self.values is not None and max(numbers, default=0.0) > 0
 
     @cached_property
     def prior(self) -> Float64Array:

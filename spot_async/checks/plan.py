@@ -348,8 +348,10 @@ def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> N
     for role, model in models.items():
         for token_id in model.vocabulary.end_token_ids:
             if token_id >= known:
+                text = model.vocabulary.tokenizer.convert_ids_to_tokens(token_id)  # None: it has no such token either
+                shown = f"({token_id})" if text is None else f"{text!r} ({token_id})"
                 raise ConfigError(
-                    f"{role}.model: its end token {token_id} is none of the {known} tokens that all models have: "
+                    f"{role}.model: its end token {shown} is none of the {known} tokens that all models have: "
                     "eos_token_id in its files is wrong, or their vocabularies differ"
                 )
 

@@ -118,8 +118,8 @@ def check_rope(directory: Path, model: PreTrainedModel, longest: int | None = No
             if kind != "longrope" and "dynamic" not in kind:  # of which transformers computes them in each pass
                 continue
             rope: Any = module.config.rope_parameters
-            original = rope.get(layers, rope).get("original_max_position_embeddings") or own
-            if (longest or own) > original:
+            original = rope.get(layers, rope).get("original_max_position_embeddings") if kind == "longrope" else own
+            if original is None or (longest or own) > original:
                 raise DataError(
                     f"{directory}: its {kind} rotary scaling changes with the sequence length (rope_type in "
                     f"config.json), and so with what else is in a batch, above {original} tokens: make sequences no "

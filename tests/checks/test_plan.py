@@ -372,7 +372,7 @@ def test_responses_end_where_a_models_config_json_says_unless_there_is_no_such_t
     config = quickstart([f"{role}.model={tmp_path / role}" for role in ("student", "teacher")])
     assert plan_training(config).stop_token_ids == (1, 5, 6)
     change_config(tmp_path / "student", eos_token_id=50256)
-    said = r"^student\.model: its end token 50256 is none of the 48 tokens that all models have"
+    said = r"^student\.model: its end token \(50256\) is none of the 48 tokens that all models have"
     with pytest.raises(ConfigError, match=said):
         plan_training(config)
     with pytest.raises(ConfigError, match=said):

@@ -157,7 +157,6 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0]
 SCALED = {"factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 40}
 CHANGING: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
     "longrope": (LlamaConfig, LONG | {"original_max_position_embeddings": 32}),
-    "dynamic": (LlamaConfig, {"rope_type": "dynamic", **SCALED}),
     "longrope of some layers": (
         partial(Gemma3TextConfig, sliding_window=160, layer_types=["full_attention", "sliding_attention"]),
         {

@@ -41,9 +41,9 @@ def config_of(name: str) -> transformers.PreTrainedConfig:
         case "window":
             return transformers.MistralConfig(**SIZES, sliding_window=32)
         case "rope":
-            return transformers.LlamaConfig(
-                **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-            )
+            factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 32}
+            rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+            return transformers.LlamaConfig(**SIZES, rope_parameters=rope)
         case "recurrent":
             return transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
         case "linear":
@@ -58,7 +58,7 @@ def config_of(name: str) -> transformers.PreTrainedConfig:
     ("name", "context", "message"),
     [
         ("window", None, "attends to 32 tokens only: set max_context_tokens to 32 or less"),
-        ("rope", None, "dynamic rotary scaling changes with the sequence length"),
+        ("rope", None, "longrope rotary scaling changes with the sequence length"),
         ("recurrent", 64, "linear_attention layers; only full attention"),
         ("linear", None, "linear_attention layers; only full attention"),
         ("biased", 64, "BloomForCausalLM cannot be served"),
