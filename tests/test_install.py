@@ -34,7 +34,7 @@ def test_uv_is_given_what_pip_is_configured_with_and_the_environment_wins(instal
         "    https://b.example\nfind-links = /none\nconstraint = /etc/them.txt\ntrusted-host = c.example\n"
         "[install]\ntrusted-host = a.example\n"
     )
-    for name in [each for each in os.environ if each.startswith("PIP_")]:
+    for name in [each for each in os.environ if each.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
@@ -47,6 +47,11 @@ def test_uv_is_given_what_pip_is_configured_with_and_the_environment_wins(instal
     assert not any("https:" in each for each in words)  # addresses may hold a password, and `ps` shows words
     assert variables["UV_DEFAULT_INDEX"] == "https://mirror.example/simple"
     assert variables["UV_INDEX"] == "https://a.example https://b.example https://cpu.example"
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://own.example")
+    monkeypatch.setenv("UV_INDEX", "https://mine.example")
+    _, variables = install.by_uv([], "")
+    assert variables["UV_DEFAULT_INDEX"] == "https://own.example"
+    assert variables["UV_INDEX"] == "https://mine.example https://a.example https://b.example"
 
 
 @pytest.mark.parametrize(
