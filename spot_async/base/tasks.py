@@ -12,6 +12,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
 
+from spot_async.base.processes.resources import is_out_of_files, out_of_files
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import (
     BudgetSpentError,
@@ -213,6 +214,8 @@ def root_cause(error: BaseException) -> SpotError:
         # What hung may fail in any way once it is cancelled, so the stall is the cause.
         if isinstance(failure, StalledError):
             return failure
+    if any(map(is_out_of_files, failures)):
+        return SpotError(out_of_files())
     for failure in failures:
         if not isinstance(failure, SpotError):
             raise error

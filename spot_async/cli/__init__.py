@@ -53,7 +53,7 @@ class Commands(TyperGroup):
         """Run a command. An error of ours ends it with one line, and with the exit code of its class."""
         try:
             return super().invoke(ctx)
-        except (SpotError, BaseExceptionGroup) as error:
+        except (SpotError, OSError, BaseExceptionGroup) as error:
             cause = root_cause(error)
             fail(cause, code=exit_code(cause))
 

@@ -22,6 +22,7 @@ import uvicorn
 from spot_async.base.addresses import is_loopback
 from spot_async.base.processes.resources import (
     SERVER_COLLECTION_THRESHOLD,
+    open_file_limit,
     raise_open_file_limit,
     tune_gc,
     tune_malloc,
@@ -30,6 +31,7 @@ from spot_async.base.processes.resources import (
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import refuse_foreign_files
 from spot_async.serving.api import API_KEY_VARIABLE, Credentials
+from spot_async.serving.http.connections import BACKLOG, http_config, tcp_listener
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from spot_async.serving.engine.worker import EngineWorker
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # as with systemd, this socket gets READY=1 once requests are answered
-BACKLOG = 4096
-GRACEFUL_S = 1
 KEEP_ALIVE_S = 60  # longer than clients', because a server that closes first can cut off a request on its way
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -120,16 +120,7 @@ def _computes_with(settings: ServeSettings) -> str:
 
 
 async def _run(worker: EngineWorker, app: ASGIApp, listener: socket.socket) -> None:
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        lifespan="off",
-        ws="none",
-        proxy_headers=False,  # nobody asks who asked
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACEFUL_S,
-    )
+    config = http_config(app, places=open_file_limit() // 4, patience_s=KEEP_ALIVE_S, log_level="warning")
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.to_thread(worker.run), name="engine")
         try:
@@ -175,7 +166,7 @@ def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
     """Open the listening socket. This comes before loading the model, to find an address in use at once."""
     path = settings.uds
     try:
-        listener = _unix_listener(path) if path is not None else _tcp_listener(settings.host, settings.port or 0)
+        listener = _unix_listener(path) if path is not None else tcp_listener(settings.host, settings.port or 0)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = "in use by another process: choose another" if taken else error.strerror or error
@@ -193,11 +184,6 @@ def _address(settings: ServeSettings, listener: socket.socket | None = None) -> 
     if settings.uds is not None:
         return settings.uds
     return f"{settings.host} port {listener.getsockname()[1] if listener else settings.port}"
-
-
-def _tcp_listener(host: str, port: int) -> socket.socket:
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 def _unix_listener(path: str) -> socket.socket:

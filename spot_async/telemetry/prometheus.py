@@ -7,37 +7,50 @@ run's name as the label `run`.
 
 from __future__ import annotations
 
+import asyncio
+import html
 import ipaddress
 import math
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-from spot_async.base.addresses import host_of, is_loopback
-from spot_async.errors import FailureClass
+import uvicorn
+from prometheus_client import CollectorRegistry
+from prometheus_client.asgi import make_asgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from spot_async.base.addresses import is_loopback
+from spot_async.base.connection_room import STRANGERS
+from spot_async.base.files import open_regular
+from spot_async.base.processes.child import ChildProcess
+from spot_async.base.tasks import error_words
+from spot_async.errors import FailureClass, SpotError
+from spot_async.serving.api import Credentials
+from spot_async.serving.http.connections import http_config, tcp_listener
+from spot_async.serving.http.requests import Access, Api, App, Refusal
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, split_row
 
-if TYPE_CHECKING:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-    Family = CounterMetricFamily | GaugeMetricFamily
+Family = CounterMetricFamily | GaugeMetricFamily
 
 PREFIX = "spot_async_"
 # What the middle of a name says, by its first part: a label's name.
 LABELS = {"stage": "stage", "replica": "replica", "spending": "role", "traffic": "role", "evaluation": "set"}
 OTHER_LABEL = "of"
 REPORT_EVERY_S, REPORT_TIMEOUT_S = 30.0, 60.0
-
-WsgiApp: TypeAlias = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+MOST_REPORT_BYTES = 64 << 20
+PATIENCE_S = 10.0  # for a request, and for an answer to be taken
 
 
 def family_of(metric: str) -> tuple[str, str, str]:
@@ -57,21 +70,32 @@ def prometheus_endpoint(
 
     Raises OSError if it cannot listen there.
     """
-    from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
-
     sink, registry = _Sink(run.name, iterations, stages), CollectorRegistry()
     registry.register(sink)
+    metrics = make_asgi_app(registry)
+
+    async def scraped(scope: Scope, receive: Receive, send: Send) -> None:
+        await metrics(scope, _nothing, send)  # it would wait for a body
+
+    pages = Api("/", {"/metrics": ("GET", scraped), "/": ("GET", _Report(run))}, _refused)
+    access = Access(Credentials(), is_local=True, other_api=pages)
+    if not is_loopback(host):
+        access = replace(access, is_own=_is_own, own_names=f"an address or {socket.gethostname()}")
+    config = http_config(
+        App(access, pages), places=STRANGERS, patience_s=PATIENCE_S, log_config=None, log_level="critical"
+    )
+    server = uvicorn.Server(config)
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        listener = tcp_listener(host, port)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}: {error.strerror}; choose another port") from None
-    app = _with_report(make_wsgi_app(registry), run)
-    server.set_app(_for_known_names(app, is_open=not is_loopback(host)))
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # below 0: of names
+        raise OSError(f"cannot listen on {host}: {reason}; choose another port") from None
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="metrics", daemon=True)
+    thread.start()
     try:
         yield sink
     finally:
-        server.shutdown()
-        server.server_close()
+        server.should_exit = True
         thread.join()
 
 
@@ -94,8 +118,6 @@ class _Sink:
 
     def collect(self) -> Iterator[Metric]:
         """Yield what a scrape gets. Runs in the server's thread, so it reads only plain numbers of the loop's."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
         iteration, ended_s, metrics = self._newest
         families: dict[str, Family] = {}
 
@@ -127,51 +149,63 @@ class _Sink:
         yield from families.values()
 
 
-def _with_report(app: WsgiApp, run: Path) -> WsgiApp:
-    """Return the app with the run's report at `/`, which is made again if it is older than `REPORT_EVERY_S`.
-
-    A process of its own makes it, so that the run's own thread goes on.
-    """
-    command = [sys.executable, "-m", "spot_async", "report", str(run)]
-    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME", "LANG") if name in os.environ}
-    lock, made_s = threading.Lock(), -math.inf
-
-    def answered(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        nonlocal made_s
-        if environ.get("PATH_INFO") != "/":
-            return app(environ, start_response)
-        with lock:
-            if time.monotonic() - made_s >= REPORT_EVERY_S:
-                subprocess.run(command, env=environment, capture_output=True, timeout=REPORT_TIMEOUT_S, check=False)
-                made_s = time.monotonic()
-        page = run / "report.html"
-        if not page.exists():
-            start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
-            return [f"there is no report yet: {' '.join(command[1:])} says why\n".encode()]
-        again = ("Refresh", f"{REPORT_EVERY_S:.0f}")
-        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8"), again])
-        return [page.read_bytes()]
-
-    return answered
+async def _nothing() -> Message:
+    return {"type": "http.request"}
 
 
-def _for_known_names(app: WsgiApp, *, is_open: bool) -> WsgiApp:
-    """Return the app with a guard that refuses requests whose `Host` is a name of somebody else's.
+def _refused(error: Refusal | SpotError) -> Response:
+    return PlainTextResponse(f"{error}\n", error.status if isinstance(error, Refusal) else 500)
 
-    Otherwise a web page could let its own name point to this machine (DNS rebinding), and read the reply. If the port
-    `is_open` to others, addresses are right too, which no web page's name can be, and so is this machine's name.
+
+class _Report:
+    """Answers with the run's report, which is made again if it is older than `REPORT_EVERY_S`.
+
+    A process of its own makes it, so that the run's own thread goes on. There is one at a time.
     """
 
-    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        authority = environ.get("HTTP_HOST", "")
-        host = host_of(authority)
-        if not authority or is_loopback(host) or (is_open and _is_own(host)):
-            return app(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        others = f"an address or {socket.gethostname()}" if is_open else "localhost or 127.0.0.1"
-        return [f"Host: {authority} is another machine's name: ask for {others}\n".encode()]
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._making = asyncio.Lock()
+        self._made_s = -math.inf
+        self._error = ""
 
-    return guarded
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._making:
+            if time.monotonic() - self._made_s >= REPORT_EVERY_S:
+                self._error = await self._make()
+                self._made_s = time.monotonic()
+        await self._page()(scope, receive, send)
+
+    def _page(self) -> Response:
+        failed = f"the newest could not be made: {self._error}" if self._error else ""
+        try:
+            with open_regular(self._run / "report.html") as file:
+                page, written_s = file.read(MOST_REPORT_BYTES), os.fstat(file.fileno()).st_mtime
+        except OSError as error:
+            return PlainTextResponse(f"there is no report yet: {self._error or error_words(error)}\n", 503)
+        written = f"written at {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(written_s))}"
+        line = html.escape("; ".join(filter(None, (written, failed))))
+        again = {"Refresh": f"{REPORT_EVERY_S:.0f}"}
+        return HTMLResponse(page.replace(b"<main>", f"<main><p>{line}</p>".encode(), 1), headers=again)
+
+    async def _make(self) -> str:
+        """Make it, and return why that failed: "" if it did not."""
+        log = self._run / "logs" / "report.log"
+        command = [sys.executable, "-P", "-m", "spot_async", "report", str(self._run)]
+        ours = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        try:
+            log.unlink(missing_ok=True)
+            child = await ChildProcess.start_foreign("the report", command, log_path=log, environment=ours)
+            try:
+                async with asyncio.timeout(REPORT_TIMEOUT_S):
+                    code = await child.wait()
+            finally:
+                await child.stop()
+        except TimeoutError:
+            return f"not done within {REPORT_TIMEOUT_S:g} s"
+        except (OSError, SpotError) as error:
+            return error_words(error)
+        return child.describe_end(code) if code else ""
 
 
 def _is_own(host: str) -> bool:

@@ -25,7 +25,6 @@ from spot_async.config import Config, TelemetryConfig, WandbConfig
 from spot_async.errors import ConfigError
 from spot_async.run_directory.reading import EVALUATION, EVALUATION_ITERATION, evaluated_iteration, has_evaluation
 from spot_async.stages.stage import Stage
-from spot_async.telemetry.prometheus import prometheus_endpoint
 from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn, split_row
 
 ID_FILE = "id"  # of the run at W&B, which a resumed run continues
@@ -69,6 +68,8 @@ def open_sinks(
     telemetry = config.telemetry
     sinks: list[SideSink] = []
     if (port := telemetry.prometheus_port) is not None:  # its sink only keeps numbers, so it needs no thread
+        from spot_async.telemetry.prometheus import prometheus_endpoint
+
         name = f"telemetry.prometheus_port={port}"
         served = prometheus_endpoint(telemetry.prometheus_host, port, directory, iterations, stages)
         sinks.append(SideSink(name, served, warn, waits=True))

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import spot_async.trainer.nodes.gate as gate_module
 from spot_async.base import wire
+from spot_async.base.connection_room import STRANGERS, Room
 from spot_async.trainer.nodes.authentication import CHALLENGE_BYTES, Purpose, Seals, Secret
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError
-from spot_async.trainer.nodes.gate import UNPROVEN, Gate, Room, Strangers, UnknownSecretError, knock, listening_at
+from spot_async.trainer.nodes.gate import Gate, Strangers, UnknownSecretError, knock, listening_at
 from spot_async.trainer.nodes.messages import Hello
 from spot_async.trainer.nodes.store_tunnel import bring_to_store, reserve_port, tunnel
 
@@ -183,11 +184,11 @@ async def test_thousands_of_silent_strangers_keep_no_node_out_and_few_of_them_st
         strangers = [await asyncio.open_connection("127.0.0.1", opened.port) for _ in range(1000)]
         assert await opened.visit() == b"hello"
         closed = 0
-        for reader, _ in strangers[: -UNPROVEN - 1]:
+        for reader, _ in strangers[: -STRANGERS - 1]:
             with contextlib.suppress(ConnectionError):
                 await reader.read()
             closed += 1
-        assert closed == 1000 - UNPROVEN - 1
+        assert closed == 1000 - STRANGERS - 1
         assert await opened.visit() == b"hello"
         for _, writer in strangers:
             writer.close()

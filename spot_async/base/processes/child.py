@@ -123,9 +123,13 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    async def wait(self) -> int:
+        """Return the exit code once the child has ended; below 0: the signal that killed it."""
+        return await self._process.wait()
+
     async def watch(self) -> None:
         """Return when the child was stopped on purpose. Raises `ProcessDiedError` when it ended by itself."""
-        code = await self._process.wait()
+        code = await self.wait()
         if not self._stopping:
             raise ProcessDiedError(self.describe_end(code))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import os
 import platform
@@ -226,3 +227,22 @@ def raise_open_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(ValueError, OSError):  # macOS has a second limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_file_limit() -> int:
+    """Return how many files and connections this process may have open at a time."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def is_out_of_files(error: object) -> bool:
+    """Return whether the system refused to open something only because too much is open."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def out_of_files() -> str:
+    """Return in words what was refused then, and what to do."""
+    return (
+        f"too many files and connections are open for another: the system allows this process {open_file_limit():,} at "
+        "a time: raise that (ulimit -n), or let fewer requests be in flight (concurrency)"
+    )

@@ -13,54 +13,29 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.base import wire
-from spot_async.errors import (
-    DeadlineExceededError,
-    PermanentError,
-    RequestTooLargeError,
-    SpotError,
-)
+from spot_async.errors import DeadlineExceededError, PermanentError, SpotError
 from spot_async.serving import api
 from spot_async.serving.api import Credentials
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.replies import ClientGone, Replies, while_connected
+from spot_async.serving.http.replies import Replies, while_connected
 from spot_async.serving.http.requests import (
     MAX_BYTES,
     MAX_HELD_BYTES,
     UNREADABLE,
     Access,
     Api,
+    App,
     Bodies,
     Refusal,
 )
 from spot_async.types import Capabilities
 
 T = TypeVar("T")
-
-
-class App:
-    """The server's ASGI application: who may ask, which endpoint answers, and what becomes of its errors."""
-
-    def __init__(self, access: Access, own_api: Api) -> None:
-        self._access = access
-        self._own_api = own_api
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], scope["path"]
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        asked = self._access.other(path) or self._own_api
-        try:
-            if (refusal := self._access.refusal(method, path, headers)) is not None:
-                raise refusal
-            await asked.endpoint(method, path)(scope, receive, send)
-        except (Refusal, SpotError) as error:
-            await asked.answer(error)(scope, receive, send)
-        except (ClientGone, ClientDisconnect):
-            return  # there is nobody left to answer
 
 
 def build_app(
@@ -164,7 +139,4 @@ def _reply(message: object, status: int = 200) -> Response:
 
 def _answer(error: Refusal | SpotError) -> Response:
     status, kind = (error.status, error.error) if isinstance(error, Refusal) else (api.status_of(error), type(error))
-    reply = _reply(api.ErrorReply(error=kind.__name__, message=str(error)), status)
-    if isinstance(error, RequestTooLargeError):
-        reply.headers["Connection"] = "close"  # so that the rest of the body need not be read
-    return reply
+    return _reply(api.ErrorReply(error=kind.__name__, message=str(error)), status)

@@ -25,15 +25,12 @@ from spot_async.base.tasks import while_alive
 from spot_async.errors import DeadlineExceededError, SpotError
 from spot_async.serving import api
 from spot_async.serving.engine.worker import EngineWorker
+from spot_async.serving.http.requests import ClientGone
 
 TOGETHER_S = 0.1  # a reply waits this long for others to be sent with it; the last one does not wait
 
 
 T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client hung up: there is nobody left to answer."""
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from spot_async.base.addresses import host_of, is_loopback
 from spot_async.errors import PermanentError, RequestTooLargeError, ServerRestartedError, SpotError, ThrottledError
@@ -37,9 +37,11 @@ class Refusal(Exception):
         param: str | None = None,
         code: str | None = None,
         error: type[SpotError] = PermanentError,
+        headers: Mapping[str, str] = {},
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = headers  # of the answer
         self.param = param  # for APIs whose errors name the field
         self.code = code  # for APIs whose errors have one
         self.error = error  # for our own API
@@ -54,11 +56,12 @@ class Api(NamedTuple):
 
     def endpoint(self, method: str, path: str) -> ASGIApp:
         """Return what answers the request. Raises `Refusal` if nothing does."""
-        taken, endpoint = self.endpoints.get(path.rstrip("\n/"), (None, None))
+        taken, endpoint = self.endpoints.get(path.rstrip("\n/") or "/", (None, None))
         if endpoint is None:
             raise Refusal(404, f"{method} {path}: is not served; there are {', '.join(self.endpoints)}")
         if method != taken and (method, taken) != ("HEAD", "GET"):
-            raise Refusal(405, f"{method} {path}: is not served; it takes {taken}")
+            allowed = {"Allow": "GET, HEAD" if taken == "GET" else str(taken)}
+            raise Refusal(405, f"{method} {path}: is not served; it takes {taken}", headers=allowed)
         return endpoint
 
 
@@ -67,15 +70,17 @@ class Access:
     """The rules of one server."""
 
     credentials: Credentials
-    is_local: bool  # it listens on loopback or a Unix socket, so `Host` must be a name of this machine
+    is_local: bool  # `Host` must be a name of this machine, as where it listens on loopback or a Unix socket
     other_api: Api | None = None
     instance: str = ""  # names this process
+    is_own: Callable[[str], bool] = is_loopback  # whether a host is a name of this machine
+    own_names: str = "localhost or 127.0.0.1"
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is refused; None if it is not. `headers` are by their names in lower case."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self.is_local and host and not is_loopback(host_of(host)):
-            return Refusal(403, f"Host: {host} is another machine's name: ask for localhost or 127.0.0.1")
+        if self.is_local and host and not self.is_own(host_of(host)):
+            return Refusal(403, f"Host: {host} is another machine's name: ask for {self.own_names}")
         if origin is not None and not (host and origin.partition("://")[2] == host):
             return Refusal(403, f"Origin: {origin}: requests of web pages are not answered")
         key = self.credentials.api_key
@@ -98,6 +103,36 @@ class Access:
     def other(self, path: str) -> Api | None:
         """Return the other API, if the path is one of its own."""
         return self.other_api if self.other_api is not None and path.startswith(self.other_api.prefix) else None
+
+
+class ClientGone(Exception):
+    """The client hung up: there is nobody left to answer."""
+
+
+class App:
+    """A server's ASGI application: who may ask, which endpoint answers, and what becomes of its errors."""
+
+    def __init__(self, access: Access, own_api: Api) -> None:
+        self._access = access
+        self._own_api = own_api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        asked = self._access.other(path) or self._own_api
+        try:
+            if (refusal := self._access.refusal(method, path, headers)) is not None:
+                raise refusal
+            await asked.endpoint(method, path)(scope, receive, send)
+        except (Refusal, SpotError) as error:
+            response = asked.answer(error)
+            if isinstance(error, Refusal):
+                response.headers.update(error.headers)
+            if isinstance(error, RequestTooLargeError):
+                response.headers["Connection"] = "close"  # after this answer the rest of the body is dropped
+            await response(scope, receive, send)
+        except (ClientGone, ClientDisconnect):
+            return  # there is nobody left to answer
 
 
 def _same(shown: str, wanted: str) -> bool:

@@ -31,10 +31,7 @@ PREFIX = "/v1"
 # Of one body, and of all together that have not been decoded yet. JSON grows up to 25 times as Python objects.
 MAX_BYTES, MAX_HELD_BYTES = 8 * MIB, 128 * MIB
 JSON = "application/json"
-_HEADERS = {
-    413: {"Connection": "close"},  # so that the rest of the body need not be read
-    503: {"Retry-After": "1"},
-}
+_HEADERS = {503: {"Retry-After": "1"}}
 
 T = TypeVar("T")
 

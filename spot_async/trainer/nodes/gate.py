@@ -1,8 +1,7 @@
 """The one port that other machines reach: lets in who knows the run's secret, counts and drops everybody else.
 
 Somebody without the secret is told nothing, is read no more than an answer's bytes, and stays for seconds. There is
-little room for such connections. When it is full, the address that has the most of them loses its oldest. So a
-stranger who opens thousands drops their own, and a node that answers at once gets in between.
+little room for such connections (`Room`), and a node that answers at once gets in between.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Generic, TypeVar
 
 import structlog
 
+from spot_async.base.connection_room import Room
 from spot_async.base.text import counted, visible
 from spot_async.trainer.nodes.authentication import (
     ANSWER_BYTES,
@@ -30,9 +28,6 @@ from spot_async.trainer.nodes.authentication import (
     Visitor,
 )
 
-T = TypeVar("T")
-
-UNPROVEN = 16  # connections at a time that have not shown the secret
 PROOF_TIMEOUT_S = 5.0
 SAY_EVERY_S = 60.0
 FULL_PAUSE_S = 1.0  # where the system has no room for a connection
@@ -42,27 +37,6 @@ Attend = Callable[[Purpose, socket.socket, Seals], Awaitable[None]]
 
 class UnknownSecretError(Exception):
     """Who listens there does not know the secret, or does not take ours."""
-
-
-class Room(Generic[T]):
-    """Those who have not shown the secret, by their addresses, the oldest first. Pure."""
-
-    def __init__(self, size: int = UNPROVEN) -> None:
-        self._size = size
-        self._inside: dict[T, str] = {}
-
-    def enter(self, key: T, address: str) -> T | None:
-        """Let one in, and return who has to go for that."""
-        self._inside[key] = address
-        if len(self._inside) <= self._size:
-            return None
-        most, _ = Counter(self._inside.values()).most_common(1)[0]
-        dropped = next(each for each, where in self._inside.items() if where == most)
-        del self._inside[dropped]
-        return dropped
-
-    def leave(self, key: T) -> None:
-        self._inside.pop(key, None)
 
 
 class Strangers:
