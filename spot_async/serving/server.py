@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from spot_async.base.addresses import is_loopback
 from spot_async.base.processes.resources import (
     SERVER_COLLECTION_THRESHOLD,
@@ -31,7 +29,7 @@ from spot_async.base.processes.resources import (
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import refuse_foreign_files
 from spot_async.serving.api import API_KEY_VARIABLE, Credentials
-from spot_async.serving.http.connections import BACKLOG, http_config, tcp_listener
+from spot_async.serving.http.connections import BACKLOG, HttpServer, http_config, tcp_listener
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -129,7 +127,7 @@ async def _run(worker: EngineWorker, app: ASGIApp, listener: socket.socket) -> N
             worker.stop()
 
 
-class _Server(uvicorn.Server):
+class _Server(HttpServer):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Capture signals. Unlike the base's, do not raise them again afterwards: there is still a socket to remove."""

@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.asgi import make_asgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -37,7 +36,7 @@ from spot_async.base.processes.child import ChildProcess
 from spot_async.base.tasks import error_words
 from spot_async.errors import FailureClass, SpotError
 from spot_async.serving.api import Credentials
-from spot_async.serving.http.connections import http_config, tcp_listener
+from spot_async.serving.http.connections import HttpServer, http_config, tcp_listener
 from spot_async.serving.http.requests import Access, Api, App, Refusal
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, split_row
@@ -50,7 +49,7 @@ LABELS = {"stage": "stage", "replica": "replica", "spending": "role", "traffic":
 OTHER_LABEL = "of"
 REPORT_EVERY_S, REPORT_TIMEOUT_S = 30.0, 60.0
 MOST_REPORT_BYTES = 64 << 20
-PATIENCE_S = 10.0  # for a request, and for an answer to be taken
+PATIENCE_S = 10  # for a request, and for an answer to be taken
 
 
 def family_of(metric: str) -> tuple[str, str, str]:
@@ -84,7 +83,7 @@ def prometheus_endpoint(
     config = http_config(
         App(access, pages), places=STRANGERS, patience_s=PATIENCE_S, log_config=None, log_level="critical"
     )
-    server = uvicorn.Server(config)
+    server = HttpServer(config)
     try:
         listener = tcp_listener(host, port)
     except OSError as error:

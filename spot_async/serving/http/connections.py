@@ -24,7 +24,7 @@ from spot_async.base.connection_room import Room
 
 BACKLOG = 4096
 GRACEFUL_S = 1
-HEAD_BYTES = 1 << 16  # of a request, before its body
+HEAD_BYTES, MOST_HEADERS = 1 << 16, 1000  # of a request; chunks may bring more headers behind its body
 REQUEST_BYTES = 1 << 27  # of its body with all that frames it, read or dropped
 
 
@@ -34,7 +34,7 @@ def tcp_listener(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
-def http_config(app: ASGIApp, *, places: int, patience_s: float, **more: Any) -> uvicorn.Config:
+def http_config(app: ASGIApp, *, places: int, patience_s: int, **more: Any) -> uvicorn.Config:
     """Return what a server is made of that has `places` for connections that wait, and as many for other ones.
 
     Further requests are answered 503. `more` is uvicorn's.
@@ -46,17 +46,25 @@ def http_config(app: ASGIApp, *, places: int, patience_s: float, **more: Any) ->
         lifespan="off",
         ws="none",
         proxy_headers=False,  # nobody asks who asked
-        backlog=BACKLOG,
+        backlog=min(BACKLOG, places),  # asyncio accepts so many before it looks at one
         limit_concurrency=2 * places,
+        timeout_keep_alive=patience_s,
         timeout_graceful_shutdown=GRACEFUL_S,
         **more,
     )
 
 
+class HttpServer(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or []:
+            each.listen(BACKLOG)  # asyncio has made this the number that it accepts at a time
+
+
 class HttpConnection(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, *given: Any, room: Room[HttpConnection], patience_s: float, **named: Any) -> None:
+    def __init__(self, *given: Any, room: Room[HttpConnection], patience_s: int, **named: Any) -> None:
         super().__init__(*given, **named)
         self._room = room
         self._patience_s = patience_s
@@ -107,6 +115,11 @@ class HttpConnection(HttpToolsProtocol):
         self._is_unreadable = True
         super().send_400_response(msg)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) == MOST_HEADERS:
+            raise ValueError(f"more than {MOST_HEADERS} headers")  # answered 400
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._received_bytes = 0
         super().on_headers_complete()
@@ -143,13 +156,17 @@ class HttpConnection(HttpToolsProtocol):
 class _ClosingInSteps:
     """A transport of which the protocol itself says how it closes."""
 
-    def __init__(self, transport: asyncio.BaseTransport, close: Callable[[Any], None]) -> None:
+    def __init__(self, transport: Any, close: Callable[[Any], None]) -> None:
         self._transport = transport
         self._close = close
         self._closes = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._closes:
+            self._transport.write(data)
 
     def is_closing(self) -> bool:
         return self._closes or self._transport.is_closing()
