@@ -29,7 +29,7 @@ from spot_async.base.processes.resources import (
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import refuse_foreign_files
 from spot_async.serving.api import API_KEY_VARIABLE, Credentials
-from spot_async.serving.http.connections import BACKLOG, HttpServer, http_config, tcp_listener
+from spot_async.serving.http.connections import BACKLOG, HttpServer, tcp_listener
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -118,11 +118,11 @@ def _computes_with(settings: ServeSettings) -> str:
 
 
 async def _run(worker: EngineWorker, app: ASGIApp, listener: socket.socket) -> None:
-    config = http_config(app, places=open_file_limit() // 4, patience_s=KEEP_ALIVE_S, log_level="warning")
+    server = _Server(app, places=open_file_limit() // 4, patience_s=KEEP_ALIVE_S, log_level="warning")
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.to_thread(worker.run), name="engine")
         try:
-            await _Server(config).serve(sockets=[listener])
+            await server.serve(sockets=[listener])
         finally:
             worker.stop()
 

@@ -36,7 +36,7 @@ from spot_async.base.processes.child import ChildProcess
 from spot_async.base.tasks import error_words
 from spot_async.errors import FailureClass, SpotError
 from spot_async.serving.api import Credentials
-from spot_async.serving.http.connections import HttpServer, http_config, tcp_listener
+from spot_async.serving.http.connections import HttpServer, tcp_listener
 from spot_async.serving.http.requests import Access, Api, App, Refusal
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, split_row
@@ -80,10 +80,8 @@ def prometheus_endpoint(
     access = Access(Credentials(), is_local=True, other_api=pages)
     if not is_loopback(host):
         access = replace(access, is_own=_is_own, own_names=f"an address or {socket.gethostname()}")
-    config = http_config(
-        App(access, pages), places=STRANGERS, patience_s=PATIENCE_S, log_config=None, log_level="critical"
-    )
-    server = HttpServer(config)
+    app = App(access, pages)
+    server = HttpServer(app, places=STRANGERS, patience_s=PATIENCE_S, log_config=None, log_level="critical")
     try:
         listener = tcp_listener(host, port)
     except OSError as error:

@@ -236,13 +236,5 @@ def open_file_limit() -> int:
 
 
 def is_out_of_files(error: object) -> bool:
-    """Return whether the system refused to open something only because too much is open."""
+    """Return whether the system opened a file or a connection for nobody, because too many are open."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-
-
-def out_of_files() -> str:
-    """Return in words what was refused then, and what to do."""
-    return (
-        f"too many files and connections are open for another: the system allows this process {open_file_limit():,} at "
-        "a time: raise that (ulimit -n), or let fewer requests be in flight (concurrency)"
-    )

@@ -129,7 +129,7 @@ class App:
             if isinstance(error, Refusal):
                 response.headers.update(error.headers)
             if isinstance(error, RequestTooLargeError):
-                response.headers["Connection"] = "close"  # after this answer the rest of the body is dropped
+                response.headers["Connection"] = "close"
             await response(scope, receive, send)
         except (ClientGone, ClientDisconnect):
             return  # there is nobody left to answer

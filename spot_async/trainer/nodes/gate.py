@@ -104,7 +104,8 @@ class Gate:
             while True:
                 try:
                     connected, (peer, *_) = await loop.sock_accept(listener)
-                except OSError:
+                except OSError as error:
+                    structlog.get_logger().warning("connections wait", reason=str(error))
                     await asyncio.sleep(FULL_PAUSE_S)
                     continue
                 task = group.create_task(self._meet(connected, peer, attend), name=f"connection from {peer}")
