@@ -12,7 +12,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
 
-from spot_async.base.processes.resources import is_out_of_files, open_file_limit
+from spot_async.base.processes.resources import is_out_of_files, out_of_files
 from spot_async.base.retry import RetryPolicy
 from spot_async.errors import (
     BudgetSpentError,
@@ -215,8 +215,7 @@ def root_cause(error: BaseException) -> SpotError:
         if isinstance(failure, StalledError):
             return failure
     if any(map(is_out_of_files, failures)):
-        limit = f"this process may have {open_file_limit():,} at a time: raise that with ulimit -n"
-        return SpotError(f"too many files and connections are open to open another: {limit}")
+        return out_of_files()
     for failure in failures:
         if not isinstance(failure, SpotError):
             raise error

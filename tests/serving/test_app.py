@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import http.client
 import itertools
 import socket
 import threading
@@ -21,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+import spot_async.serving.http.connections as connections_module
 import spot_async.serving.http.requests as bodies_module
 from spot_async.base import wire
 from spot_async.errors import ThrottledError
@@ -31,6 +34,7 @@ from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.model import load_model
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.app import build_app
+from spot_async.serving.http.connections import HEAD_BYTES, MOST_HEADERS, HttpServer, tcp_listener
 from spot_async.serving.http.replies import TOGETHER_S, Replies
 from spot_async.serving.http.requests import MAX_BYTES, MIB, Bodies, Refusal
 from spot_async.serving.openai.app import MAX_BYTES as MAX_JSON_BYTES
@@ -123,6 +127,96 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(open_app: A
                 assert f"more than {limit // MIB} MiB" in reply.text
                 assert reply.headers["Connection"] == "close"
             assert sent <= limit + 2 * MIB
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, *, places: int = 16) -> AsyncIterator[int]:
+    """Serve an app on a port of loopback, which is yielded."""
+    server = HttpServer(app, places=places, patience_s=600, log_config=None, log_level="critical")
+    listener = tcp_listener("127.0.0.1", 0)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(server.serve([listener]))
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+async def test_a_client_that_sends_a_large_body_and_reads_afterwards_sees_why_it_is_refused(
+    open_app: ASGIApp, is_chunked: bool, connection: str
+) -> None:
+    def ask(port: int, path: str, kind: str) -> tuple[int, bytes]:
+        parts = (bytes(MIB) for _ in range(MAX_JSON_BYTES // MIB + 24))
+        body = parts if is_chunked else b"".join(parts)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as client:
+            headers = {"Content-Type": kind, "Connection": connection}
+            client.request("POST", path, body, headers, encode_chunked=is_chunked)
+            reply = client.getresponse()
+            return reply.status, reply.read()
+
+    async with serving(open_app) as port:
+        status, said = await asyncio.to_thread(ask, port, "/v1/completions", "application/json")
+        assert (status, b"more than 8 MiB" in said) == (413, True)
+        assert (await asyncio.to_thread(ask, port, "/none", api.CONTENT_TYPE))[0] == 404  # is not read either
+
+
+async def test_who_waits_for_leave_to_send_a_large_body_sends_nothing(open_app: ASGIApp) -> None:
+    words = f"Content-Type: application/json\r\nContent-Length: {MAX_JSON_BYTES + 1}\r\nExpect: 100-continue"
+    async with serving(open_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{words}\r\n\r\n".encode())
+        assert await reader.readline() == b"HTTP/1.1 413 Request Entity Too Large\r\n"
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nA: " + b"a" * HEAD_BYTES,
+        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * (MOST_HEADERS + 2),
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: b\r\n" * (MOST_HEADERS + 2),
+    ],
+    ids=["one long header", "many headers", "many headers behind the body"],
+)
+async def test_endless_headers_end_their_connection(open_app: ASGIApp, sent: bytes) -> None:
+    async with serving(open_app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+
+async def test_a_body_without_an_end_is_dropped_up_to_a_bound(
+    open_app: ASGIApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "BODY_BYTES", MIB)
+    async with serving(open_app) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with contextlib.suppress(ConnectionError):  # or the time-out ends this
+            while True:
+                writer.write(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
+                await writer.drain()
+        writer.close()
+
+
+async def test_who_does_not_take_an_answer_makes_room_for_others() -> None:
+    answered = Response(bytes(64 * MIB))
+    async with serving(answered, places=2) as port:
+        slow = []
+        for _ in range(4):  # the first two lose their places
+            slow.append(await asyncio.open_connection("127.0.0.1", port, limit=1))
+            slow[-1][1].write(b"GET / HTTP/1.1\r\n\r\n")
+            await slow[-1][0].readexactly(1)
+        for reader, writer in slow[:2]:
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await reader.readexactly(64 * MIB)
+            writer.close()
+        for _, writer in slow[2:]:
+            writer.close()
 
 
 def request_of(*parts: bytes) -> Request:

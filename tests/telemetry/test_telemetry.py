@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -18,6 +20,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +32,7 @@ from rich.text import Text
 from run_files import make_run, metrics_row
 
 from spot_async.backends.shared.launch import free_port
+from spot_async.base.connection_room import STRANGERS
 from spot_async.config import TelemetryConfig
 from spot_async.config.loading import validate
 from spot_async.errors import ConfigError
@@ -299,6 +304,69 @@ def test_the_metrics_port_has_the_runs_report_which_is_made_again_only_after_a_w
     with open_sinks(config(prometheus_port=port), tmp_path / "none"), pytest.raises(urllib.error.HTTPError) as refused:
         page()
     assert (refused.value.code, b"there is no report yet" in refused.value.read()) == (503, True)
+
+
+def test_the_metrics_page_has_one_maker_at_a_time_and_shows_its_last_error_and_when_it_was_written(
+    tmp_path, monkeypatch
+):
+    files, port = make_run(tmp_path / "run", [], [metrics_row(1)]), free_port()
+
+    def page():
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60) as reply:
+            return reply.read().decode()
+
+    with open_sinks(config(prometheus_port=port), files.path), ThreadPoolExecutor(4) as visitors:
+        first = [asked.result() for asked in [visitors.submit(page) for _ in range(4)]]
+        assert (files.path / "logs" / "report.log").read_text().count("page: ") == 1
+        assert re.search(r"<p>written at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", first[0])
+        assert len({*first}) == 1
+        monkeypatch.setattr("spot_async.telemetry.prometheus.REPORT_EVERY_S", 0)
+        (files.path / "config.yaml").write_text("]")
+        failed = r"<p>written at .*; the newest could not be made: the report \(pid \d+\) exited with code 2"
+        assert re.search(failed, page())
+        monkeypatch.setattr("spot_async.telemetry.prometheus.REPORT_TIMEOUT_S", 0)
+        assert "the newest could not be made: not done within 0 s" in page()
+
+
+def test_the_metrics_port_answers_other_methods_and_paths_as_http_has_them(tmp_path):
+    port = free_port()
+
+    def asked(method, path):
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+            client.request(method, path)
+            reply = client.getresponse()
+            return reply.status, reply.getheader("Allow"), bool(reply.read())
+
+    with open_sinks(config(prometheus_port=port), tmp_path):
+        assert asked("GET", "/metrics") == (200, None, True)
+        assert asked("HEAD", "/metrics") == (200, None, False)
+        assert asked("HEAD", "/") == (503, None, False)  # there is no run
+        for method, path in itertools.product(("POST", "PUT", "DELETE", "OPTIONS"), ("/", "/metrics")):
+            assert asked(method, path) == (405, "GET, HEAD", True)
+        assert asked("GET", "/none")[0] == asked("POST", "/metric")[0] == 404
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metrics HTTP/1.1\r\nHost: loc"])
+def test_idle_connections_to_the_metrics_port_take_few_places_and_keep_nobody_out(tmp_path, said):
+    port = free_port()
+    with open_sinks(config(prometheus_port=port), tmp_path), ExitStack() as held:
+        idle = [held.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(100)]
+        for each in idle:
+            with suppress(ConnectionError):  # it was dropped for others
+                each.sendall(said)
+        assert "spot_async_iterations" in scrape(port)
+        for each in idle[: -STRANGERS - 1]:
+            with suppress(ConnectionError):
+                assert each.recv(1) == b""
+
+
+def test_who_is_silent_at_the_metrics_port_is_dropped_after_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr("spot_async.telemetry.prometheus.PATIENCE_S", 0)
+    port = free_port()
+    with open_sinks(config(prometheus_port=port), tmp_path), suppress(ConnectionError), socket.socket() as idle:
+        idle.settimeout(60)
+        idle.connect(("127.0.0.1", port))
+        assert idle.recv(1) == b""
 
 
 def test_prometheus_listens_on_loopback_only(tmp_path):

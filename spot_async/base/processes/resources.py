@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spot_async.errors import SpotError
+
 # New objects between two collections of the youngest generation; Python's own is 700. Our requests leave nothing in
 # cycles, not even failed ones, but a connection that ends leaves some 20 of aiohttp's objects, 4 KB in all. So some 10
 # MB may wait for a collection, which takes some milliseconds.
@@ -236,5 +238,10 @@ def open_file_limit() -> int:
 
 
 def is_out_of_files(error: object) -> bool:
-    """Return whether the system opened a file or a connection for nobody, because too many are open."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    """Return whether nothing more could be opened, because too much is open."""
+    return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)  # ZeroMQ's errors are no OSErrors
+
+
+def out_of_files() -> SpotError:
+    limit = f"this process may have {open_file_limit():,} at a time: raise that with ulimit -n"
+    return SpotError(f"too many files and connections are open to open another: {limit}")

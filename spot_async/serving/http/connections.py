@@ -54,6 +54,7 @@ class HttpServer(uvicorn.Server):
             **more,
         )
         super().__init__(config)
+        config.load()  # here its failures are the caller's
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_tell)
@@ -116,6 +117,11 @@ class _Connection(HttpToolsProtocol):
         super().data_received(data)
         if self._received_bytes > (BODY_BYTES if self._has_rest else HEAD_BYTES):
             self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:
+            self.cycle.more_body = False  # nothing more of it can be read
+        super().send_400_response(msg)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) == MOST_HEADERS:
