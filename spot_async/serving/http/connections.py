@@ -86,7 +86,8 @@ class _Connection(HttpToolsProtocol):
 
     def close(self, transport: asyncio.Transport) -> None:
         """Close as soon as the client may hear what it was told."""
-        if self._has_rest:
+        waits_for_leave = self.expect_100_continue and not self._received_bytes
+        if self._has_rest and not waits_for_leave:
             self._closes = True
         else:
             transport.close()
