@@ -163,12 +163,6 @@ class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
     own_ids: dict[str, IntArray] = {}  # likewise, of those among several teachers that read another, by name
     message: str = ""  # the user's last one as the student reads it: the text and the instruction; empty: the text
 
-
-class Prompt(PromptSource, frozen=True, kw_only=True):
-    """A problem at its place in the run."""
-
-    ordinal: int  # place in admission order; seeds and priorities derive from it
-
     @property
     def read_by_teacher(self) -> IntArray:
         """Return the ids that the teacher reads, unless a policy gives it others."""
@@ -177,6 +171,12 @@ class Prompt(PromptSource, frozen=True, kw_only=True):
     def read_by(self, teacher: str) -> IntArray:
         """Return the ids that the teacher of this name reads, as `read_by_teacher`."""
         return self.own_ids.get(teacher, self.read_by_teacher)
+
+
+class Prompt(PromptSource, frozen=True, kw_only=True):
+    """A problem at its place in the run."""
+
+    ordinal: int  # place in admission order; seeds and priorities derive from it
 
     def turns(self, *further: str) -> list[ChatTurn]:
         """Return what the student reads as turns: earlier ones, then the user's message with its instruction.

@@ -45,7 +45,7 @@ from spot_async.models.whole import check_whole
 from spot_async.protocols import CandidateScorer, Policy, ScheduleChecker
 from spot_async.stages.plugin_contract import check_policy
 from spot_async.telemetry.sinks import check_packages
-from spot_async.types import IntArray, PolicyNeeds, PromptSource
+from spot_async.types import IntArray, PolicyNeeds
 from spot_async.verification.normalization import answer_start
 from spot_async.watchdog.silence import SilenceLimits, silence_limits
 
@@ -149,10 +149,18 @@ def plan_training(config: Config, *, starts: bool = True) -> TrainPlan:
         problems = routed(problems, config.route, config.teachers)
     renderer = PromptRenderer(_template_owner(config.prompt, "prompt", student, teachers).vocabulary, config.prompt)
     sources = render_all(problems, renderer, config.sampling.max_prompt_tokens)
-    _check_prompt_tokens(common, sources)
+    read = ((source.problem, source.token_ids) for source in sources)
+    known = min(common.widths.values())
+    renderer.check_rows("data.train", read, known, "the models")
+    if policy.needs.written_responses and len(student.vocabulary.tokenizer) > known:
+        written = ((each, student.vocabulary.encode(each.response or "")) for each in problems)
+        renderer.check_rows("data.train", written, known, "the models")
     teacher_renderers = _teacher_renderers(config, student, teachers)
     for own in dict.fromkeys(teacher_renderers.values()):
         sources = own.beside(sources)
+    for role, own in teacher_renderers.items():
+        read = ((source.problem, source.read_by(teacher_name(role) or "")) for source in sources)
+        own.check_rows(own.key, read, common.widths[role], f"the {role}")
     for key, found in sets.items():
         if not any(source.problem.set_key == key for source in sources):
             also = "" if not teacher_renderers else ", or the teacher's are than prompt.teacher.max_tokens"
@@ -356,16 +364,6 @@ def _check_ends(common: CommonVocabulary, models: Mapping[str, ModelFiles]) -> N
                 )
 
 
-def _check_prompt_tokens(common: CommonVocabulary, sources: Sequence[PromptSource]) -> None:
-    """Raise ConfigError unless every model can read every prompt."""
-    for source in sources:
-        if common.limit is not None and (largest := int(source.token_ids.max())) >= common.limit:
-            raise ConfigError(
-                f"data.train: the prompt of problem {source.problem.id!r} holds token {largest}, which is none of the "
-                f"{common.limit} tokens that all models have: their vocabularies differ"
-            )
-
-
 def _check_context(config: Config, needs: PolicyNeeds, models: Mapping[str, ModelFiles]) -> None:
     for role, model in models.items():
         tokens, what = context_needed(config, needs, role)
@@ -404,9 +402,12 @@ UNKNOWN_SHARE = 0.5
 def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
     """Return the warnings about models, prompts and tokenizers of a run, which need no server."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
+    first = next(iter(plan.schedule))
+    renderers = dict.fromkeys([plan.renderer, *plan.teacher_renderers.values()])
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
         *self_teacher_warnings(config, plan),
+        *[line for each in renderers for line in each.thinking_doubts(first.problem)],
         *_prompts_of_teachers(plan),
         *plan.doubts,
         *_unknown_tokens("data.train", plan.policy_model.vocabulary, prompts),
@@ -479,7 +480,7 @@ def _of_benchmarks(benchmarks: Sequence[Benchmark], vocabulary: Vocabulary) -> l
         warnings += _unknown_tokens(benchmark.key, vocabulary, prompts)
         warnings += benchmark.doubts
         warnings += [benchmark.warning] if benchmark.warning is not None else []
-    return warnings
+    return [*dict.fromkeys(warnings)]
 
 
 def _seen_in_training(plan: TrainPlan) -> list[str]:

@@ -15,7 +15,7 @@ import random
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}Answer
 AT_ONCE = 1024  # prompts that are rendered together: their ids are Python's numbers until all are there
 THINKING_END = "</think>"
 _THINKING = re.compile(f"<think>|{THINKING_END}")
+# As models spell it: <think>, <seed:think>, [THINK]. The group is empty where thinking begins.
+_THINKING_MARK = re.compile(r"[<\[](/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
+# Variables of templates that do not know `enable_thinking`, with values for less thinking and for more.
+_OTHER_SWITCHES = {"thinking": (False, True), "reasoning_effort": ("low", "high"), "thinking_budget": (0, 512)}
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}here\N{OBJECT REPLACEMENT CHARACTER}"
 # In front of a template, this macro replaces the function through which transformers lets templates read the clock.
 _MARKED_CLOCK = f"{{% macro strftime_now(spelling) %}}{_MARK}{{% endmacro %}}"
@@ -54,9 +58,9 @@ class PromptRenderer:
     Only it writes control tokens: a text that spells one is read as letters, so no text can end its turn.
     """
 
-    key: str = "prompt"  # the section that says how, for messages
-
-    def __init__(self, vocabulary: Vocabulary, config: PromptConfig) -> None:
+    def __init__(self, vocabulary: Vocabulary, config: PromptConfig, key: str = "prompt") -> None:
+        self.key = key  # the section that says how, for messages
+        self._arguments_key = f"{'prompt' if key == 'evaluation' else key}.template_arguments"
         self._tokenizer = vocabulary.tokenizer
         self._config = config
         used = self._template_config
@@ -65,9 +69,7 @@ class PromptRenderer:
             self._arguments["enable_thinking"] = used.thinking
         taken = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
         if given := sorted(used.template_arguments.keys() & taken):
-            raise DataError(
-                f"{self.key}.template_arguments.{given[0]}: is no variable of the template's own: remove it"
-            )
+            raise DataError(f"{self._arguments_key}.{given[0]}: is no variable of the template's own: remove it")
         self._name = str(self._tokenizer.name_or_path)
         self._is_tried = False
         if used.template.endswith(".jinja"):
@@ -133,6 +135,48 @@ class PromptRenderer:
                 "template, which is to write messages[0].content"
             )
 
+    def check_rows(self, key: str, read: Iterable[tuple[Problem, IntArray]], rows: int, models: str) -> None:
+        """Raise ConfigError for a token that `models` read of a problem, and whose embedding has no row for it.
+
+        A tokenizer knows such a token if it was added and the embedding was not resized.
+        """
+        for problem, ids in read:
+            if (largest := int(ids.max(initial=0))) >= rows:
+                token = str(self._tokenizer.convert_ids_to_tokens(largest))
+                where = f"{self.key}.template" if token in self._marked(problem) else key
+                raise ConfigError(
+                    f"{where}: what {models} read of problem {problem.id!r} holds token {token!r} ({largest}), and "
+                    f"only ids below {rows} have a row in the embedding: resize that (resize_token_embeddings), or "
+                    "take the token out of the chat template and the data"
+                )
+
+    def thinking_doubts(self, problem: Problem) -> list[str]:
+        """Return a line if `thinking` says one thing, and the template does another."""
+        used, behind = self._template_config, self.generation_prompt(problem)
+        marks = _THINKING_MARK.findall(behind)
+        begins = not marks[-1] if marks else None
+        if used.thinking is None or begins is used.thinking:
+            return []
+        values = {name: pair[used.thinking] for name, pair in _OTHER_SWITCHES.items()}
+        others = [f"{name}={json.dumps(value)}" for name, value in values.items() if self._heeds(problem, name, value)]
+        if begins is None:
+            is_set = not used.template_arguments.keys().isdisjoint(_OTHER_SWITCHES)
+            knows_none = not used.thinking and not others
+            if is_set or knows_none or self._heeds(problem, "enable_thinking", not used.thinking):
+                return []
+        instead = f"set {self._arguments_key}.{others[0]}, and" if others else "give another template, or set"
+        return [
+            f"{self.key}.thinking={json.dumps(used.thinking)}: the chat template does not heed it, and begins "
+            f"responses with {behind!r}: {instead} {self.key}.thinking=null"
+        ]
+
+    def _heeds(self, problem: Problem, name: str, value: object) -> bool:
+        """Return whether the template makes another prompt with this variable. It may refuse the value."""
+        try:
+            return self._marked(problem, **{name: value}) != self._marked(problem)
+        except DataError:
+            return False
+
     def prompt(self, problem: Problem, ordinal: int = 0) -> Prompt:
         """Return a prompt outside of any schedule. Its seeds and priority derive from `ordinal`."""
         ids = self.token_ids(problem)
@@ -140,8 +184,12 @@ class PromptRenderer:
 
     def generation_prompt(self, problem: Problem) -> str:
         """Return what the template writes behind the user's message."""
+        return self._marked(problem).rpartition(_MARK)[2]
+
+    def _marked(self, problem: Problem, **arguments: Any) -> str:
+        """Return the prompt's text, with a mark in place of the user's message."""
         turns = [*problem.history, ChatTurn(role="user", content=_MARK)]
-        return str(self._apply(turns, tokenize=False)).rpartition(_MARK)[2]
+        return str(self._apply(turns, tokenize=False, **arguments))
 
     @property
     def template_text(self) -> str:
@@ -227,9 +275,8 @@ class TeacherPromptRenderer(PromptRenderer):
     """
 
     def __init__(self, vocabulary: Vocabulary, config: PromptConfig, name: str = "") -> None:
-        self.key = f"{teacher_role(name)}.prompt" if name else "prompt.teacher"
         self._teacher = name
-        super().__init__(vocabulary, config)
+        super().__init__(vocabulary, config, f"{teacher_role(name)}.prompt" if name else "prompt.teacher")
 
     @property
     def _template_config(self) -> TeacherPromptConfig:

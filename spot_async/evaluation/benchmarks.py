@@ -209,13 +209,17 @@ def _plan(
             "the student's own, whatever prompt.template says: add chat_template.jinja to the directory, or set "
             "evaluation.template to plain, for a base model, or to a Jinja file"
         )
-    renderer = PromptRenderer(student.vocabulary, prompt)
+    renderer = PromptRenderer(student.vocabulary, prompt, "evaluation")
     sources = _rendered(problems, renderer, student, max_tokens, key)
+    if evaluation.thinking_tokens is not None:
+        ends = [(problems[0], student.vocabulary.encode(THINKING_END))]
+        renderer.check_rows("evaluation.thinking_tokens", ends, student.vocab_size, "the student")
     return replace(
         judged_benchmark(name, sources, config, evaluation),
         counts=found.counts,
         reads_clock=renderer.reads_clock(problems[0]),
         doubts=[
+            *renderer.thinking_doubts(problems[0]),
             *_unwritten_end(evaluation, student),
             *found.doubts(key, verifier),
             *(examples.doubts(f"{key}.examples", None) if examples is not None else ()),
@@ -313,6 +317,8 @@ def _rendered(
     """Return all prompts. Raises ConfigError if one is too long: without it, this would be another benchmark."""
     room = student.max_context_tokens - max_tokens
     sources = render_all(problems, renderer)
+    read = [(source.problem, source.token_ids) for source in sources]
+    renderer.check_rows(key, read, student.vocab_size, "the student")
     too_long = sum(len(source.token_ids) > room for source in sources)
     if too_long:
         owner = key.removesuffix(f".{ONLY}")

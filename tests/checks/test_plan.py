@@ -15,14 +15,17 @@ from padded_models import padded_model
 from typer.testing import CliRunner
 
 from spot_async.checks.capabilities import check_capabilities
-from spot_async.checks.plan import plan_evaluation, plan_training, plan_warnings
+from spot_async.checks.plan import evaluation_warnings, plan_evaluation, plan_training, plan_warnings
 from spot_async.checks.served import check_places, check_roles
 from spot_async.cli import app
-from spot_async.config.loading import load_config
+from spot_async.config import PromptConfig
+from spot_async.config.loading import load_config, validate_as
+from spot_async.data.prompts import PromptRenderer, TeacherPromptRenderer
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.files import read_model
+from spot_async.models.vocabulary import Vocabulary, load_tokenizer
 from spot_async.testing.services import capabilities
-from spot_async.types import PolicyNeeds
+from spot_async.types import PolicyNeeds, Problem
 
 ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples" / "running_sum" / "student"
@@ -611,3 +614,126 @@ def test_a_teacher_of_the_same_shape_with_other_weights_is_another(tmp_path):
     (other / "model.safetensors").write_bytes(weights)
     config = quickstart([f"teacher.model={other}"])
     assert not any("own weights" in line for line in plan_warnings(config, plan_training(config)))
+
+
+@pytest.fixture
+def wider(tmp_path):
+    """The example's models, whose tokenizers know two tokens that no embedding has a row for, and whose own template.
+
+    One of the tokens is special.
+    """
+    for role in ("student", "teacher"):
+        shutil.copytree(STUDENT.parent / role, tmp_path / role)
+        tokenizer = load_tokenizer(tmp_path / role)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<new>"]})
+        tokenizer.add_tokens(["<plain>", "</think>"])
+        tokenizer.save_pretrained(tmp_path / role)
+    (tmp_path / "mine.jinja").write_text("<|user|>{{ messages[-1].content }}<new><|assistant|>")
+    for name, parts in {"spelled": {"problem": "1+1<new>"}, "plain": {"problem": "1+1<plain>"}}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": "p", "answer": 2, **parts}) + "\n")
+    row = {"id": "p", "problem": "1+1", "answer": 2, "response": "2<new>"}
+    (tmp_path / "response.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path
+
+
+ONE = ["training.batch_size=1", "training.mini_batch_size=1"]
+KD = "policy={kind: distill, divergence: forward_kl, student_share: 0, written_by: data}"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], None),  # that a tokenizer knows more harms nobody
+        ([*ONE, "data.train={wider}/spelled.jsonl"], None),  # a problem writes letters
+        ([*ONE, "data.train={wider}/plain.jsonl"], r"data\.train: what the models read .* '<plain>' \(49\)"),
+        (["prompt.template={wider}/mine.jinja"], r"prompt\.template: what the models read .* '<new>' \(48\), and only"),
+        (
+            ["prompt.teacher={template: {wider}/mine.jinja, max_tokens: 99}"],
+            r"prompt\.teacher\.template: what the teac",
+        ),
+        (["evaluation.template={wider}/mine.jinja"], r"evaluation\.template: what the student read"),
+        (
+            ["evaluation.thinking=true", "evaluation.thinking_tokens=9"],
+            r"evaluation\.thinking_tokens: what the student",
+        ),
+        (["evaluation.problems={wider}/plain.jsonl"], r"evaluation\.problems: what the student read of problem 'p'"),
+        (
+            [*ONE, KD, "data.train={path: {wider}/response.jsonl, fields: {response: response}}"],
+            r"data\.train: what the models read of problem 'p' .*'<new>'",
+        ),
+    ],
+)
+def test_a_token_that_a_tokenizer_knows_and_an_embedding_does_not_is_refused_where_it_is_read(wider, given, said):
+    models = [f"{role}.model={wider / role}" for role in ("student", "teacher")]
+    config = quickstart([*models, *(each.replace("{wider}", str(wider)) for each in given)])
+    if said is None:
+        assert plan_training(config).filtered == 0
+        return
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        plan_training(config)
+    if "evaluation" in said:
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            plan_evaluation(config, read_model("student", config.student.model))
+
+
+# How models' templates end a prompt that may think, in short, and what each writes in front.
+THINKING = {
+    "qwen3": "{% if enable_thinking is false %}<think></think>{% endif %}",
+    "qwen3_thinking": "<think>",  # always
+    "deepseek": "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    "{{ '<think>' if thinking else '</think>' }}",
+    "kimi": "{{ '<think></think>' if thinking is false else '<think>' }}",
+    "gpt_oss": "{{ reasoning_effort | default('medium') }}",
+    "mistral": "{% if reasoning_effort not in ['none', 'high', undefined] %}{{ raise_exception('!') }}{% endif %}"
+    "[THINK]",
+    "seed": "{% if thinking_budget == 0 %}0{% endif %}",
+    "none": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "instead"),
+    [
+        ("qwen3", {}, None),
+        ("qwen3", {"thinking": True}, None),
+        ("qwen3_thinking", {}, "give another template, or set"),
+        ("qwen3_thinking", {"thinking": True}, None),
+        ("qwen3_thinking", {"thinking": None}, None),
+        ("deepseek", {}, None),
+        ("deepseek", {"thinking": True}, "set prompt.template_arguments.thinking=true, and"),
+        ("deepseek", {"thinking": None, "template_arguments": {"thinking": True}}, None),
+        ("kimi", {}, "set prompt.template_arguments.thinking=false, and"),
+        ("kimi", {"thinking": True}, None),
+        ("gpt_oss", {}, 'set prompt.template_arguments.reasoning_effort="low", and'),
+        ("gpt_oss", {"thinking": True}, 'set prompt.template_arguments.reasoning_effort="high", and'),
+        ("gpt_oss", {"template_arguments": {"reasoning_effort": "low"}}, None),
+        ("mistral", {}, "give another template, or set"),
+        ("seed", {}, "set prompt.template_arguments.thinking_budget=0, and"),
+        ("none", {}, None),
+        ("none", {"thinking": True}, "give another template, or set"),
+    ],
+)
+def test_a_template_that_does_not_think_as_it_is_told_is_named_before_the_start(tmp_path, template, settings, instead):
+    (path := tmp_path / "mine.jinja").write_text("<|user|>{{ messages[-1].content }}<|assistant|>" + THINKING[template])
+    vocabulary = Vocabulary.load(STUDENT)
+    told = {"template": str(path), **settings}
+    renderer = PromptRenderer(vocabulary, validate_as(PromptConfig, told))
+    own = validate_as(PromptConfig, {"teacher": {"text": "{problem} {solution}", **told}})
+    problem = Problem(id="p", text="1+1", answer="2")
+    said = [] if instead is None else [f"{instead} prompt.thinking=null"]
+    assert [line.rpartition(": ")[2] for line in renderer.thinking_doubts(problem)] == said
+    of_teacher = TeacherPromptRenderer(vocabulary, own, "a").thinking_doubts(problem)  # it has no solution
+    assert [line.rpartition(": ")[2].replace("teachers.a.prompt", "prompt") for line in of_teacher] == said
+
+
+def test_what_thinks_otherwise_than_it_is_told_is_said_of_training_teachers_and_evaluations(tmp_path):
+    (path := tmp_path / "mine.jinja").write_text("<|user|>{{ messages[-1].content }}<|assistant|><unk>[THINK]")
+    template = f"template: {path}"
+    keys = [f"prompt.template={path}", f"prompt.teacher={{{template}, max_tokens: 99}}", f"evaluation.template={path}"]
+    config = quickstart(keys)
+    lines = [line for line in plan_warnings(config, plan_training(config)) if "does not heed it" in line]
+    where = ["prompt.thinking=false", "prompt.teacher.thinking=false", "evaluation.thinking=false"]
+    assert [line.partition(": ")[0] for line in lines] == where
+    student = read_model("student", config.student.model)
+    (line,) = evaluation_warnings(plan_evaluation(config, student), student.vocabulary)
+    assert line.startswith("evaluation.thinking=false: the chat template does not heed it")
