@@ -19,6 +19,7 @@ import functools
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ import structlog
 from spot_async.base.retry import RetryPolicy
 from spot_async.base.tasks import sent_again
 from spot_async.errors import ConfigError, DeadlineExceededError, RequestError, TransientError
+from spot_async.models.precision import OTHER_MEAN_NATS
 from spot_async.types import LogprobTemperature, SamplingSettings
 
 from ..shared.discovery import ModelList
@@ -52,7 +54,6 @@ from .replies import ChatReply, Choice, Completion, Row, read_echoed_row, read_p
 
 LARGEST_K_ASKED = 256
 OTHER_TEMPERATURE = 0.5
-SAME_NATS = 0.1  # more than noise, but less than the effect of another temperature
 CHAT_ANSWER_TOKENS = 16
 NO_SUCH_PATH = ("HTTP 404", "HTTP 405")
 PAUSE_S = 0.5  # the pause before everything is asked once more
@@ -311,7 +312,7 @@ class _Discovery:
             found.append(read_echoed_row(rows[0]) if rows else {})
         one, other = found
         moved = [abs((one[key] or 0.0) - (other[key] or 0.0)) for key in one.keys() & other.keys()]
-        return "one" if max(moved, default=0.0) < SAME_NATS else "request"
+        return "one" if _are_same(moved) else "request"
 
     async def _chat(self, dialect: Dialect) -> Dialect:
         sampling = msgspec.structs.replace(self._sampling, max_tokens=CHAT_ANSWER_TOKENS)
@@ -396,5 +397,9 @@ def _same_numbers(one: Choice, other: Choice) -> bool:
         # The last token may be a generated one, which differs each time.
         return [] if choice.logprobs is None else [value or 0.0 for value in choice.logprobs.token_logprobs[1:-1]]
 
-    pairs = zip(found(one), found(other), strict=False)
-    return max((abs(a - b) for a, b in pairs), default=0.0) < SAME_NATS
+    return _are_same([abs(a - b) for a, b in zip(found(one), found(other), strict=False)])
+
+
+def _are_same(nats: Sequence[float]) -> bool:
+    """Return whether numbers that lie so far apart are the same on average. In 16 bits single tokens may move more."""
+    return not nats or fmean(nats) < OTHER_MEAN_NATS

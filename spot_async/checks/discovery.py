@@ -7,7 +7,6 @@ it saw, or None if that could not be seen. Failed requests are the caller's to h
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -17,6 +16,7 @@ import numpy as np
 
 from spot_async.base.tasks import gather
 from spot_async.errors import DeadlineExceededError, PermanentError
+from spot_async.models.precision import NOISE_MARGIN
 from spot_async.protocols import Generator, Scorer
 from spot_async.types import (
     FloatArray,
@@ -31,7 +31,7 @@ from spot_async.types import (
 COOL = 0.5  # a temperature at which log-probabilities differ clearly from those at 1
 T = TypeVar("T")
 
-VISIBLE_NATS = 0.05  # no server's rounding makes larger differences
+VISIBLE_NATS = 0.05  # what rounding makes in float32 at most; in 16 bits it may be more
 REPEATS = 4
 TOGETHER = 8
 ROUND_TRIPS = 5
@@ -155,17 +155,17 @@ async def explained(scorer: Scorer, asked: Asked, prompts: Sequence[IntArray]) -
     return Explained(*(float(np.nanmean(part)) if np.isfinite(part).any() else None for part in parts))
 
 
-async def score_temperature(scorer: Scorer, asked: Asked) -> LogprobTemperature | None:
+async def score_temperature(scorer: Scorer, asked: Asked, noise_nats: float) -> LogprobTemperature | None:
     """Return the temperature of scores, by asking at two; if the server refuses the second, it is 1."""
     at_one = _values(await _score(scorer, asked, 0, top_k=1))
     try:
         cool = _values(await _score(scorer, asked, 0, top_k=1, temperature=COOL))
     except PermanentError:
         return "one"
-    return _convention(at_one, cool)
+    return _convention(at_one, cool, noise_nats)
 
 
-async def generation_temperature(generator: Generator, asked: Asked) -> LogprobTemperature | None:
+async def generation_temperature(generator: Generator, asked: Asked, noise_nats: float) -> LogprobTemperature | None:
     """Return the temperature of sampled tokens' log-probabilities, by the likeliest token after a few prompts."""
     best: list[float] = []
     cool: list[float] = []
@@ -174,7 +174,7 @@ async def generation_temperature(generator: Generator, asked: Asked) -> LogprobT
             reply = await _generate(generator, prompt, asked, seed=SEED, max_tokens=1, top_k=1, temperature=temperature)
             assert reply.topk_logprobs is not None
             found.append(float(reply.topk_logprobs[0, 0]))
-    return _convention(np.array(best, np.float32), np.array(cool, np.float32))
+    return _convention(np.array(best, np.float32), np.array(cool, np.float32), noise_nats)
 
 
 async def honours_seeds(generator: Generator, asked: Asked, max_tokens: int) -> bool | None:
@@ -259,7 +259,7 @@ async def truncation_p_value(generator: Generator, asked: Asked, max_tokens: int
 
 
 async def round_trip_s(server: Any, asked: Asked, *, scores: bool) -> float:
-    """Return the median seconds of scoring one token, or of generating one."""
+    """Return the least seconds of scoring one token, or of generating one: a busy machine adds some to any."""
     clock = asyncio.get_running_loop().time
     seconds = []
     for _ in range(ROUND_TRIPS):
@@ -269,7 +269,7 @@ async def round_trip_s(server: Any, asked: Asked, *, scores: bool) -> float:
         else:
             await _generate(server, asked.prompts[0], asked, seed=SEED, max_tokens=1)
         seconds.append(clock() - started)
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 async def _noise(read: Callable[[], Coroutine[Any, Any, FloatArray]]) -> Noise | None:
@@ -282,11 +282,17 @@ async def _noise(read: Callable[[], Coroutine[Any, Any, FloatArray]]) -> Noise |
     return Noise(float(np.ptp(alone, axis=0).max()), float(ranges.max()), ranges)
 
 
-def _convention(at_one: FloatArray, cool: FloatArray) -> LogprobTemperature | None:
-    """Return the temperature that rows are at; None if they are so sure of a token that no temperature shows."""
+def _convention(at_one: FloatArray, cool: FloatArray, noise_nats: float) -> LogprobTemperature | None:
+    """Return the temperature that rows are at; None if they are so sure of a token that no temperature shows.
+
+    None, too, if they lie no further apart than other readings of one row may: those differ by `noise_nats`.
+    """
     if not at_one.size or float(at_one.min()) > -VISIBLE_NATS:
         return None
-    return "request" if float(np.abs(at_one - cool).max()) > VISIBLE_NATS else "one"
+    nats = float(np.abs(at_one - cool).max())
+    if VISIBLE_NATS < nats <= NOISE_MARGIN * noise_nats:
+        return None
+    return "request" if nats > VISIBLE_NATS else "one"
 
 
 def _values(scores: TokenScores) -> FloatArray:

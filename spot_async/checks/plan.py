@@ -402,12 +402,12 @@ UNKNOWN_SHARE = 0.5
 def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
     """Return the warnings about models, prompts and tokenizers of a run, which need no server."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
-    first = next(iter(plan.schedule))
+    first = next(iter(plan.schedule)).problem
     renderers = dict.fromkeys([plan.renderer, *plan.teacher_renderers.values()])
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
         *self_teacher_warnings(config, plan),
-        *[line for each in renderers for line in each.thinking_doubts(first.problem)],
+        *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,
         *_unknown_tokens("data.train", plan.policy_model.vocabulary, prompts),

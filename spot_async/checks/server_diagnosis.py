@@ -22,7 +22,7 @@ from spot_async.config import Config, ModelConfig, backend_section, teacher_name
 from spot_async.errors import RequestError
 from spot_async.models.files import ModelFiles
 from spot_async.models.hub import local_path
-from spot_async.models.precision import FLOAT32, NOISE_MARGIN, precision
+from spot_async.models.precision import FLOAT32, NOISE_MARGIN, noise_nats, precision
 from spot_async.models.vocabulary import Vocabulary
 from spot_async.protocols import Generator, Scorer, SharedAddress
 from spot_async.types import Capabilities, FloatArray, LogprobTemperature
@@ -155,7 +155,7 @@ class ServerDiagnosis:
         if self._is_teacher and self.asked.teacher_prompts:
             await self._compare_prompts()
         self.facts["score_temperature_probed"] = await self._ask(
-            "scores at two temperatures", discovery.score_temperature(self.backend, self.asked)
+            "scores at two temperatures", discovery.score_temperature(self.backend, self.asked, self.noise_nats)
         )
 
     async def _check_rows(self, noise: Noise | None) -> None:
@@ -242,7 +242,7 @@ class ServerDiagnosis:
             counting = discovery.truncation_p_value(backend, asked, RESPONSE_TOKENS, top_k)
             self._judge_samples(await self._ask("samples to count", counting))
             self.facts["generation_temperature_probed"] = await self._ask(
-                "samples at two temperatures", discovery.generation_temperature(backend, asked)
+                "samples at two temperatures", discovery.generation_temperature(backend, asked, self.noise_nats)
             )
         honours = await self._ask("a seed twice", discovery.honours_seeds(backend, asked, RESPONSE_TOKENS))
         self.facts["seeds_probed"] = honours
@@ -264,7 +264,8 @@ class ServerDiagnosis:
         asking = discovery.round_trip_s(self.backend, self.asked, scores=self._scores)
         seconds = await self._ask("small requests", asking)
         self.facts["round_trip_s"] = seconds
-        if seconds is not None and seconds > SLOW_ROUND_TRIP_S:
+        is_near = all(each.runs_here for each in self._model.backend.servers())  # then it is the machine that is slow
+        if seconds is not None and seconds > SLOW_ROUND_TRIP_S and not is_near:
             self.warnings.append(
                 f"{self.section} answers the smallest request after {seconds:.2f} s: place it nearer, or raise "
                 "the concurrency of its stages"
@@ -286,7 +287,7 @@ class ServerDiagnosis:
         if stated is not None and noise.largest > stated:
             self.warnings.append(
                 f"{self.role}.backend.logprob_noise_nats={stated:g} is less than was measured: raise it to "
-                f"{noise.largest:.2g} or leave it out"
+                f"{noise_nats(noise.ranges):.2g} or leave it out"
             )
 
     def _judge_samples(self, p_value: float | None) -> None:

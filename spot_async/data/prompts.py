@@ -152,22 +152,21 @@ class PromptRenderer:
 
     def thinking_doubts(self, problem: Problem) -> list[str]:
         """Return a line if `thinking` says one thing, and the template does another."""
-        used, behind = self._template_config, self.generation_prompt(problem)
+        wanted, behind = self._template_config.thinking, self.generation_prompt(problem)
         marks = _THINKING_MARK.findall(behind)
         begins = not marks[-1] if marks else None
-        if used.thinking is None or begins is used.thinking:
+        if wanted is None or begins is wanted:
             return []
-        values = {name: pair[used.thinking] for name, pair in _OTHER_SWITCHES.items()}
+        values = {name: pair[wanted] for name, pair in _OTHER_SWITCHES.items()}
         others = [f"{name}={json.dumps(value)}" for name, value in values.items() if self._heeds(problem, name, value)]
-        if begins is None:
-            is_set = not used.template_arguments.keys().isdisjoint(_OTHER_SWITCHES)
-            knows_none = not used.thinking and not others
-            if is_set or knows_none or self._heeds(problem, "enable_thinking", not used.thinking):
-                return []
+        knows_none = not wanted and not others
+        is_set = not _OTHER_SWITCHES.keys().isdisjoint(self._arguments)
+        if begins is None and (knows_none or is_set or self._heeds(problem, "enable_thinking", not wanted)):
+            return []
         instead = f"set {self._arguments_key}.{others[0]}, and" if others else "give another template, or set"
         return [
-            f"{self.key}.thinking={json.dumps(used.thinking)}: the chat template does not heed it, and begins "
-            f"responses with {behind!r}: {instead} {self.key}.thinking=null"
+            f"{self.key}.thinking={json.dumps(wanted)}: the chat template does not heed it, and begins responses with "
+            f"{behind!r}: {instead} {self.key}.thinking=null"
         ]
 
     def _heeds(self, problem: Problem, name: str, value: object) -> bool:

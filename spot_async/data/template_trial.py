@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-CPU_S, WALL_S = 10, 30
+CPU_S = 10  # of its own time, so a busy machine counts for nothing
 MEMORY_BYTES = 1 << 30
 LONGEST_TEXT = 1 << 24
 TOO_MUCH = 9  # exit code
@@ -24,18 +24,14 @@ TOO_MUCH = 9  # exit code
 @functools.lru_cache(maxsize=64)
 def overdoes(template: str, call: str) -> str | None:
     """Return what a template takes too much of, when it is rendered with `call`'s variables (JSON); None if nothing."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", __file__],
-            input=json.dumps([template, json.loads(call)]).encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={},
-            timeout=WALL_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"takes more than {WALL_S} s"
+    done = subprocess.run(
+        [sys.executable, "-I", __file__],
+        input=json.dumps([template, json.loads(call)]).encode(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={},
+        check=False,
+    )
     if done.returncode < 0:
         return f"takes more than {CPU_S} s"
     if done.returncode == TOO_MUCH:

@@ -259,6 +259,23 @@ def test_a_refusal_of_another_temperature_means_that_there_is_only_one() -> None
     assert (found.score_temperature, found.generation_temperature) == ("one", "one")
 
 
+def test_noise_of_single_tokens_is_not_taken_for_another_temperature() -> None:
+    """An endpoint in 16 bits, whose log-probabilities are at temperature 1 whatever a request says."""
+
+    def noisy(path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        code, reply = good(path, body)
+        if body.get("temperature", 1.0) != 1.0:
+            found = msgspec.json.decode(reply)
+            logprobs = found["choices"][0]["logprobs"]
+            logprobs["token_logprobs"][2:3] = [-6.2]
+            logprobs["top_logprobs"][-1] = dict.fromkeys(logprobs["top_logprobs"][-1], -6.02) | {"token_id:5": -6.15}
+            reply = msgspec.json.encode(found)
+        return code, reply
+
+    found = asked(Endpoint(noisy))
+    assert (found.score_temperature, found.generation_temperature) == ("one", "one")
+
+
 def test_a_run_that_needs_scores_is_refused_with_what_the_endpoint_answered() -> None:
     config = validate(
         {
