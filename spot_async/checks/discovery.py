@@ -283,16 +283,12 @@ async def _noise(read: Callable[[], Coroutine[Any, Any, FloatArray]]) -> Noise |
 
 
 def _convention(at_one: FloatArray, cool: FloatArray, noise_nats: float) -> LogprobTemperature | None:
-    """Return the temperature that rows are at; None if they are so sure of a token that no temperature shows.
-
-    None, too, if they lie no further apart than other readings of one row may: those differ by `noise_nats`.
-    """
+    """Return the temperature that rows are at; None if they are too sure of a token, or too noisy, to show any."""
     if not at_one.size or float(at_one.min()) > -VISIBLE_NATS:
         return None
-    nats = float(np.abs(at_one - cool).max())
-    if VISIBLE_NATS < nats <= NOISE_MARGIN * noise_nats:
-        return None
-    return "request" if nats > VISIBLE_NATS else "one"
+    if (nats := float(np.abs(at_one - cool).max())) <= VISIBLE_NATS:
+        return "one"
+    return "request" if nats > NOISE_MARGIN * noise_nats else None
 
 
 def _values(scores: TokenScores) -> FloatArray:

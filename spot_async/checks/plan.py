@@ -494,22 +494,14 @@ def _seen_in_training(plan: TrainPlan) -> list[str]:
 
 
 def _unknown_tokens(key: str, vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> list[str]:
-    """Return a line about the prompts of `key` if much of their text is unknown to the tokenizer."""
-    share = unknown_share(vocabulary, prompts)
+    """Return a line about the prompts of `key` if much of their text, special tokens apart, is unknown."""
+    unknown, tokens = vocabulary.tokenizer.unk_token_id, np.concatenate(prompts)
+    special = {*vocabulary.tokenizer.all_special_ids, *vocabulary.tokenizer.added_tokens_decoder} - {unknown}
+    ordinary = tokens[~np.isin(tokens, list(special))]
+    share = float((ordinary == unknown).mean()) if unknown is not None and len(ordinary) else 0.0
     if share <= UNKNOWN_SHARE:
         return []
     return [
         f"{key}: {share:.0%} of the prompts' tokens are the tokenizer's token for what it does not know "
         f"({vocabulary.tokenizer.unk_token}): no model can read them; the problems, or the models, are the wrong ones"
     ]
-
-
-def unknown_share(vocabulary: Vocabulary, prompts: Sequence[IntArray]) -> float:
-    """Return the share of the prompts' tokens that stand for text unknown to the tokenizer, without special tokens."""
-    unknown = vocabulary.tokenizer.unk_token_id
-    if unknown is None:
-        return 0.0
-    tokens = np.concatenate(prompts)
-    special = {*vocabulary.tokenizer.all_special_ids, *vocabulary.tokenizer.added_tokens_decoder} - {unknown}
-    ordinary = tokens[~np.isin(tokens, list(special))]
-    return float((ordinary == unknown).mean()) if len(ordinary) else 0.0
