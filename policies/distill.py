@@ -170,6 +170,7 @@ class DistillPolicy:
         others, of_student = settings.student_share < 1, self._is_compared and settings.support == "student"
         self.needs = PolicyNeeds(
             teacher_top_k=(self._k if self._is_compared else 1) if self._is_compared or settings.pull_weight else 0,
+            asked_top_k=self._k if self._is_compared else 0,
             teacher_top_k_key="support" if settings.support == "whole" else "top_k",
             whole_softmax_key="temperature" if self._is_compared and settings.temperature != 1 else None,
             teacher_candidates=of_student,

@@ -23,7 +23,7 @@ class OpdPolicy:
         kind: str = "opd"
 
     def __init__(self, settings: Settings, context: PolicyContext) -> None:
-        self.needs = PolicyNeeds(teacher_top_k=1, outcomes=False, teachers=context.teachers)
+        self.needs = PolicyNeeds(teacher_top_k=1, asked_top_k=0, outcomes=False, teachers=context.teachers)
 
     async def supervise(self, prompt: Prompt, stages: PromptStages) -> Sequence[Sample]:
         rollout = await stages.rollout()

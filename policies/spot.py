@@ -144,8 +144,11 @@ class SpotPolicy:
                 "false, or verifier to boxed_match, math_verify or multiple_choice"
             )
         is_own = settings.selection not in RULES
+        # Where the entropy is bounded from the top-k, more tokens give tighter bounds.
+        widest = settings.score_top_k if is_own else max(settings.score_top_k, settings.served_top_k)
         self.needs = PolicyNeeds(
             teacher_top_k=settings.score_top_k if probing else 1,
+            asked_top_k=widest if probing else 0,
             teacher_top_k_key="score_top_k" if probing else None,
             candidate_logprobs=probing and is_own,
             candidates_key="selection" if probing and (is_own or self._rule.asks_student) else None,
@@ -179,7 +182,7 @@ class SpotPolicy:
         return await stages.rollout()
 
     def _teacher_top_k(self, stages: PromptStages) -> int:
-        """Return k_s, or more where the entropy is bounded from the top-k, since more tokens give tighter bounds."""
+        """Return k_s, or more where the entropy is bounded from the top-k."""
         if self._probeable is None:
             return 0  # OPD has no candidates
         needed = self.settings.score_top_k

@@ -371,6 +371,8 @@ class PolicyNeeds(msgspec.Struct, frozen=True, kw_only=True, metaclass=Renamed):
 
     teachers: tuple[str, ...] = ()  # names of those that it asks, where it asks several; each as the fields below say
     teacher_top_k: int = 0  # of the teacher's scores; 0: the teacher scores nothing
+    # What it asks scores for, up to what a server gives. None: `teacher_top_k`; 0: for the response's own tokens alone.
+    asked_top_k: int | None = None
     teacher_top_k_key: str | None = None  # the key of `policy` that sets it, and a `rollout_top_k`
     whole_softmax_key: str | None = None  # the key of `policy` whose value needs all rows of the student's softmax
     teacher_candidates: bool = False  # the teacher's log-probabilities of tokens that the policy chooses

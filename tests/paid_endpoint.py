@@ -50,10 +50,13 @@ class Allowance:
 
 
 class Endpoint:
-    def __init__(self, vocabulary: int, rpm: float, tpm: float, latency_s: float) -> None:
+    def __init__(
+        self, vocabulary: int, rpm: float, tpm: float, latency_s: float, throttled: range, retry_after_s: float | None
+    ) -> None:
         draw = np.random.default_rng(7)
         self.tables = draw.normal(scale=2.0, size=(2, vocabulary, vocabulary))
         self.requests, self.tokens, self.latency_s = Allowance(rpm), Allowance(tpm), latency_s
+        self.asked, self.throttled, self.retry_after_s = 0, throttled, retry_after_s
         self.seen: set[tuple[int, ...]] = set()
         self.money = Decimal(0)
         self.counts = {"answered": 0, "refused": 0, "invalid": 0, "prompt": 0, "cached": 0, "completion": 0}
@@ -77,6 +80,11 @@ class Endpoint:
             self.counts["invalid"] += 1
             return JSONResponse({"error": {"message": refusal, "type": "invalid_request_error"}}, 400)
         ids, wanted = body["prompt"], body["max_tokens"]
+        self.asked += 1
+        if self.asked in self.throttled:
+            self.counts["refused"] += 1
+            headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+            return JSONResponse({"error": {"message": "no room", "type": "requests"}}, 429, headers)
         wait_s = self.requests.missing_s(1) or self.tokens.missing_s(len(ids) + wanted)
         if wait_s:
             self.counts["refused"] += 1
@@ -152,8 +160,20 @@ def main() -> None:
     parser.add_argument("--requests-per-minute", type=float, default=1e9)
     parser.add_argument("--tokens-per-minute", type=float, default=1e12)
     parser.add_argument("--latency-s", type=float, default=0.0)
+    parser.add_argument(
+        "--throttled", type=int, nargs=2, default=(0, 0), help="the first of these requests, and the last"
+    )
+    parser.add_argument("--retry-after-s", type=float)
     asked = parser.parse_args()
-    endpoint = Endpoint(asked.vocabulary, asked.requests_per_minute, asked.tokens_per_minute, asked.latency_s)
+    first, last = asked.throttled
+    endpoint = Endpoint(
+        asked.vocabulary,
+        asked.requests_per_minute,
+        asked.tokens_per_minute,
+        asked.latency_s,
+        range(first, last + 1 if last else 0),
+        asked.retry_after_s,
+    )
     routes = [
         Route("/v1/models", endpoint.models),
         Route("/v1/completions", endpoint.completions, methods=["POST"]),

@@ -80,7 +80,8 @@ class LocalBackend(AdapterBackend):
         async with asked_as(
             self._server, "`spot-async serve`", _may_be_other, others="vllm, sglang or openai", deadline=deadline
         ):
-            found = await self._server.get(api.HEALTH, api.HealthReply, deadline=deadline)
+            with self._server.starting():
+                found = await self._server.get(api.HEALTH, api.HealthReply, deadline=deadline)
         self._held = HeldWeights(self._name, found.version)
         # Requests name this process, so that another one at its address, with other weights, refuses them.
         self._server.endpoint.headers[api.INSTANCE_HEADER] = found.instance
@@ -92,7 +93,8 @@ class LocalBackend(AdapterBackend):
             raise ConfigError(f"{section}: the server does not take this run's adapters: {error}") from None
 
     async def capabilities(self, *, deadline: float) -> Capabilities:
-        found = await self._server.get(api.CAPABILITIES, Capabilities, deadline=deadline)
+        with self._server.starting():
+            found = await self._server.get(api.CAPABILITIES, Capabilities, deadline=deadline)
         if self._is_student and self._settings.takes_adapters:
             takes = self._adapters is not None
             return msgspec.structs.replace(

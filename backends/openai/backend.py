@@ -51,7 +51,7 @@ from .dialect import (
     request_size,
     user_message,
 )
-from .discovery import discover, when_free
+from .discovery import discover
 from .replies import (
     ChatReply,
     Completion,
@@ -145,7 +145,8 @@ class OpenAIBackend(RemoteBackend):
     async def capabilities(self, *, deadline: float) -> Capabilities:
         async with self._finding:
             if self._found is None:
-                self._found = await self._find(deadline)
+                with self._server.starting():
+                    self._found = await self._find(deadline)
         return self._found
 
     async def generate(
@@ -220,7 +221,7 @@ class OpenAIBackend(RemoteBackend):
 
         async def sample(seed: int) -> list[int]:
             sampling = SamplingSettings(max_tokens=SEEDED_TOKENS, stop_token_ids=ends, seed=seed)
-            reply = await when_free(lambda: self._complete(ids, sampling, 0, deadline), deadline)
+            reply = await self._complete(ids, sampling, 0, deadline)
             tokens: list[int] = reply.token_ids.tolist()
             return tokens
 
@@ -241,7 +242,7 @@ class OpenAIBackend(RemoteBackend):
 
         async def read() -> TokenScores:
             request = ScoreRequest(ids[:half], ids[half:], temperature=1.0, deadline=deadline)
-            return await when_free(lambda: self._score(request, 1), deadline)
+            return await self._score(request, 0)
 
         first = await read()
         if first.valid is not None and not first.valid.any():

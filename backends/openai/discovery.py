@@ -5,7 +5,7 @@ Every question is a real request for a few tokens. The answers mean:
 * A refusal of the request's form (400, 404, 422): the endpoint does not understand it.
 * A 5xx, or a reply that cannot be read: the same, since gateways answer so if they cannot pass a request on. But the
   fault may also pass, so everything is asked once more.
-* Throttling: ask again later.
+* Throttling: ask again later (`Server.starting`).
 * Any other failure is an error, and stops the start.
 
 Questions about generation are sent exactly as generations are, so that no field is refused only later.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -25,8 +24,6 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from spot_async.base.retry import RetryPolicy
-from spot_async.base.tasks import sent_again
 from spot_async.errors import ConfigError, DeadlineExceededError, RequestError, TransientError
 from spot_async.models.precision import OTHER_MEAN_NATS
 from spot_async.types import LogprobTemperature, SamplingSettings
@@ -58,18 +55,8 @@ CHAT_ANSWER_TOKENS = 16
 NO_SUCH_PATH = ("HTTP 404", "HTTP 405")
 PAUSE_S = 0.5  # the pause before everything is asked once more
 
-THROTTLED_ONLY = RetryPolicy(attempts=1)  # throttled requests have no limit but the deadline
-
 T = TypeVar("T")
 R = TypeVar("R", Completion, ChatReply)
-
-
-async def when_free(ask: Callable[[], Awaitable[T]], deadline: float) -> T:
-    """Return what `ask` gives once the endpoint no longer throttles. Raises other failures at once.
-
-    For requests outside of stages. `shared/failures.py` says which are throttled.
-    """
-    return await sent_again(ask, THROTTLED_ONLY, deadline, jitter=random.random, what="start")
 
 
 async def discover(
@@ -358,7 +345,7 @@ class _Discovery:
     async def _understood(self, asked: str, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the answer to a question. If it was not understood, note the answer and raise `UnsupportedError`."""
         try:
-            return await when_free(ask, self._deadline)
+            return await ask()
         except RequestError as error:
             if not isinstance(error, UnsupportedError) and not failed_at(error):
                 raise

@@ -198,7 +198,8 @@ def token_scores(
     lower, upper = (np.clip(each, 0.0, math.log(vocab_size)) for each in served_entropy_bounds(shown, lost, vocab_size))
     # A lost entry has at most the missing mass. If that is below the last candidate's, it cannot be a candidate.
     missing = 1.0 - np.exp(shown).sum(axis=-1)
-    complete = ~lost | (missing * math.exp(2 * noise_nats) < np.exp(shown[:, top_k - 1]))
+    last = np.exp(shown[:, :top_k]).min(axis=-1, initial=np.inf)
+    complete = ~lost | (missing * math.exp(2 * noise_nats) < last)
     known = complete & (ids[:, :top_k] != UNKNOWN).all(axis=1)
     bottom, top = lower[known].astype(np.float32), upper[known].astype(np.float32)
     found = TokenScores(

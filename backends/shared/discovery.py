@@ -17,12 +17,12 @@ import numpy as np
 import structlog
 
 from spot_async.base.tasks import gather
-from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, RequestError
+from spot_async.errors import ConfigError, FailureClass, PermanentError, PoisonedReplyError, RequestError
 from spot_async.models import precision
 from spot_async.types import BehindUrl, FloatArray, Generation, IntArray, LogprobTemperature
 
 from .http import HttpEndpoint
-from .remote import RemoteServer, Server
+from .remote import RemoteServer, Server, when_free
 
 LEAST_NOISE_NATS = 1e-6  # float32's rounding of log-probabilities, since rows that were equal once may differ later
 MODELS = "/v1/models"
@@ -188,7 +188,10 @@ async def _said(endpoint: HttpEndpoint, saying: Saying, times: int, *, deadline:
 
 async def _answer(endpoint: HttpEndpoint, saying: Saying, deadline: float) -> str | None:
     try:
-        found = saying.pattern.search(await endpoint.get(saying.path, deadline=deadline))
-    except RequestError:  # no such route, most often
+        said = await when_free(lambda: endpoint.get(saying.path, deadline=deadline), deadline)
+    except RequestError as error:  # no such route, most often
+        if error.failure_class is FailureClass.THROTTLED:
+            raise
         return None
+    found = saying.pattern.search(said)
     return found and found[1].decode(errors="replace")

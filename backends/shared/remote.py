@@ -13,7 +13,8 @@ import abc
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,8 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from spot_async.base.tasks import Opened
+from spot_async.base.retry import RetryPolicy
+from spot_async.base.tasks import Opened, sent_again
 from spot_async.config import backend_section
 from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles, read_model
@@ -46,6 +48,15 @@ from .settings import AttachedSettings
 JSON = "application/json"
 
 T = TypeVar("T")
+THROTTLED_ONLY = RetryPolicy(attempts=1)  # throttled requests have no limit but the deadline
+
+
+async def when_free(ask: Callable[[], Awaitable[T]], deadline: float) -> T:
+    """Return what `ask` gives once the server no longer throttles. Raises other failures at once.
+
+    For requests outside of stages. `failures.py` says which are throttled.
+    """
+    return await sent_again(ask, THROTTLED_ONLY, deadline, jitter=random.random, what="start")
 
 
 def _never_left(error: BaseException | None) -> bool:
@@ -75,6 +86,19 @@ class Server(Opened, abc.ABC):
         self._assignment = assignment
         self._ready_path = ready_path
         self._launched: LaunchedServer | None = None
+        self._is_starting = False
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Inside, a request that the server throttles waits and is sent again, as a stage's would be."""
+        self._is_starting = True
+        try:
+            yield
+        finally:
+            self._is_starting = False
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
+        return await (when_free(ask, deadline) if self._is_starting else ask())
 
     @abc.abstractmethod
     def _launch(self, settings: ProcessSettings) -> LaunchedServer:
@@ -126,7 +150,7 @@ class Server(Opened, abc.ABC):
         return await (work if self._launched is None else self._launched.alongside(work))
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
-        reply = await self.endpoint.get(path, deadline=deadline)
+        reply = await self._patiently(lambda: self.endpoint.get(path, deadline=deadline), deadline)
         with self.endpoint.reading("GET", path, None, reply):
             return self._decoded(reply, kind)
 
@@ -221,13 +245,17 @@ class RemoteServer(Server):
         size: Size | None,
     ) -> T:
         sent = msgspec.json.encode(body)
-        with self.endpoint.turn() as turn:
-            ask = functools.partial(
-                self.endpoint.post, path, sent, content_type=JSON, deadline=deadline, resend=resend, turn=turn
-            )
-            reply = await ask() if size is None else await self._charged(ask, sent, size, deadline)
-            with self.endpoint.reading("POST", path, sent, reply):
-                return await read(reply)
+
+        async def once() -> T:
+            with self.endpoint.turn() as turn:
+                ask = functools.partial(
+                    self.endpoint.post, path, sent, content_type=JSON, deadline=deadline, resend=resend, turn=turn
+                )
+                reply = await ask() if size is None else await self._charged(ask, sent, size, deadline)
+                with self.endpoint.reading("POST", path, sent, reply):
+                    return await read(reply)
+
+        return await self._patiently(once, deadline)
 
     async def _charged(self, ask: Callable[..., Awaitable[bytes]], sent: bytes, size: Size, deadline: float) -> bytes:
         """Send a request that the model works for, in its turn, and charge it.

@@ -144,8 +144,9 @@ class StudentBackend(AdapterBackend):
         await super()._open(stack)
         deadline = asyncio.get_running_loop().time() + DISCOVERY_TIMEOUT_S
         try:
-            await self._discover(stack, deadline)
-            await self._start_adapters(stack, deadline)
+            with self._server.starting():
+                await self._discover(stack, deadline)
+                await self._start_adapters(stack, deadline)
         except PermanentError as error:  # the first requests show wrong flags, a wrong key or another model
             raise ConfigError(str(error)) from None
 

@@ -17,7 +17,9 @@ class ExOpd:
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
         self.settings = settings
-        self.needs = spot.PolicyNeeds(teacher_top_k=1, reference=True, outcomes=False, term_bytes_per_token=8)
+        self.needs = spot.PolicyNeeds(
+            teacher_top_k=1, asked_top_k=0, reference=True, outcomes=False, term_bytes_per_token=8
+        )
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
         rollout = await stages.rollout()

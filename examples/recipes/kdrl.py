@@ -19,7 +19,7 @@ class Kdrl:
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
         self.settings = settings
-        self.needs = spot.PolicyNeeds(teacher_top_k=1, samples_per_prompt=settings.samples)
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, samples_per_prompt=settings.samples)
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
         async def attempt(n: int) -> tuple[spot.Generation, spot.Judgement, spot.TokenScores]:

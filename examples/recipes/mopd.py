@@ -16,7 +16,7 @@ class Mopd:
         pass
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
-        self.needs = spot.PolicyNeeds(teacher_top_k=1, outcomes=False)
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, outcomes=False)
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
         rollout = await stages.rollout()

@@ -19,7 +19,7 @@ class Rlsd:
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
         self.settings, n = settings, settings.samples
-        self.needs = spot.PolicyNeeds(teacher_top_k=1, samples_per_prompt=n, scores_per_prompt=2 * n)
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, samples_per_prompt=n, scores_per_prompt=2 * n)
 
     def check(self, prompts: Iterable[spot.Prompt]) -> None:
         if any(prompt.teacher_ids is None for prompt in prompts):

@@ -18,7 +18,7 @@ class Scope:
         pass
 
     def __init__(self, settings: Settings, context: spot.PolicyContext) -> None:
-        self.needs = spot.PolicyNeeds(teacher_top_k=1, term_bytes_per_token=spot.row_bytes(1))
+        self.needs = spot.PolicyNeeds(teacher_top_k=1, asked_top_k=0, term_bytes_per_token=spot.row_bytes(1))
 
     async def supervise(self, prompt: spot.Prompt, stages: PromptStages) -> Sequence[spot.Sample]:
         rollout = await stages.rollout()

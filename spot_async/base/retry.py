@@ -20,6 +20,14 @@ CAPABILITIES_TIMEOUT_S = 60.0  # for a server to say what it offers
 RETRY_AFTER_SPREAD = 0.1  # random share of the pause added to it, so that clients do not all return at once
 
 
+def no_room(section: str, error: RequestError) -> str:
+    """Return a line about an endpoint, of these settings, that throttled a question of the start until its deadline."""
+    return (
+        f"{section} has no room for what the start asks: {error}; start when it has, or set its requests_per_minute "
+        "and tokens_per_minute to what it allows"
+    )
+
+
 class RetryPolicy(msgspec.Struct, frozen=True):
     """How often a request is sent. Failures are counted, and limited, class by class:
 

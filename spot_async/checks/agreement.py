@@ -78,17 +78,19 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
     together = found.together
     scores = isinstance(next(iter(servers.values())), Scorer)
     samples = isinstance(next(iter(servers.values())), Generator) and together.generation
-    top_k = min(TOP_K, together.max_top_k) if scores else 0
+    # A server that names tokens by text knows the fewer positions, the more it is asked for at each.
+    top_k = min(TOP_K, together.max_top_k) if together.every_position else 0
+    score_top_k = top_k if scores and together.max_top_k else None
     generation_top_k = min(TOP_K, together.max_generation_top_k) if samples else 0
-    if not (top_k or generation_top_k):
+    if score_top_k is None and not generation_top_k:
         return
     try:
         read = await gather(
-            discovery.readings(each, asked, score_top_k=top_k, generation_top_k=generation_top_k)
+            discovery.readings(each, asked, score_top_k=score_top_k, generation_top_k=generation_top_k)
             for each in servers.values()
         )
     except RequestError as error:
-        found.warnings.append(f"{role}.backend: its servers could not be compared: {error}")
+        found.refusals.append(f"{role}.backend: its servers could not be compared: {error}")
         return
     pairs = {  # each with those before it
         (name, before): discovery.in_common(earlier, later)

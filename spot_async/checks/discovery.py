@@ -1,12 +1,13 @@
 """Discovers what a running server does, by small requests whose answers are compared with each other.
 
 It knows no server's dialect and no run, and does not judge. Each function asks through the protocols and returns what
-it saw, or None if that could not be seen. Failed requests are the caller's to handle.
+it saw, or None if that could not be seen. Requests that fail for good are the caller's to handle.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -14,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spot_async.base.tasks import gather
+from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
+from spot_async.base.tasks import gather, sent_again
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.models.precision import NOISE_MARGIN
 from spot_async.protocols import Generator, Scorer
@@ -36,6 +38,7 @@ REPEATS = 4
 TOGETHER = 8
 ROUND_TRIPS = 5
 SEED = 20_240_229
+RETRY = RetryPolicy(DEFAULT_ATTEMPTS)
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,21 @@ class Asked:
     attempt_timeouts_s: Mapping[str, float] = field(default_factory=dict)  # of stages whose attempts are limited
 
     async def answer(self, stage: str, request: Callable[[float], Awaitable[T]]) -> T:
-        """Return the reply to a request, which is given its deadline. One that hangs is sent again, as by the stage."""
+        """Return the reply to a request, which is given its deadline. One that fails is sent again, as by the stage."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + self.timeout_s
         attempt_s = min(self.timeout_s, self.attempt_timeouts_s.get(stage, self.timeout_s))
-        for left in reversed(range(max(1, round(self.timeout_s / attempt_s)))):
-            try:
-                return await request(asyncio.get_running_loop().time() + attempt_s)
-            except DeadlineExceededError:
-                if not left:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+
+        async def attempts() -> T:
+            for left in reversed(range(max(1, round(self.timeout_s / attempt_s)))):
+                try:
+                    return await request(min(until_s, clock() + attempt_s))
+                except DeadlineExceededError:  # it hung, and has waited
+                    if not left or clock() >= until_s:
+                        raise
+            raise AssertionError("the last attempt returns or raises")
+
+        return await sent_again(attempts, RETRY, until_s, jitter=random.random, what=f"check of {stage}")
 
     async def scores(
         self, scorer: Scorer, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int = 1, temperature: float = 1.0
@@ -110,15 +119,16 @@ async def generation_noise(generator: Generator, asked: Asked, top_k: int) -> No
     return await _noise(read)
 
 
-async def readings(server: Any, asked: Asked, *, score_top_k: int, generation_top_k: int) -> list[FloatArray]:
+async def readings(server: Any, asked: Asked, *, score_top_k: int | None, generation_top_k: int) -> list[FloatArray]:
     """Return rows to compare with those of another server of the same model.
 
     They are the scores of the responses, (tokens, 1 + top-k), and the distributions after the prompts, (1, top-k), as
-    the server sends them with a sampled token. A top-k of 0 leaves either out. Unknown positions are NaN.
+    the server sends them with a sampled token. None leaves the former out, and a top-k of 0 the latter. Unknown
+    positions are NaN.
     """
     rows = []
     for n in range(len(asked.prompts)):
-        if score_top_k:
+        if score_top_k is not None:
             scores = await _score(server, asked, n, top_k=score_top_k)
             values = np.column_stack([scores.logprobs, scores.topk_logprobs])
             values[~scores.known] = np.nan

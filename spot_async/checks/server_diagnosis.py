@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
+from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, no_room
 from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K
 from spot_async.checks.capabilities import context_needed
@@ -19,7 +19,7 @@ from spot_async.checks.discovery import Asked, Noise
 from spot_async.checks.plan import TrainPlan, chat_template
 from spot_async.checks.score_rows import MOST_MASKED, check_score_rows
 from spot_async.config import Config, ModelConfig, backend_section, teacher_name
-from spot_async.errors import RequestError
+from spot_async.errors import FailureClass, RequestError
 from spot_async.models.files import ModelFiles
 from spot_async.models.hub import local_path
 from spot_async.models.precision import FLOAT32, NOISE_MARGIN, noise_nats, precision
@@ -59,8 +59,25 @@ class ServerDiagnosis:
     refusals: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     noise_nats: float = 0.0  # between readings of the same row
+    is_full: bool = False  # it throttled a question until its deadline
 
     async def run(self) -> None:
+        await self._unless_full(self._discover)
+
+    async def time(self) -> None:
+        await self._unless_full(self._time)
+
+    async def _unless_full(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask. A server that has no room for a question is refused, and asked no more."""
+        if self.is_full:
+            return
+        try:
+            await ask()
+        except RequestError as error:
+            self.is_full = True
+            self.refusals.append(no_room(self.section, error))
+
+    async def _discover(self) -> None:
         self._state_what_is_said()
         self._judge_model()
         self._judge_candidates()
@@ -148,7 +165,7 @@ class ServerDiagnosis:
             self.warnings.append(f"{line}, which differ in their {' and '.join(unlike)}: scores are those of either")
 
     async def _discover_scores(self) -> None:
-        top_k = min(TOP_K, self.said.max_top_k)
+        top_k = min(TOP_K, self.said.max_top_k) if self.said.every_position else self._run_top_k
         noise = await self._ask("scores again", discovery.score_noise(self.backend, self.asked, top_k))
         self._note_noise(noise)
         await self._check_rows(noise)
@@ -160,16 +177,19 @@ class ServerDiagnosis:
 
     async def _check_rows(self, noise: Noise | None) -> None:
         """Refuse scores that are no log-probabilities of the given tokens, or of too few; warn if nobody can tell."""
-        used_top_k = self.plan.policy.needs.teacher_top_k if self._is_teacher else 1
+        are_used = not self._is_teacher or self.plan.policy.needs.teacher_top_k > 0
+        run_top_k, every = self._run_top_k, self.said.every_position
+        top_k = min(self.said.max_top_k, max(run_top_k, TOP_K if every else 1))
         checking = check_score_rows(
             self.backend,
             self.asked,
             vocab_size=self.said.vocab_size,
-            top_k=min(self.said.max_top_k, max(used_top_k, TOP_K if self.said.every_position else 1)),
+            top_k=top_k,
             noise_nats=0.0 if noise is None else noise.largest,
             special={*self._files.vocabulary.tokenizer.all_special_ids, *self.asked.stop_token_ids},
+            run_top_k=top_k if every else run_top_k,
         )
-        found = await self._ask("scores of two texts that differ in a token", checking)
+        found = await self._ask("scores of two texts that differ in a token", checking, decides=are_used)
         self.facts["masked_share"] = None if found is None else found.masked
         self.facts["score_rows"] = None if found is None else found.order
         if found is None:
@@ -188,7 +208,7 @@ class ServerDiagnosis:
             lines.append(f"{self.section}: {found.alike}: it has nothing to teach; serve the model that was trained")
         elif found.alike is not None:  # a student may start so
             self.warnings.append(f"{self.section}: {found.alike}")
-        (self.refusals if used_top_k else self.warnings).extend(lines)
+        (self.refusals if are_used else self.warnings).extend(lines)
         self.warnings += [f"{self.section}: {note}" for note in found.notes]
         if found.order is None and found.alike is None and not found.faults:
             self.warnings.append(
@@ -240,7 +260,7 @@ class ServerDiagnosis:
             if self.facts.get("noise_alone_nats") is None:
                 self._note_noise(await self._ask("samples again", discovery.generation_noise(backend, asked, top_k)))
             counting = discovery.truncation_p_value(backend, asked, RESPONSE_TOKENS, top_k)
-            self._judge_samples(await self._ask("samples to count", counting))
+            self._judge_samples(await self._ask("samples to count", counting, decides=self.role == "student"))
             self.facts["generation_temperature_probed"] = await self._ask(
                 "samples at two temperatures", discovery.generation_temperature(backend, asked, self.noise_nats)
             )
@@ -258,7 +278,7 @@ class ServerDiagnosis:
             comparing = discovery.spoken_and_scored(backend, backend, asked, RESPONSE_TOKENS, top_k=top_k)
             self._note_disagreement(await self._ask("its own samples", comparing))
 
-    async def time(self) -> None:
+    async def _time(self) -> None:
         if not (self._scores or self._samples):
             return
         asking = discovery.round_trip_s(self.backend, self.asked, scores=self._scores)
@@ -341,12 +361,18 @@ class ServerDiagnosis:
             else:
                 self.warnings.append(f"{line}: keep sampling.temperature at 1")
 
-    async def _ask(self, what: str, asking: Awaitable[T]) -> T | None:
-        """Return the answer; None, with a warning, if the request fails."""
+    async def _ask(self, what: str, asking: Awaitable[T], *, decides: bool = False) -> T | None:
+        """Return the answer; None if the request fails: a refusal where the answer `decides`, else a warning.
+
+        Raises the `RequestError` of a server that had no room for it until its deadline.
+        """
         try:
             return await asking
         except RequestError as error:
-            self.warnings.append(f"{self.section} could not be asked for {what}: {error}")
+            if error.failure_class is FailureClass.THROTTLED:
+                raise
+            lines = self.refusals if decides else self.warnings
+            lines.append(f"{self.section} could not be asked for {what}: {error}")
             return None
 
     @property
@@ -371,6 +397,13 @@ class ServerDiagnosis:
     def _files(self) -> ModelFiles:
         """The role's model directory; a reference has the student's."""
         return self.plan.teachers.get(self.role, self.plan.student)
+
+    @property
+    def _run_top_k(self) -> int:
+        """What the run asks this server's scores for."""
+        needs = self.plan.policy.needs
+        asked = needs.teacher_top_k if needs.asked_top_k is None else needs.asked_top_k
+        return min(self.said.max_top_k, asked) if self._is_teacher else 1
 
     @property
     def _is_teacher(self) -> bool:

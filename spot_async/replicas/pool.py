@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
+from spot_async.base.retry import no_room
 from spot_async.base.tasks import Opened, gather, settle
 from spot_async.base.waiting_room import Turns
-from spot_async.config import ServingConfig
+from spot_async.config import ServingConfig, backend_section
 from spot_async.errors import (
     ConfigError,
     RequestError,
     ServerRestartedError,
     SpotError,
+    ThrottledError,
     UnreachableError,
 )
 from spot_async.protocols import Sleeper
@@ -128,6 +130,8 @@ class ReplicaPool(Opened, Generic[B]):
                     raise ConfigError(
                         f"{self.role}.backend.url: {nothing}{waited} ({error.reason}): start it, or correct the address"
                     ) from None
+            except ThrottledError as error:
+                raise ConfigError(no_room(backend_section(self.role, replica.name), error)) from None
             if self._people.waiting is not None and not is_told:
                 self._people.waiting(f"waiting for {replica.name}: {nothing} yet; up to {longest_s:g} s")
                 is_told = True

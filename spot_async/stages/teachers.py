@@ -118,7 +118,9 @@ class BoundTeacher:
 
     async def score(self, response_ids: IntArray, *, top_k: int, prompt_ids: IntArray | None = None) -> TokenScores:
         read_ids, said, common = self._read(prompt_ids), self._teacher.capabilities, self._teacher.common
-        scores = await self._scored(read_ids, response_ids, top_k=max(1, top_k))
+        # A server that names tokens by text may know a response's own token where it does not know the likeliest.
+        least = 1 if said is None or said.every_position else 0
+        scores = await self._scored(read_ids, response_ids, top_k=max(least, top_k))
         widest = said.max_top_k if said is not None else None
         if (wider := common.wider(scores, top_k, widest, self._teacher.role)) is not None:
             scores = await self._scored(read_ids, response_ids, top_k=wider)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -117,14 +118,14 @@ async def test_servers_of_other_models_are_refused_before_they_are_asked() -> No
     assert found.warnings == ["teacher.backend: its servers have models of different names: a m, b n"]
 
 
-async def test_what_cannot_be_compared_is_said() -> None:
+async def test_servers_that_cannot_be_compared_are_refused() -> None:
     class Down(Server):
         async def score(self, *arguments: Any, **more: Any) -> TokenScores:
             raise TransientError("b/score: connection refused")
 
     servers = {"a": Server(), "b": Down()}
-    found = await agreement("teacher", servers, dict.fromkeys(servers, SAID), ASKED)
-    assert found.warnings == ["teacher.backend: its servers could not be compared: b/score: connection refused"]
+    found = await agreement("teacher", servers, dict.fromkeys(servers, SAID), replace(ASKED, timeout_s=0.05))
+    assert found.refusals == ["teacher.backend: its servers could not be compared: b/score: connection refused"]
     unknown = msgspec.structs.replace(SAID, weight_update=True, version=None)
     found = await agreement("student", servers, dict.fromkeys(servers, unknown), ASKED)
     assert (found.largest_nats, found.refusals) == (None, [])

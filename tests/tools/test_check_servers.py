@@ -22,11 +22,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spot_async.backends.local.backend import LocalBackend
+from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.checks.diagnosis import Diagnosis, compare_students, diagnose
 from spot_async.checks.plan import plan_training
+from spot_async.checks.score_rows import RIGHT
 from spot_async.cli import app
 from spot_async.config.loading import load_config
-from spot_async.errors import ConfigError, PermanentError
+from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.tools.check.servers import ROWS, show_servers
 from spot_async.types import Capabilities, Generation, PolicyNeeds, SamplingSettings, ScoreRequest, TokenScores
 
@@ -217,6 +219,20 @@ class IgnoresSeeds(Other):
 class FarAway(Other):
     async def score(self, *arguments: Any, **more: Any) -> TokenScores:
         await asyncio.sleep(0.3)
+        return await self.backend.score(*arguments, **more)
+
+
+class Throttles(Other):
+    """Has no room for the first requests, and asks to be left alone for a while."""
+
+    def __init__(self, backend: LocalBackend, requests: int, asked_s: float | None) -> None:
+        super().__init__(backend)
+        self.left, self.asked_s, self.asked = requests, asked_s, 0
+
+    async def score(self, *arguments: Any, **more: Any) -> TokenScores:
+        self.asked += 1
+        if self.asked <= self.left:
+            raise ThrottledError("teacher/score: HTTP 429: no room", self.asked_s)
         return await self.backend.score(*arguments, **more)
 
 
@@ -500,6 +516,82 @@ async def test_what_cannot_be_asked_is_unknown_and_named(services: Services) -> 
     assert facts["score_temperature_probed"] is None
     assert facts["round_trip_s"] is None
     assert "teacher.backend could not be asked for small requests: teacher/score: HTTP 400: no" in found.warnings
+    assert found.refusals == [
+        "teacher.backend could not be asked for scores of two texts that differ in a token: teacher/score: HTTP 400: no"
+    ]
+    unused = await diagnosis_of(
+        services, "policy={kind: kd, forward_kl_weight: 0}", teacher=RefusesScores(services["teacher"])
+    )
+    assert unused.refusals == []
+
+
+@pytest.mark.parametrize("asked_s", [None, 0.01])
+@with_backends
+async def test_a_question_of_the_start_that_is_throttled_is_asked_again(
+    asked_s: float | None, services: Services
+) -> None:
+    found = await diagnosis_of(services, teacher=Throttles(services["teacher"], 3, asked_s))
+    assert (found.refusals, found.warnings) == ([], [])
+    assert {name for name, value in found.roles["teacher"].items() if value is None} == set()
+
+
+@with_backends
+async def test_a_teacher_that_throttles_for_longer_than_a_question_has_is_refused_and_asked_no_more(
+    services: Services,
+) -> None:
+    teacher = Throttles(services["teacher"], 1000, 600.0)
+    (refusal,) = (await diagnosis_of(services, teacher=teacher)).refusals
+    assert refusal == (
+        "teacher.backend has no room for what the start asks: teacher/score: HTTP 429: no room; start when it has, or "
+        "set its requests_per_minute and tokens_per_minute to what it allows"
+    )
+    assert teacher.asked == 1
+
+
+class Paid:
+    """An endpoint of others in the teacher's place, and its account."""
+
+    def __init__(self, url: str, folder: Path, **settings: Any) -> None:
+        given = OpenAIBackend.Settings(url=url, prices={"prompt": 3.0, "completion": 12.0}, **settings)
+        self.account = given.open_account("teacher")
+        of_run = given.of_run(None, self.account)
+        self.backend = OpenAIBackend(of_run, role="teacher", model=str(EXAMPLE / "teacher"), run_directory=folder)
+
+
+@pytest.mark.parametrize(
+    "throttled",
+    [
+        ("--throttled", "2", "4"),  # while the endpoint's dialect is found
+        ("--throttled", "28", "43", "--retry-after-s", "0.01"),  # while its scores are checked, many at once
+    ],
+)
+@with_backends
+async def test_a_paid_teacher_that_throttles_at_the_start_is_checked_wholly_and_none_of_its_answers_is_abandoned(
+    throttled: tuple[str, ...], services: Services, paid_endpoint: Any, tmp_path: Path
+) -> None:
+    with paid_endpoint("--vocabulary", "48", *throttled) as url:
+        paid = Paid(url, tmp_path)
+        async with paid.backend as teacher:
+            found = await diagnosis_of(services, "policy=opd", teacher=teacher)  # type: ignore[arg-type]
+    assert found.refusals == []
+    assert [line for line in found.warnings if "could not" in line] == []
+    facts = found.roles["teacher"]
+    assert facts["score_rows"] == RIGHT
+    assert None not in (facts["noise_together_nats"], facts["masked_share"], facts["round_trip_s"])
+    assert paid.account.total.unknown == 0
+    assert paid.account.total.failed["ThrottledError"] >= 3
+
+
+@with_backends
+async def test_a_paid_teacher_that_never_stops_throttling_is_refused_in_a_line(
+    services: Services, paid_endpoint: Any, tmp_path: Path
+) -> None:
+    with paid_endpoint("--vocabulary", "48", "--throttled", "40", "100000", "--retry-after-s", "600") as url:
+        async with Paid(url, tmp_path).backend as teacher:
+            found = await diagnosis_of(services, "policy=opd", teacher=teacher)  # type: ignore[arg-type]
+    (refusal,) = found.refusals
+    assert refusal.startswith("teacher.backend has no room for what the start asks: teacher")
+    assert refusal.endswith("set its requests_per_minute and tokens_per_minute to what it allows")
 
 
 def problems_of_another_kind(path: Path) -> Path:
