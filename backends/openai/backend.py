@@ -18,7 +18,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from spot_async.base.tasks import gather
+from spot_async.base.tasks import gather_answers
 from spot_async.config import OneOrMore
 from spot_async.errors import ConfigError, PermanentError, PoisonedReplyError, ThrottledError, TransientError
 from spot_async.types import (
@@ -226,7 +226,7 @@ class OpenAIBackend(RemoteBackend):
             return tokens
 
         try:
-            first, *others = await gather(sample(seed) for seed in range(3))
+            first, *others = await gather_answers(sample(seed) for seed in range(3))
             again = await sample(0)
         except (PermanentError, PoisonedReplyError):  # for example, it ends responses at another token
             return False
@@ -250,7 +250,7 @@ class OpenAIBackend(RemoteBackend):
                 f"{self._role}.backend.url: the endpoint tokenises text otherwise than {self._role}.model "
                 f"({self._files.directory}): not one token of a plain sentence is the same; name its own model there"
             )
-        others = await gather(read() for _ in range(NOISE_READINGS))
+        others = await gather_answers(read() for _ in range(NOISE_READINGS))
         return noise_nats([np.ptp([each.logprobs for each in (first, *others)], axis=0)])
 
     async def _score(self, request: ScoreRequest, top_k: int) -> TokenScores:

@@ -40,6 +40,16 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def gather_answers(asking: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do as `gather`, but let all end if one fails: what was sent costs, whether anybody reads its answer or not."""
+    answers: list[T] = []
+    for each in await asyncio.gather(*asking, return_exceptions=True):
+        if isinstance(each, BaseException):
+            raise each
+        answers.append(each)
+    return answers
+
+
 async def both(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
     """Do as `gather`, for two results of different types."""
     results: list[Any] = await gather([first, second])

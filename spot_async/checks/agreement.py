@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from spot_async.base.tasks import gather
+from spot_async.base.tasks import gather_answers
 from spot_async.checks import discovery
 from spot_async.checks.discovery import Asked
 from spot_async.errors import ConfigError, RequestError
@@ -85,7 +85,7 @@ async def _compare(role: str, servers: Mapping[str, Any], asked: Asked, found: A
     if score_top_k is None and not generation_top_k:
         return
     try:
-        read = await gather(
+        read = await gather_answers(
             discovery.readings(each, asked, score_top_k=score_top_k, generation_top_k=generation_top_k)
             for each in servers.values()
         )

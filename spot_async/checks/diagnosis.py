@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
-from spot_async.base.tasks import gather, in_thread
+from spot_async.base.tasks import gather, gather_answers, in_thread
 from spot_async.checks import discovery
 from spot_async.checks.agreement import TOP_K, Agreement, agreement, holds_unknown_weights, servers_of
 from spot_async.checks.capabilities import check_capabilities, of_student, sums_ends
@@ -77,12 +77,12 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
 
     async def run(each: ServerDiagnosis) -> None:
         async with _answering(backends[each.role]):
-            await each.run()
+            await each.unless_full(each.run)
 
-    await gather(map(run, diagnoses))
+    await gather_answers(map(run, diagnoses))
     for each in diagnoses:  # one after the other, since servers that share processors would slow each other down
         async with _answering(backends[each.role]):
-            await each.time()
+            await each.unless_full(each.time)
         if len(servers[each.role]) > 1:
             each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
     warnings = await in_thread(plan_warnings, config, plan) + [

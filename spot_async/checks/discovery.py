@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
-from spot_async.base.tasks import gather, sent_again
+from spot_async.base.tasks import gather_answers, sent_again
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.models.precision import NOISE_MARGIN
 from spot_async.protocols import Generator, Scorer
@@ -61,13 +61,12 @@ class Asked:
         attempt_s = min(self.timeout_s, self.attempt_timeouts_s.get(stage, self.timeout_s))
 
         async def attempts() -> T:
-            for left in reversed(range(max(1, round(self.timeout_s / attempt_s)))):
+            while True:
                 try:
                     return await request(min(until_s, clock() + attempt_s))
-                except DeadlineExceededError:  # it hung, and has waited
-                    if not left or clock() >= until_s:
+                except DeadlineExceededError:  # it hung, so it has waited
+                    if clock() >= until_s:
                         raise
-            raise AssertionError("the last attempt returns or raises")
 
         return await sent_again(attempts, RETRY, until_s, jitter=random.random, what=f"check of {stage}")
 
@@ -91,7 +90,7 @@ class Noise:
 
 async def responses(generator: Generator, asked: Asked, max_tokens: int) -> list[IntArray]:
     """Return one response to each prompt."""
-    replies = await gather(
+    replies = await gather_answers(
         _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens)
         for n, prompt in enumerate(asked.prompts)
     )
@@ -157,7 +156,7 @@ class Explained:
 
 async def explained(scorer: Scorer, asked: Asked, prompts: Sequence[IntArray]) -> Explained:
     """Return how likely the responses are behind these prompts."""
-    scores = await gather(
+    scores = await gather_answers(
         asked.scores(scorer, prompt, response) for prompt, response in zip(prompts, asked.responses, strict=True)
     )
     rows = [np.where(each.known, each.logprobs, np.nan) for each in scores]
@@ -194,7 +193,7 @@ async def honours_seeds(generator: Generator, asked: Asked, max_tokens: int) -> 
     async def sample(seed: int) -> tuple[int, ...]:
         return tuple((await _generate(generator, prompt, asked, seed=seed, max_tokens=max_tokens)).token_ids.tolist())
 
-    first, *others = await gather(sample(seed) for seed in range(SEED, SEED + 4))
+    first, *others = await gather_answers(sample(seed) for seed in range(SEED, SEED + 4))
     again = await sample(SEED)
     if first != again:
         return False
@@ -221,7 +220,7 @@ async def spoken_and_scored(
             scored = np.column_stack([scored, scores.topk_logprobs[known]])
         return spoken, scored
 
-    pairs = await gather(one(n, prompt) for n, prompt in enumerate(tuple(asked.prompts) * each))
+    pairs = await gather_answers(one(n, prompt) for n, prompt in enumerate(tuple(asked.prompts) * each))
     spoken, scored = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return spoken, scored
 
@@ -232,13 +231,13 @@ async def recomputed(servers: Sequence[Any], asked: Asked, *, top_k: int, max_to
     Where they sample, a response of one is scored by the next, or by itself if there is only one, beside many others.
     """
     if speaks:
-        compared = await gather(
+        compared = await gather_answers(
             spoken_and_scored(one, other, asked, max_tokens, top_k=top_k, each=REPEATS)
             for one, other in zip(servers, [*servers[1:], servers[0]], strict=True)
         )
         found = [spoken - scored for spoken, scored in compared]
     else:
-        read = await gather(
+        read = await gather_answers(
             readings(servers[n % len(servers)], asked, score_top_k=top_k, generation_top_k=0)
             for n in range(1 + REPEATS)
         )
@@ -253,7 +252,7 @@ async def truncation_p_value(generator: Generator, asked: Asked, max_tokens: int
     rank r, whatever the model: it is small if something truncates what is sampled, such as a top-k. The value is that
     product for the lowest rank seen, times the ranks that it could have been (Bonferroni); 1 where one was below all.
     """
-    replies = await gather(
+    replies = await gather_answers(
         _generate(generator, prompt, asked, seed=SEED + n, max_tokens=max_tokens, top_k=top_k)
         for prompt in asked.prompts
         for n in range(REPEATS)
@@ -287,7 +286,7 @@ async def _noise(read: Callable[[], Coroutine[Any, Any, FloatArray]]) -> Noise |
     if not alone[0].size:
         return None
     alone += [await read() for _ in range(REPEATS - 1)]
-    together = await gather(read() for _ in range(TOGETHER))
+    together = await gather_answers(read() for _ in range(TOGETHER))
     ranges = np.ptp([*alone, *together], axis=0)
     return Noise(float(np.ptp(alone, axis=0).max()), float(ranges.max()), ranges)
 

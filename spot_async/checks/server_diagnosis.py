@@ -61,14 +61,8 @@ class ServerDiagnosis:
     noise_nats: float = 0.0  # between readings of the same row
     is_full: bool = False  # it throttled a question until its deadline
 
-    async def run(self) -> None:
-        await self._unless_full(self._discover)
-
-    async def time(self) -> None:
-        await self._unless_full(self._time)
-
-    async def _unless_full(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Ask. A server that has no room for a question is refused, and asked no more."""
+    async def unless_full(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Do `run` or `time`. A server that has no room for a question is refused, and asked no more."""
         if self.is_full:
             return
         try:
@@ -77,7 +71,7 @@ class ServerDiagnosis:
             self.is_full = True
             self.refusals.append(no_room(self.section, error))
 
-    async def _discover(self) -> None:
+    async def run(self) -> None:
         self._state_what_is_said()
         self._judge_model()
         self._judge_candidates()
@@ -278,7 +272,7 @@ class ServerDiagnosis:
             comparing = discovery.spoken_and_scored(backend, backend, asked, RESPONSE_TOKENS, top_k=top_k)
             self._note_disagreement(await self._ask("its own samples", comparing))
 
-    async def _time(self) -> None:
+    async def time(self) -> None:
         if not (self._scores or self._samples):
             return
         asking = discovery.round_trip_s(self.backend, self.asked, scores=self._scores)

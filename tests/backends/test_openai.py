@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,41 @@ def test_both_servers_recorded_replies_say_the_same_of_a_prompt_in_every_form() 
         np.testing.assert_array_equal(found.topk_ids[found.valid, 0], expected.topk_ids[found.valid, 0])
 
 
+def without_likeliest(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The reply as FastChat writes it: each token's own log-probability, and no other."""
+    given = recorded["reply"]["choices"][0]
+    logprobs = {**given["logprobs"], "top_logprobs": [{} for _ in given["logprobs"]["tokens"]]}
+    return {"reply": {**recorded["reply"], "choices": [{**given, "logprobs": logprobs}]}}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "texts", "reads_text"),
+    [
+        (VLLM["ids_prompt_logprobs"], None, False),
+        (VLLM["ids_echo"], None, False),
+        (VLLM["text_echo_plain"], TEXTS, True),
+        (SGLANG["text_echo_plain"], TEXTS, True),
+        (SGLANG["ids_echo_and_generate"], TEXTS, False),
+        (without_likeliest(SGLANG["ids_echo_and_generate"]), TEXTS, False),
+    ],
+)
+def test_the_less_is_asked_of_a_position_the_more_positions_are_known(
+    recorded: dict[str, Any], texts: TokenTexts | None, reads_text: bool
+) -> None:
+    found = choice(recorded)
+    if found.prompt_logprobs is not None:
+        rows = prompt_rows(found, PROMPT)
+    else:
+        rows = echoed_rows(found, texts, tokens=len(PROMPT) if texts is not None else None)
+    sent = as_text(np.array(PROMPT, np.int32), TEXTS)
+    at = np.arange(len(PROMPT)) if not reads_text else align(sent, rows.token_ids, TEXTS)
+    at = at[1:]
+    known = [scores_of(rows, at, top_k=top_k, texts=texts).known for top_k in range(4)]
+    for fewer, more in itertools.pairwise(known):
+        assert (more <= fewer).all()
+    np.testing.assert_array_equal(known[0], at >= 0)  # its own log-probability is all that was asked for
+
+
 @pytest.mark.parametrize("server", [VLLM, SGLANG])
 @pytest.mark.parametrize("name", ["generate", "generate_stopped"])
 def test_recorded_generations_carry_ids_log_probabilities_and_the_right_end(server: Any, name: str) -> None:
@@ -154,7 +190,7 @@ class Names:
     k=st.integers(1, 5),
     own=st.integers(0, 5),
     keeps_first=st.booleans(),
-    top_k=st.integers(1, 3),
+    top_k=st.integers(0, 3),
 )
 def test_text_keyed_rows_give_true_bounds_and_the_true_candidates_or_none(
     weights: list[float], names: list[str], k: int, own: int, keeps_first: bool, top_k: int
@@ -183,6 +219,7 @@ def test_text_keyed_rows_give_true_bounds_and_the_true_candidates_or_none(
     entropy = -(np.exp(logprobs) * logprobs).sum()
     assert found.entropy_lower[0] <= entropy + 1e-5
     assert found.entropy_upper[0] >= entropy - 1e-5
+    assert top_k or found.valid is None
     if found.valid is None:
         assert found.topk_ids[0].tolist() == order[: min(top_k, k)].tolist()
         np.testing.assert_allclose(found.topk_logprobs[0], logprobs[order[: min(top_k, k)]], atol=1e-6)

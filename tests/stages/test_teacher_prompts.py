@@ -17,7 +17,7 @@ from spot_async.policies.opd import OpdPolicy
 from spot_async.policies.samples import student_sample
 from spot_async.stages.services import Services, StagesSettings
 from spot_async.stages.stages import Stages
-from spot_async.testing.services import generation, token_scores
+from spot_async.testing.services import capabilities, generation, token_scores
 from spot_async.testing.simulation import make_policy, simulated_prompts, simulated_run, simulated_turn_ids
 from spot_async.types import ChatTurn, PolicyNeeds, Problem, Prompt, ScoredPositions
 
@@ -38,6 +38,7 @@ class Recorder:
         self.read = []
         self.seeds = []
         self.keys = []
+        self.top_k = []
 
     async def generate(self, prompt_ids, sampling, **_):
         self.read.append(prompt_ids.tolist())
@@ -46,6 +47,7 @@ class Recorder:
 
     async def score(self, request, *, top_k):
         self.read.append(request.prompt_ids.tolist())
+        self.top_k.append(top_k)
         return token_scores(np.zeros(len(request.response_ids)))
 
     async def score_at(self, request, positions, *, top_k):
@@ -64,7 +66,7 @@ class Recorder:
         return await ask()
 
 
-def bound(recorder, prompt, **teacher):
+def bound(recorder, prompt, said=None, **teacher):
     stages = Stages(
         Services(
             student=recorder,
@@ -72,6 +74,7 @@ def bound(recorder, prompt, **teacher):
             reference=recorder,
             verifier=recorder,
             vocabulary=SimpleNamespace(end_token_ids=(1,), decode=str),
+            capabilities={} if said is None else {"teacher": said},
         ),
         StagesSettings(sampling=SamplingConfig(max_response_tokens=6), seed=3, max_prompts=1),
         PolicyNeeds(
@@ -84,6 +87,15 @@ def bound(recorder, prompt, **teacher):
         ),
     )
     return stages.for_prompt(prompt)
+
+
+@pytest.mark.parametrize(("every_position", "asked"), [(False, [0, 1, 4]), (True, [1, 1, 4])])
+async def test_a_teacher_that_names_tokens_by_text_is_asked_for_no_more_than_the_policy_wants(every_position, asked):
+    recorder = Recorder()
+    stages = bound(recorder, PLAIN, capabilities(48, every_position=every_position))
+    for top_k in (0, 1, 4):
+        await stages.score(RESPONSE, top_k=top_k)
+    assert recorder.top_k == asked
 
 
 @pytest.mark.parametrize(("prompt", "read"), [(PLAIN, [3, 4]), (OWN, [3, 4, 9, 9, 4])])

@@ -122,10 +122,12 @@ def test_a_dry_run_shows_it_and_what_it_assumes(monkeypatch):
     assert "The budget of 0.01 EUR ends the run early" in shown.output
     config = load_config(ROOT / "configs" / "quickstart.yaml", [backend, *SMALL])
     (teacher,) = endpoints(config, plan_training(config), None)
-    between = (teacher.expected.money + teacher.at_most.money) / 2
+    between = sum(teacher.whole_money) / 2
     backend = f"teacher.backend={json.dumps(PAID | {'budget': between})}"
     shown = CliRunner().invoke(app, ["train", "configs/quickstart.yaml", backend, *SMALL, "--dry-run"])
     assert f"warning: The budget of {between:g} EUR may end the run early" in shown.output
+    start = " ".join(f"{each.money:,.4g}" for each in teacher.start)
+    assert f"EUR, the start before it {start}" in " ".join(shown.output.split())
 
 
 def test_an_evaluation_says_what_it_asks_for_at_most_and_what_that_costs(tmp_path):

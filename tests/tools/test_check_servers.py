@@ -29,6 +29,7 @@ from spot_async.checks.score_rows import RIGHT
 from spot_async.cli import app
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
+from spot_async.tools.check.requirements import START_AT_MOST, START_EXPECTED
 from spot_async.tools.check.servers import ROWS, show_servers
 from spot_async.types import Capabilities, Generation, PolicyNeeds, SamplingSettings, ScoreRequest, TokenScores
 
@@ -188,6 +189,14 @@ class Masked(Other):
 
 class MaskedWholly(Masked):
     every = 0
+
+
+class NamesByText(Other):
+    """Knows the fewer positions, the more it is asked for at each."""
+
+    async def score(self, *arguments: Any, top_k: int) -> TokenScores:
+        scores = await self.backend.score(*arguments, top_k=top_k)
+        return msgspec.structs.replace(scores, valid=np.arange(len(scores.logprobs)) % (1 + top_k) == 0)
 
 
 class Greedy(Other):
@@ -431,6 +440,26 @@ async def test_a_teacher_that_masks_most_positions_is_refused_and_no_figure_of_n
         assert {facts[name] for name in ("noise_alone_nats", "score_rows")} == {None}
 
 
+@pytest.mark.parametrize(
+    ("policy", "masked"),
+    [
+        ("opd", 0.0),
+        ("{kind: distill, pull: 1}", 0.0),
+        ("{kind: eopd, top_k: 1}", 0.5),
+        ("{kind: eopd, top_k: 3}", 0.75),
+    ],
+)
+@with_backends
+async def test_masked_positions_are_those_of_what_the_policy_asks_for(
+    policy: str, masked: float, services: Services
+) -> None:
+    by_text = {"every_position": False, "exact_entropy": False, "generation": False}
+    found = await diagnosis_of(services, f"policy={policy}", teacher=NamesByText(services["teacher"], **by_text))
+    assert found.roles["teacher"]["masked_share"] == pytest.approx(masked, abs=0.03)
+    assert ["% of the positions of the student" in line for line in found.refusals] == [True] * (masked > 0.6)
+    assert found.roles["teacher"]["noise_alone_nats"] == 0.0
+
+
 @with_backends
 async def test_a_temperature_that_is_not_what_is_said_matters_where_the_runs_is_not_1(services: Services) -> None:
     teacher = Other(services["teacher"], score_temperature="one")
@@ -579,6 +608,7 @@ async def test_a_paid_teacher_that_throttles_at_the_start_is_checked_wholly_and_
     assert facts["score_rows"] == RIGHT
     assert None not in (facts["noise_together_nats"], facts["masked_share"], facts["round_trip_s"])
     assert paid.account.total.unknown == 0
+    assert 0.75 * START_EXPECTED[0] < paid.account.total.answered < START_AT_MOST[0], "as the estimate says"
     assert paid.account.total.failed["ThrottledError"] >= 3
 
 

@@ -14,8 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spot_async.checks.diagnosis import PROMPTS
 from spot_async.checks.machine import ADAPTER_BYTES, published_bytes, student_bytes
 from spot_async.checks.plan import TrainPlan, merged_every
+from spot_async.checks.server_diagnosis import RESPONSE_TOKENS
 from spot_async.config import Config, teacher_name
 from spot_async.config.training import TARGETS
 from spot_async.evaluation.benchmarks import Benchmark
@@ -48,6 +50,13 @@ class RoleEstimate:
     account: Account
     expected: Estimate
     at_most: Estimate
+    start: tuple[Estimate, Estimate]  # before the first prompt, likewise: what backends and the checks ask
+
+    @property
+    def whole_money(self) -> tuple[float, ...]:
+        """The money of start and run together, expected and at most; 0 without prices."""
+        both = zip(self.start, (self.expected, self.at_most), strict=True)
+        return tuple(sum(each.money or 0.0 for each in pair) for pair in both)
 
 
 def estimate_endpoints(config: Config, plan: TrainPlan, expected_tokens: float) -> list[RoleEstimate]:
@@ -63,7 +72,8 @@ def estimate_endpoints(config: Config, plan: TrainPlan, expected_tokens: float) 
             expected, at_most = (
                 _estimate(role, needs, prompts, tokens, account) for tokens in (expected_tokens, longest)
             )
-            estimates.append(RoleEstimate(account, expected, at_most))
+            start = _start(plan, role, account, *START_EXPECTED), _start(plan, role, account, *START_AT_MOST)
+            estimates.append(RoleEstimate(account, expected, at_most, start))
     return estimates
 
 
@@ -77,8 +87,7 @@ def _estimate(
     if role == "verifier":  # whose tokens nobody counts
         responses = requests_per_prompt(needs)["rollout"] + needs.teacher_responses + needs.probes_per_prompt
         questions = len(prompts) * needs.rounds * responses
-        money = None if account.prices is None else questions * account.prices.request
-        return Estimate(questions, NO_TOKENS, money, _minutes(questions, NO_TOKENS, account))
+        return _priced(questions, NO_TOKENS, account)
     prompt_tokens = sum(_read_by_teacher(needs, each, role) if is_teacher else len(each.token_ids) for each in prompts)
     requests = prompt_total = completion_total = 0.0
     if scores := _scores(needs) if is_teacher else needs.samples_per_prompt:
@@ -91,7 +100,22 @@ def _estimate(
         requests += written
         prompt_total += needs.teacher_responses * prompt_tokens
         completion_total += written * response_tokens
-    used = Usage(prompt_tokens=round(prompt_total), completion_tokens=round(completion_total))
+    return _priced(
+        requests, Usage(prompt_tokens=round(prompt_total), completion_tokens=round(completion_total)), account
+    )
+
+
+def _start(plan: TrainPlan, role: str, account: Account, requests: int, generated: int) -> Estimate:
+    """Return what all servers of a role are asked at the start; each request may generate so many tokens."""
+    if role not in plan.served:  # a verifier, which must answer one question
+        return _priced(1, NO_TOKENS, account)
+    asked = requests * len(plan.served[role].backend.servers())
+    longest = max(len(each.read_by(teacher_name(role) or "")) for each in islice(plan.schedule, PROMPTS))
+    used = Usage(prompt_tokens=asked * (longest + RESPONSE_TOKENS), completion_tokens=asked * generated)
+    return _priced(asked, used, account)
+
+
+def _priced(requests: float, used: Usage, account: Account) -> Estimate:
     money = None
     if account.prices is not None:
         # `cost` includes the price of one request.
@@ -141,6 +165,9 @@ def evaluation_estimate(config: Config, benchmarks: Sequence[Benchmark]) -> str:
 
 
 NO_TOKENS = Usage(prompt_tokens=0)
+# What a server that scores and samples is asked before the first prompt, and the tokens that it generates for each.
+START_EXPECTED = 80, RESPONSE_TOKENS // 3
+START_AT_MOST = 150, RESPONSE_TOKENS
 ASSUMED_SHARE = 0.5  # assumed length of a response, as a share of the longest
 SAMPLE_BYTES_PER_TOKEN = 80  # of samples.jsonl, as `run.samples_every` says
 COPIES = 2  # in the run directory, of students published elsewhere: of the last checkpoint, and of the next
@@ -200,7 +227,8 @@ class Requirements:
             "expected_tokens": self.expected_tokens,
             "most_tokens": self.most_tokens,
             "endpoints": {
-                each.account.role: {"expected": each.expected, "at_most": each.at_most} for each in self.endpoints
+                each.account.role: {"expected": each.expected, "at_most": each.at_most, "start": each.start}
+                for each in self.endpoints
             },
             "free_disk_bytes": self.free_disk_bytes,
             "warnings": self.warnings,

@@ -28,9 +28,6 @@ from spot_async.tools.check.requirements import Requirements, RoleEstimate, Size
 from spot_async.types import Problem
 
 UNKNOWN = "unknown"
-# Requests to an endpoint that scores before the first prompt, by its backend and by the checks of the start together;
-# see docs/remote-teachers.md.
-REQUESTS_AT_START = 60
 SAMPLES = 2
 SHOWN_IDS = 10
 SHOWN_CHARS = 400
@@ -86,14 +83,12 @@ def show_endpoints(screen: Console, found: Requirements) -> None:
     """Print what endpoints with prices or limits are asked, and what that takes for granted."""
     for each in found.endpoints:
         screen.print(endpoint_table(each))
-        line = (
-            f"assumes {found.response_words}; nothing cached; not counted: about {REQUESTS_AT_START} small requests at "
-            "the start, retries, and single positions asked for again"
-        )
-        budget, most = each.account.budget, each.at_most.money
+        line = f"assumes {found.response_words}; nothing cached; no retries, and no single positions asked for again"
+        budget = each.account.budget
         screen.print(Text(line), soft_wrap=True)
-        if budget is not None and most is not None and most > budget:
-            ends = "ends" if (each.expected.money or 0.0) > budget else "may end"
+        expected, most = each.whole_money
+        if budget is not None and most > budget:
+            ends = "ends" if expected > budget else "may end"
             show_warnings(screen, [f"The budget of {budget:g} {each.account.currency} {ends} the run early"])
 
 
@@ -171,6 +166,7 @@ def endpoint_table(each: RoleEstimate) -> Table:
     table.add_row("generated tokens", *(f"{one.used.completion_tokens:,}" for one in both))
     if account.prices is not None:
         table.add_row(f"{account.currency}", *(f"{one.money:,.4g}" for one in both))
+        table.add_row(f"{account.currency}, the start before it", *(f"{one.money:,.4g}" for one in each.start))
     if each.expected.minutes is not None:
         table.add_row("minutes, at its limits", *(f"{one.minutes:,.3g}" for one in both))
     return table
