@@ -165,9 +165,10 @@ def stale_words(samples: Sequence[Sample], policy: str) -> str:
             continue
         known = each.advantages if each.policy_mask is None else each.advantages[each.policy_mask]
         if (known != known[:1]).any():
+            instead = "leave it to the pulls beside it" if each.pulls else "give a pull"
             return (
                 f"policy {policy} gives each token an advantage of its own beside a teacher. With max_staleness, a "
-                "difference to log pi_old would be that of older weights: give a pull, which the trainer recomputes"
+                f"difference to log pi_old would be that of older weights: {instead}, which the trainer recomputes"
             )
     return ""
 

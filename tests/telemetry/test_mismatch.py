@@ -84,4 +84,8 @@ def test_advantages_that_vary_within_a_response_go_stale_and_rewards_and_pulls_d
     masked = advantages(0.5, 0.0, 0.5, policy_mask=np.array([True, False, True]))
     beside = advantages(0.5, 0.5, 0.5, pulls=(Pull(logprobs=np.zeros(3, np.float32)),))
     assert stale_words([left_out, reward, masked, beside], "mine") == ""
-    assert stale_words([reward, advantages(0.5, 0.1, 0.5)], "mine").startswith("policy mine gives each token")
+    words = stale_words([reward, advantages(0.5, 0.1, 0.5)], "mine")
+    assert words.startswith("policy mine gives each token")
+    assert words.endswith("give a pull, which the trainer recomputes")
+    has_pull = advantages(0.5, 0.1, 0.5, pulls=(Pull(logprobs=np.zeros(3, np.float32)),))
+    assert stale_words([has_pull], "mine").endswith("leave it to the pulls beside it, which the trainer recomputes")
