@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
@@ -23,8 +24,13 @@ class Process(StandIn):
     """A server that says when it started."""
 
     started: str | None = None
+    throttled = 0  # of so many requests of every path
 
     def answer(self, path, body):
+        self.asked = getattr(self, "asked", Counter())
+        self.asked[path] += 1
+        if self.asked[path] <= self.throttled:
+            return 429, {"error": {"message": "no room"}}
         if path == "/metrics" and self.started is not None:
             self.metrics = [f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.started}\n"]
         return super().answer(path, body)
@@ -64,11 +70,13 @@ def model(random_model):
     return random_model(max_position_embeddings=64)
 
 
-async def found(model, tmp_path, started, *, keeps_sessions=False, versions=("0.32.0", "0.32.0")) -> BehindUrl:
+async def found(
+    model, tmp_path, started, *, keeps_sessions=False, versions=("0.32.0", "0.32.0"), throttled=0
+) -> BehindUrl:
     servers = []
     for start, version in zip(started, versions, strict=False):
         servers.append(Process(model, load_tokenizer(model), version=version))
-        servers[-1].started = start
+        servers[-1].started, servers[-1].throttled = start, throttled
     async with balancer(servers, keeps_sessions=keeps_sessions) as url:
         backend = VllmBackend(VllmBackend.Settings(url=url), role="teacher", model=str(model), run_directory=tmp_path)
         async with backend:
@@ -85,6 +93,10 @@ async def test_two_servers_at_one_url_are_told_apart_and_whether_sessions_are_ke
 async def test_one_server_is_one_and_one_that_says_nothing_is_unknown(model, tmp_path):
     assert (await found(model, tmp_path, ["1.5"])).servers == 1
     assert (await found(model, tmp_path, [None])).servers is None
+
+
+async def test_a_server_that_throttles_each_question_once_is_asked_again(model, tmp_path):
+    assert (await found(model, tmp_path, ["1.5"], throttled=1)).servers == 1
 
 
 async def judged(role: str, said: BehindUrl) -> ServerDiagnosis:
