@@ -20,6 +20,7 @@ from spot_async.base.text import visible
 from spot_async.cli import app
 from spot_async.errors import DataError
 from spot_async.run_directory.reading import RunFiles, token_texts
+from spot_async.tools.inspect import command
 from spot_async.tools.inspect.report import read_report, report_page
 from spot_async.tools.inspect.samples import samples_page
 from spot_async.tools.inspect.terminal import response_text, sample_view
@@ -385,21 +386,52 @@ def test_pages_of_samples_lead_to_each_other_and_to_the_list(tmp_path):
     samples = [spot_sample(1), spot_sample(2), spot_sample(2), spot_sample(2)]
     samples[2]["problem_id"] = "other"
     make_run(tmp_path / "run", samples)
-    page = tmp_path / "pages" / "all.html"
+    page = tmp_path / "pages" / "all #1 100%.html"
+    folder = page.parent / "all #1 100%-samples"
     page.parent.mkdir()
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "--html", str(page)])
     assert done.exit_code == 0, done.output
-    assert sorted(each.name for each in page.parent.iterdir()) == [
-        "all.html", "inspect-1.html", "inspect-2.html", "inspect-3.html",
-    ]  # fmt: skip
+    assert f"page: {page}\n3 pages of samples: {folder}\n" in done.output
+    assert sorted(each.name for each in page.parent.iterdir()) == [folder.name, page.name]
+    assert sorted(each.name for each in folder.iterdir()) == ["inspect-1.html", "inspect-2.html", "inspect-3.html"]
+    back = "../all%20%231%20100%25.html"
+    assert links(folder / "inspect-1.html") == [back, "inspect-2.html", "inspect-3.html"]
+    assert links(folder / "inspect-2.html") == [back, "inspect-1.html", "inspect-3.html"]
+    assert links(folder / "inspect-3.html") == [back, "inspect-2.html", "inspect-1.html"]
 
-    def links(name):
-        tags = Tags((page.parent / name).read_text()).tags
-        return [attributes["href"] for tag, attributes in tags if tag == "a" and attributes["href"][0] != "#"]
 
-    assert links("inspect-1.html") == ["all.html", "inspect-2.html", "inspect-3.html"]
-    assert links("inspect-2.html") == ["all.html", "inspect-1.html", "inspect-3.html"]
-    assert links("inspect-3.html") == ["all.html", "inspect-2.html", "inspect-1.html"]
+def links(page):
+    tags = Tags(page.read_text()).tags
+    return [attributes["href"] for tag, attributes in tags if tag == "a" and attributes["href"][0] != "#"]
+
+
+def test_a_report_leads_to_the_samples_of_the_iterations_that_have_some(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "MOST_PAGES", 2)
+    run = tmp_path / "run"
+    make_run(run, [spot_sample(i) for i in (2, 2, 4)], [metrics_row(i) for i in (1, 2, 3, 4)])
+    done = CliRunner().invoke(app, ["report", str(run)])
+    assert f"2 pages of 3 samples: {run / 'report-samples'}\n" in done.output
+    listed = "report-samples/samples.html"
+    assert set(links(run / "report.html")) == {listed, f"{listed}#iteration-2", f"{listed}#iteration-4"}
+    assert links(run / listed) == ["../report.html"]
+    assert links(run / "report-samples" / "inspect-2.html")[:3] == ["../report.html", "samples.html", "inspect-0.html"]
+
+
+@pytest.mark.parametrize("tokens", [3, 200_000])
+def test_long_responses_have_fewer_pages(tmp_path, tokens):
+    samples = [spot_sample() | {"response_ids": [1] * tokens, "branches": []} for _ in range(3)]
+    report = read_report(make_run(tmp_path / "run", samples, [metrics_row(1)]))
+    assert len(command.with_pages(report)) == (3 if tokens == 3 else 2)
+
+
+@pytest.mark.parametrize("samples_every", [0, 1])
+def test_a_report_without_samples_leads_nowhere(tmp_path, samples_every):
+    make_run(tmp_path / "run", [], [metrics_row(1)])
+    with (tmp_path / "run" / "config.yaml").open("a") as file:
+        file.write(f"run: {{samples_every: {samples_every}}}\n")
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run")]).exit_code == 0
+    assert links(tmp_path / "run" / "report.html") == []
+    assert not (tmp_path / "run" / "report-samples").exists()
 
 
 @pytest.mark.long

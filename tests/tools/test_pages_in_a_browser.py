@@ -30,6 +30,41 @@ def report(tmp_path: Path) -> Path:
     return tmp_path / "run" / "report.html"
 
 
+async def test_clicks_alone_lead_from_a_report_to_a_token_also_after_a_move(tmp_path: Path) -> None:
+    name = "r #1 100% <b>é漢?&"
+    make_run(tmp_path / name, [spot_sample(i) for i in (1, 1, 3)], [metrics_row(i) for i in (1, 2, 3)])
+    write_report(Console(quiet=True), tmp_path / name, None)
+    moved = (tmp_path / name).rename(tmp_path / f"moved {name}")
+    numbers = "[...document.querySelectorAll('tbody tr')].map(each => each.cells[0].textContent).join(' ')"
+    async with browser(tmp_path / "profile") as page:
+        await page.call("Page.navigate", url=(moved / "report.html").as_uri())
+        await page.until("document.readyState === 'complete' && !!document.querySelector('.links a')")
+        await page.click(".links a")
+        assert await page.until(numbers) == "2 1 0"
+        await page.click(".links a")  # back
+        await page.until("!!document.querySelector('.tip')")
+        await page.click(".tip")  # the first iteration's point
+        await page.click(".way:has(+ .tip:focus)")
+        assert await page.until(numbers) == "1 0"
+        await page.click("tbody a")
+        await page.until("document.querySelector('h1')?.textContent.startsWith('Sample 1')")
+        await page.click(".response span.token")
+        assert "position 1" in await shown(page)
+
+
+async def test_a_point_without_samples_has_no_way_and_keys_go_from_point_to_point(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", [spot_sample(1)], [metrics_row(i) for i in (1, 2)])
+    write_report(Console(quiet=True), tmp_path / "run", None)
+    way = "document.querySelector('.way:has(+ .tip:focus)')?.textContent ?? 'none'"
+    async with browser(tmp_path / "profile", width=390) as page:
+        await page.open(tmp_path / "run" / "report.html")
+        await page.tap(".tip")
+        assert await page.value(way) == "samples of iteration 1"
+        await page.press("Tab")
+        assert "iteration 2: " in await shown(page)
+        assert await page.value(way) == "none"
+
+
 async def shown(page: Page) -> str:
     return str(await page.value(SAID))
 

@@ -28,7 +28,9 @@ from spot_async.tools.compare.reading import (
     same_measurements,
 )
 from spot_async.tools.compare.statistics import Comparison, compare, pass_curves
-from spot_async.tools.pages.page import write_page
+from spot_async.tools.inspect.command import write_linked
+from spot_async.tools.inspect.report import read_report
+from spot_async.tools.pages.page import Links, address, folder_of, write_page
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
 NAME_WIDTH = 12  # names are not folded to fewer characters, however narrow the screen is
@@ -73,7 +75,20 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
     for line in told:
         screen.print(shown(line), soft_wrap=True)
     if options.html is not None:
-        write_page(screen, options.html, comparison_page(comparison, runs, notes), is_named=True)
+        reports = write_reports(screen, options.html, runs)
+        write_page(screen, options.html, comparison_page(comparison, runs, notes, reports), is_named=True)
+
+
+def write_reports(screen: Console, page: Path, runs: Sequence[Evaluated]) -> Links:
+    """Write the reports of the training runs into a folder beside the page, and return links to them."""
+    links = []
+    for number, run in enumerate(runs):
+        if (files := run.trained) is not None:
+            folder = folder_of(page, "runs")
+            path = folder / f"run-{number}.html"
+            write_linked(screen, files, path, read_report(files), [("comparison", address(page, folder))])
+            links.append((f"report of {run.name}", address(path, page.parent)))
+    return links
 
 
 def write(

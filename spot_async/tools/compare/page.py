@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from spot_async.base.text import visible
-from spot_async.run_directory.reading import RunFiles, evaluated_iteration
+from spot_async.run_directory.reading import evaluated_iteration
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.totals import Rows
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.reading import Evaluated
 from spot_async.tools.compare.statistics import Comparison
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Plot, filled, points
+from spot_async.tools.pages.page import Links, Plot, filled, points
 from spot_async.tools.pages.series import Format, Series, running_mean, seconds, short_number
 
 MARKS = {"best": Markup("<strong>{}</strong>"), "second": Markup("<u>{}</u>"), "": Markup("{}")}
@@ -32,8 +32,10 @@ CURVES: tuple[tuple[str, str, Format], ...] = (
 )
 
 
-def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Sequence[str]) -> str:
-    """Return the page. A run whose directory has no metrics, such as an evaluation's, has no curves."""
+def comparison_page(
+    comparison: Comparison, runs: Sequence[Evaluated], notes: Sequence[str], reports: Links = ()
+) -> str:
+    """Return the page, with links to `reports`. A run without metrics, such as an evaluation's, has no curves."""
     headings = ["method", *(f"{column.benchmark} {column.metric}" for column in comparison.columns)]
     ranked = zip(comparison.methods, tables.marks(comparison.values), comparison.values, strict=True)
     rows = [
@@ -45,13 +47,13 @@ def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Se
         "comparison.html",
         tables=[whole, *tables.difference_tables(comparison)],
         notes=[visible(each) for each in notes],
+        links=reports,
         plots=curves([(run.name, _metrics(run)) for run in runs]),
     )
 
 
 def _metrics(run: Evaluated) -> Rows:
-    directory = run.path.parent
-    return RunFiles(directory).metrics() if (directory / "run.json").exists() else []  # files may be copied elsewhere
+    return [] if (files := run.trained) is None else files.metrics()
 
 
 def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:

@@ -17,6 +17,7 @@ from spot_async.config.evaluation import RESERVED_NAMES
 from spot_async.errors import DataError
 from spot_async.evaluation.metrics import BenchmarkFigures, EvaluationFigures, read_figures
 from spot_async.run_directory.layout import refuse_newer
+from spot_async.run_directory.reading import RunFiles
 from spot_async.types import Int64Array
 
 AFTER_TRAINING = "evaluation-after.json"
@@ -32,6 +33,12 @@ class Evaluated:
     name: str
     path: Path  # the figures file
     figures: EvaluationFigures
+
+    @property
+    def trained(self) -> RunFiles | None:
+        """The training run that the figures lie in; None for an evaluation's, and for files that were copied."""
+        files = RunFiles(self.path.parent) if (self.path.parent / "run.json").exists() else None
+        return None if files is None or files.is_evaluation else files
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -15,8 +17,14 @@ from spot_async.base.text import counted, visible
 from spot_async.errors import ConfigError, DataError
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.reading import RunFiles, SampleSummary
-from spot_async.tools.pages.page import Section, page_path, write_page
+from spot_async.tools.pages.page import Links, Section, address, folder_of, page_path, write_page
 from spot_async.types import Verdict
+
+if TYPE_CHECKING:
+    from spot_async.tools.inspect.report import Report
+
+QUIET = Console(quiet=True)
+MOST_PAGES, MOST_TOKENS = 256, 300_000  # of samples that have pages beside a report; a token takes about 500 bytes
 
 
 def list_samples(
@@ -52,7 +60,9 @@ def list_samples(
     title = f"{counted(len(rows), 'sample')} of iteration {shown}; the run has {counted(last, 'iteration')}"
     screen.print(samples_table(rows, title))
     if html is not None:
-        write_samples(screen, files, html, [number for number, _ in rows], f"iteration {shown}")
+        folder = folder_of(html, "samples")
+        write_samples(files, html, folder, [number for number, _ in rows], f"iteration {shown}", is_named=True)
+        screen.print(Text(f"page: {html}\n{counted(len(rows), 'page')} of samples: {folder}"), soft_wrap=True)
     if len(sampled) < last:
         words = f"{counted(len(sampled), 'iteration')} with samples: {files.samples_rhythm()}"
         screen.print(words, style="dim", highlight=False, soft_wrap=True)
@@ -63,8 +73,13 @@ def list_samples(
             screen.print(Text(visible(line), style="yellow"), soft_wrap=True)
 
 
-def write_samples(screen: Console, files: RunFiles, path: Path, numbers: Sequence[int], what: str) -> None:
-    """Write a page of all samples, and beside it those of the samples with these `numbers`, linked with each other."""
+def write_samples(
+    files: RunFiles, path: Path, folder: Path, numbers: Sequence[int], what: str, links: Links = (), *, is_named: bool
+) -> None:
+    """Write a page of all samples, and into `folder` those of the samples with these `numbers`, linked with each other.
+
+    All of them have the `links` too, which are relative to `folder`.
+    """
     from spot_async.run_directory.reading import SampleRecord, name_tokens, token_texts
     from spot_async.tools.inspect.samples import samples_page
     from spot_async.tools.inspect.view import PolicySettings, colourings, sample_page
@@ -73,24 +88,25 @@ def write_samples(screen: Console, files: RunFiles, path: Path, numbers: Sequenc
     for number, summary in enumerate(files.samples()):
         if number in wanted:
             groups[summary.problem_id].append(number)
-    page = samples_page(files.path.resolve().name, files.samples(), numbers, what)
-    write_page(screen, path, page, is_named=True)
+    name = files.path.resolve().name
+    page = samples_page(name, files.samples(), numbers, what, f"{address(folder, path.parent)}/", links)
+    write_page(QUIET, path, page, is_named=is_named)
     for number, sample in enumerate(files.samples_as(SampleRecord)):
         if number not in wanted:
             continue
         at = numbers.index(number)
         beside = {"previous": numbers[:at][-1:], "next": numbers[at + 1 :][:1]}
-        links = [("all samples", path.name)]
-        links += [(words, f"inspect-{other}.html") for words, found in beside.items() for other in found]
-        links += [
+        around = [*links, ("all samples", address(path, folder))]
+        around += [(words, f"inspect-{other}.html") for words, found in beside.items() for other in found]
+        around += [
             (f"sample {other} of this problem", f"inspect-{other}.html")
             for other in groups[sample.problem_id]
             if other != number
         ]
         name_tokens(files, sample)
         found = colourings(sample, token_texts(files, sample.response_ids), policy)
-        page = sample_page(number, sample, found, policy, links)
-        write_page(Console(quiet=True), path.with_name(f"inspect-{number}.html"), page, is_named=True)
+        page = sample_page(number, sample, found, policy, around)
+        write_page(QUIET, folder / f"inspect-{number}.html", page, is_named=False)
 
 
 def show_sample(screen: Console, run: Path, wanted: str, html: Path | None) -> None:
@@ -118,7 +134,8 @@ def write_report(
 ) -> None:
     """Write a run's report, by default into the run directory; the sections `more` follow its own. Raises DataError.
 
-    With `watch_s` it is written again as often, if the run has grown, until the run ends.
+    With `watch_s` it is written again as often, if the run has grown, until the run ends. Pages of samples are written
+    once it has ended.
     """
     from spot_async.tools.inspect.report import SamplesSoFar, read_report, report_page
 
@@ -130,7 +147,7 @@ def write_report(
         size = files.size_bytes()
         page = report_page(read_report(files, more, samples), written=f"{datetime.now():%H:%M:%S}", reload_s=watch_s)
         write_page(told, path, page, is_named=html is not None)
-        told = Console(quiet=True)  # the path is said once
+        told = QUIET  # the path is said once
         while files.is_going_on() and files.size_bytes() == size:
             time.sleep(watch_s)
     report = read_report(files, more, samples)
@@ -142,7 +159,33 @@ def write_report(
         screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:
         screen.print(Text(report.results.line))
-    write_page(screen, path, report_page(report), is_named=html is not None)
+    if files.is_going_on():
+        write_page(screen, path, report_page(report), is_named=html is not None)
+    else:
+        write_linked(screen, files, path, report, is_named=html is not None)
+
+
+def write_linked(
+    screen: Console, files: RunFiles, path: Path, report: Report, links: Links = (), *, is_named: bool = False
+) -> None:
+    """Write a report that leads to its samples, whose pages stand in a folder beside it, and by `links` elsewhere."""
+    from spot_async.tools.inspect.report import report_page
+
+    if report.lengths:
+        folder = folder_of(path, "samples")
+        listed, numbers = folder / "samples.html", with_pages(report)
+        what = "all" if numbers.step == 1 else f"one in {numbers.step}"
+        write_samples(files, listed, folder, numbers, what, [("report", address(path, folder))], is_named=False)
+        told = f"{counted(len(numbers), 'page')} of {len(report.lengths):,} samples: {folder}"
+        screen.print(Text(told), soft_wrap=True)
+        links = [*links, ("samples", address(listed, path.parent))]
+    write_page(screen, path, report_page(report, links=links), is_named=is_named)
+
+
+def with_pages(report: Report) -> range:
+    """Return the samples that have pages beside a report: all, or evenly from all."""
+    samples, tokens = len(report.lengths), sum(tokens for _, tokens in report.lengths)
+    return range(0, samples, max(1, math.ceil(samples / MOST_PAGES), math.ceil(tokens / MOST_TOKENS)))
 
 
 def refuse_evaluation(files: RunFiles) -> None:

@@ -47,7 +47,7 @@ from spot_async.tools.inspect.troubles import (
 )
 from spot_async.tools.inspect.view import PolicySettings
 from spot_async.tools.pages import svg
-from spot_async.tools.pages.page import Section, filled, lines, points, present, stacked
+from spot_async.tools.pages.page import Links, Section, filled, lines, points, present, stacked
 from spot_async.tools.pages.series import Series, fine_percent, nice_ticks, seconds
 
 LENGTH_BINS = 20  # about so many, since their widths are round numbers
@@ -68,6 +68,7 @@ class Report:
     missing_signal: str | None
     results: ResultTable | None
     sections: tuple[Section, ...]
+    lengths: tuple[tuple[int, int], ...]  # of each sample: iteration, tokens
 
 
 class SamplesSoFar:
@@ -122,6 +123,7 @@ def read_report(files: RunFiles, more: Sequence[Section] = (), samples: SamplesS
         missing_signal=missing_signal(rows),
         results=results,
         sections=tuple(section for section in sections if section.plots),
+        lengths=tuple(statistics.lengths),
     )
 
 
@@ -437,6 +439,10 @@ def notes(
     return tuple(found)
 
 
-def report_page(report: Report, *, written: str = "", reload_s: float | None = None) -> str:
-    """Return the page of a whole run, `written` at a time of day, which loads itself again after `reload_s`."""
-    return filled("report.html", report=report, written=written, reload_s=reload_s)
+def report_page(report: Report, *, written: str = "", reload_s: float | None = None, links: Links = ()) -> str:
+    """Return the page of a whole run, `written` at a time of day, which loads itself again after `reload_s`.
+
+    Its points lead to their iterations' samples, if `links` has the page of these.
+    """
+    ways = {i: f"{page}#iteration-{i}" for words, page in links if words == "samples" for i, _ in report.lengths}
+    return filled("report.html", report=report, written=written, reload_s=reload_s, links=links, ways=ways)

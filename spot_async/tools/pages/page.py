@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 from markupsafe import Markup
@@ -24,6 +26,8 @@ from spot_async.telemetry.totals import Rows, total
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.series import Series, seconds, short_number
 
+Links = Sequence[tuple[str, str]]  # words, and the address that they lead to
+
 
 @dataclass(frozen=True)
 class Plot:
@@ -33,10 +37,9 @@ class Plot:
     note: str  # how to read it
     figure: Markup
 
-    @property
-    def labelled(self) -> Markup:
-        """The figure, called by the plot's title if nothing in it has a name."""
-        return self.figure.replace('aria-label=""', Markup('aria-label="{}"').format(self.title), 1)
+    def labelled(self, ways: Mapping[int, str]) -> Markup:
+        """Return the figure, called by the plot's title if nothing in it has a name, with `ways` from iterations."""
+        return svg.leading(self.figure.replace('aria-label=""', Markup('aria-label="{}"').format(self.title), 1), ways)
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,26 @@ def _templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"colours": svg.COLOURS, "dark_colours": svg.DARK_COLOURS}
+    environment.globals |= {"colours": svg.COLOURS, "dark_colours": svg.DARK_COLOURS, "links": (), "ways": {}}
     environment.filters["visible"] = visible
     return environment
+
+
+def address(of: Path, folder: Path) -> str:
+    """Return what leads from a page in `folder` to another, as long as both are moved together."""
+    return quote(os.fsencode(os.path.relpath(of, folder)))
+
+
+def folder_of(page: Path, what: str) -> Path:
+    """Make and return the folder of the pages that a page leads to. A link is replaced, as by `write_page`."""
+    folder = page.with_name(f"{page.stem}-{what}")
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror}): name another page with --html") from None
+    return folder
 
 
 def page_path(run: Path, name: str, html: Path | None) -> Path:

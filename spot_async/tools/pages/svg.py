@@ -8,6 +8,7 @@ pointer, through SVG's own `<title>`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -344,6 +345,20 @@ def _figure(
         WIDTH, height, label, Markup("").join(marks)
     )
     return legend + Markup('<div class="figure">{}{}</div>').format(drawing, Markup("").join(_over(height, tips)))
+
+
+def leading(figure: Markup, ways: Mapping[int, str]) -> Markup:
+    """Return a figure whose tips of an iteration have a way to its samples, which shows where the tip has the focus.
+
+    It stands before the tip, so that keys go from tip to tip.
+    """
+
+    def led(tip: re.Match[str]) -> str:
+        if (way := ways.get(int(tip[1]))) is None:
+            return tip[0]
+        return Markup('<a class="way" href="{}">samples of iteration {}</a>').format(way, tip[1]) + Markup(tip[0])
+
+    return Markup(re.sub(r'<i class="tip whole"[^>]* aria-label="iteration (\d+):', led, figure))
 
 
 def _over(height: int, tips: Sequence[Tip]) -> Iterator[Markup]:
