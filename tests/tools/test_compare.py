@@ -51,6 +51,10 @@ def test_the_page_of_a_comparison_has_its_table_its_differences_and_the_runs_cur
     assert "<b>one" not in text
     titles = re.findall(r"<h3>(.*?)</h3>", text)
     assert {"Accuracy on held-out problems", "Accuracy in training", "Time of an iteration"} <= set(titles)
+    report = tmp_path / "page-runs" / "run-1.html"  # of the only one that trained
+    assert [*report.parent.iterdir()] == [report]
+    assert '<a href="page-runs/run-1.html">report of other</a>' in text
+    assert '<a href="../page.html">comparison</a>' in report.read_text()
     alone = tmp_path / "alone.html"
     shown(f"a={one}", "--html", str(alone))
     assert "<h2>Training</h2>" not in alone.read_text()

@@ -143,6 +143,15 @@ def test_a_page_replaces_a_link_and_does_not_go_where_it_leads(monkeypatch: pyte
     assert "<title>" in (run / "inspect-0.html").read_text()
 
 
+def test_pages_of_samples_do_not_go_where_a_link_leads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    make_run(run, [spot_sample()], [metrics_row(1)])
+    mine.mkdir()
+    (run / "report-samples").symlink_to(mine)
+    assert_refused(invoke(monkeypatch, "report", str(run)), "report-samples: is a link", "--html")
+    assert not [*mine.iterdir()]
+
+
 def test_a_ledger_is_read_as_it_stands_also_from_its_log(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path)) as ledger:
         ledger.admit(0, "first")

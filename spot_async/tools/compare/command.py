@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spot_async.base.text import visible
 from spot_async.config.evaluation import MACRO, MEAN_COLUMN
 from spot_async.errors import DataError
 from spot_async.telemetry.screen import shown
@@ -81,13 +82,11 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
 
 def write_reports(screen: Console, page: Path, runs: Sequence[Evaluated]) -> Links:
     """Write the reports of the training runs into a folder beside the page, and return links to them."""
-    links = []
-    for number, run in enumerate(runs):
+    links, folder = [], folder_of(page, "runs")
+    for path, run in ((folder / f"run-{number}.html", run) for number, run in enumerate(runs)):
         if (files := run.trained) is not None:
-            folder = folder_of(page, "runs")
-            path = folder / f"run-{number}.html"
             write_linked(screen, files, path, read_report(files), [("comparison", address(page, folder))])
-            links.append((f"report of {run.name}", address(path, page.parent)))
+            links.append((f"report of {visible(run.name)}", address(path, page.parent)))
     return links
 
 

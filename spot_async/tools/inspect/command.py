@@ -159,33 +159,24 @@ def write_report(
         screen.print(Text(report.missing_signal, style="yellow"))
     if report.results is not None:
         screen.print(Text(report.results.line))
-    if files.is_going_on():
-        write_page(screen, path, report_page(report), is_named=html is not None)
-    else:
-        write_linked(screen, files, path, report, is_named=html is not None)
+    write_linked(screen, files, path, report, is_named=html is not None)
 
 
 def write_linked(
     screen: Console, files: RunFiles, path: Path, report: Report, links: Links = (), *, is_named: bool = False
 ) -> None:
-    """Write a report that leads to its samples, whose pages stand in a folder beside it, and by `links` elsewhere."""
+    """Write a report that leads by `links` elsewhere, and, once the run ended, to pages of its samples beside it."""
     from spot_async.tools.inspect.report import report_page
 
-    if report.lengths:
+    samples, tokens = len(report.lengths), sum(tokens for _, tokens in report.lengths)
+    if samples and not files.is_going_on():
         folder = folder_of(path, "samples")
-        listed, numbers = folder / "samples.html", with_pages(report)
-        what = "all" if numbers.step == 1 else f"one in {numbers.step}"
-        write_samples(files, listed, folder, numbers, what, [("report", address(path, folder))], is_named=False)
-        told = f"{counted(len(numbers), 'page')} of {len(report.lengths):,} samples: {folder}"
-        screen.print(Text(told), soft_wrap=True)
+        step = max(1, math.ceil(samples / MOST_PAGES), math.ceil(tokens / MOST_TOKENS))
+        listed, numbers, back = folder / "samples.html", range(0, samples, step), [("report", address(path, folder))]
+        write_samples(files, listed, folder, numbers, f"one in {step}" if step > 1 else "all", back, is_named=False)
+        screen.print(Text(f"{counted(len(numbers), 'page')} of {samples:,} samples: {folder}"), soft_wrap=True)
         links = [*links, ("samples", address(listed, path.parent))]
     write_page(screen, path, report_page(report, links=links), is_named=is_named)
-
-
-def with_pages(report: Report) -> range:
-    """Return the samples that have pages beside a report: all, or evenly from all."""
-    samples, tokens = len(report.lengths), sum(tokens for _, tokens in report.lengths)
-    return range(0, samples, max(1, math.ceil(samples / MOST_PAGES), math.ceil(tokens / MOST_TOKENS)))
 
 
 def refuse_evaluation(files: RunFiles) -> None:

@@ -444,5 +444,5 @@ def report_page(report: Report, *, written: str = "", reload_s: float | None = N
 
     Its points lead to their iterations' samples, if `links` has the page of these.
     """
-    ways = {i: f"{page}#iteration-{i}" for words, page in links if words == "samples" for i, _ in report.lengths}
-    return filled("report.html", report=report, written=written, reload_s=reload_s, links=links, ways=ways)
+    page, listed = filled("report.html", report=report, written=written, reload_s=reload_s, links=links), dict(links)
+    return svg.leading(page, listed["samples"], {i for i, _ in report.lengths}) if "samples" in listed else page

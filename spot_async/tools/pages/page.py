@@ -37,9 +37,10 @@ class Plot:
     note: str  # how to read it
     figure: Markup
 
-    def labelled(self, ways: Mapping[int, str]) -> Markup:
-        """Return the figure, called by the plot's title if nothing in it has a name, with `ways` from iterations."""
-        return svg.leading(self.figure.replace('aria-label=""', Markup('aria-label="{}"').format(self.title), 1), ways)
+    @property
+    def labelled(self) -> Markup:
+        """The figure, called by the plot's title if nothing in it has a name."""
+        return self.figure.replace('aria-label=""', Markup('aria-label="{}"').format(self.title), 1)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"colours": svg.COLOURS, "dark_colours": svg.DARK_COLOURS, "links": (), "ways": {}}
+    environment.globals |= {"colours": svg.COLOURS, "dark_colours": svg.DARK_COLOURS, "links": ()}
     environment.filters["visible"] = visible
     return environment
 
@@ -114,14 +115,10 @@ def address(of: Path, folder: Path) -> str:
 
 
 def folder_of(page: Path, what: str) -> Path:
-    """Make and return the folder of the pages that a page leads to. A link is replaced, as by `write_page`."""
+    """Return the folder of the pages that a page leads to, which `write_page` makes. It must be no link."""
     folder = page.with_name(f"{page.stem}-{what}")
-    try:
-        if folder.is_symlink():
-            folder.unlink()
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be made ({error.strerror}): name another page with --html") from None
+    if folder.is_symlink():
+        raise DataError(f"{folder}: is a link, and may lead anywhere: take it away, or name another page with --html")
     return folder
 
 
@@ -151,6 +148,7 @@ def write_page(screen: Console, path: Path, page: str, *, is_named: bool) -> Non
         if is_named:
             path.write_bytes(data)
         else:
+            path.parent.mkdir(exist_ok=True)
             new = path.with_name(f".{path.name}.new")
             new.unlink(missing_ok=True)
             with new.open("xb") as file:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -347,18 +347,14 @@ def _figure(
     return legend + Markup('<div class="figure">{}{}</div>').format(drawing, Markup("").join(_over(height, tips)))
 
 
-def leading(figure: Markup, ways: Mapping[int, str]) -> Markup:
-    """Return a figure whose tips of an iteration have a way to its samples, which shows where the tip has the focus.
+def leading(drawn: str, listed: str, iterations: Set[int]) -> str:
+    """Return what was drawn with ways from the tips of these iterations to their samples on the page `listed`.
 
-    It stands before the tip, so that keys go from tip to tip.
+    A way shows where its tip has the focus. It stands before the tip, so that keys go from tip to tip.
     """
-
-    def led(tip: re.Match[str]) -> str:
-        if (way := ways.get(int(tip[1]))) is None:
-            return tip[0]
-        return Markup('<a class="way" href="{}">samples of iteration {}</a>').format(way, tip[1]) + Markup(tip[0])
-
-    return Markup(re.sub(r'<i class="tip whole"[^>]* aria-label="iteration (\d+):', led, figure))
+    way = rf'<a class="way" href="{listed}#iteration-\1">samples of iteration \1</a>\g<0>'
+    known = "|".join(map(str, iterations))
+    return re.sub(rf'<i class="tip whole"[^>]* aria-label="iteration ({known}):', way, drawn)
 
 
 def _over(height: int, tips: Sequence[Tip]) -> Iterator[Markup]:
