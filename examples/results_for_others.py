@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -54,7 +55,7 @@ def lm_eval_results(figures: EvaluationFigures) -> dict[str, Any]:
         "group_subtasks": {"macro": figures.macro.benchmarks} if figures.macro is not None else {},
         "configs": {name: _task(figures, name, each) for name, each in judged.items()},
         "versions": dict.fromkeys(judged, figures.settings_fingerprint),
-        "n-shot": dict.fromkeys(judged, 0),
+        "n-shot": {name: _shots(each) for name, each in judged.items()},
         "higher_is_better": {name: dict.fromkeys(_metrics(each), True) for name, each in judged.items()},
         "n-samples": {name: {"original": each.problems, "effective": each.problems} for name, each in judged.items()},
         "config": {"model": "spot-async", "model_args": figures.model, "limit": None, **figures.settings},
@@ -66,13 +67,14 @@ def lm_eval_results(figures: EvaluationFigures) -> dict[str, Any]:
 
 
 def lighteval_results(figures: EvaluationFigures) -> dict[str, Any]:
-    """Return what lighteval's `results_<time>.json` has: a task `name|0` for each benchmark, and `all`."""
+    """Return what lighteval's `results_<time>.json` has: a task `name|shots` for each benchmark, and `all`."""
     judged = _judged(figures)
+    tasks = {name: f"{name}|{_shots(each)}" for name, each in judged.items()}
     results = {}
     for name, each in judged.items():
         named = {f"avg@n:n={each.samples}": each.avg}
         named |= {f"pass@k:k={k}&n={each.samples}": value for k, value in each.pass_at.items()}
-        results[f"{name}|0"] = _with_errors(named, "{}", "{}_stderr")
+        results[tasks[name]] = _with_errors(named, "{}", "{}_stderr")
     if figures.macro is not None:
         results["all"] = _with_errors({"avg@n": figures.macro.avg}, "{}", "{}_stderr")
     return {
@@ -84,7 +86,7 @@ def lighteval_results(figures: EvaluationFigures) -> dict[str, Any]:
         },
         "results": results,
         "versions": dict.fromkeys(results, figures.settings_fingerprint),
-        "config_tasks": {f"{name}|0": _task(figures, name, each) for name, each in judged.items()},
+        "config_tasks": {tasks[name]: _task(figures, name, each) for name, each in judged.items()},
     }
 
 
@@ -105,6 +107,12 @@ def model_index(figures: EvaluationFigures) -> list[dict[str, Any]]:
     ]
     index: list[dict[str, Any]] = eval_results_to_model_index(Path(figures.model).name, results)
     return index
+
+
+def _shots(figures: BenchmarkFigures) -> int:
+    """Return how many worked examples stood before each question, which the benchmark's note says."""
+    found = re.search(r"worked examples \((\d+)\)", figures.note or "")
+    return int(found[1]) if found else 0
 
 
 def _judged(figures: EvaluationFigures) -> Mapping[str, BenchmarkFigures]:

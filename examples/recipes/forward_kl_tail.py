@@ -1,4 +1,4 @@
-"""verl's `forward_kl_topk_tail`: forward KL on the teacher's top-k, and on all other tokens as one.
+"""`forward_kl_topk_tail`, proposed for verl: forward KL on the teacher's top-k, and on all other tokens as one.
 
 verl: mean over t of sum_{v in top-k} p_T(v) log(p_T(v) / p_S(v)) + (1 - P) log((1 - P) / (1 - Q)), P and Q the sums
       of p_T and p_S over the top-k
