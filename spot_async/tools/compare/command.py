@@ -83,8 +83,9 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
 def write_reports(screen: Console, page: Path, runs: Sequence[Evaluated]) -> Links:
     """Write the reports of the training runs into a folder beside the page, and return links to them."""
     links, folder = [], folder_of(page, "runs")
-    for path, run in ((folder / f"run-{number}.html", run) for number, run in enumerate(runs)):
+    for number, run in enumerate(runs):
         if (files := run.trained) is not None:
+            path = folder / f"run-{number}.html"
             write_linked(screen, files, path, read_report(files), [("comparison", address(page, folder))])
             links.append((f"report of {visible(run.name)}", address(path, page.parent)))
     return links

@@ -32,10 +32,8 @@ CURVES: tuple[tuple[str, str, Format], ...] = (
 )
 
 
-def comparison_page(
-    comparison: Comparison, runs: Sequence[Evaluated], notes: Sequence[str], reports: Links = ()
-) -> str:
-    """Return the page, with links to `reports`. A run without metrics, such as an evaluation's, has no curves."""
+def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Sequence[str], links: Links = ()) -> str:
+    """Return the page, with `links` to reports. A run without metrics, such as an evaluation's, has no curves."""
     headings = ["method", *(f"{column.benchmark} {column.metric}" for column in comparison.columns)]
     ranked = zip(comparison.methods, tables.marks(comparison.values), comparison.values, strict=True)
     rows = [
@@ -47,13 +45,9 @@ def comparison_page(
         "comparison.html",
         tables=[whole, *tables.difference_tables(comparison)],
         notes=[visible(each) for each in notes],
-        links=reports,
-        plots=curves([(run.name, _metrics(run)) for run in runs]),
+        links=links,
+        plots=curves([(run.name, files.metrics() if (files := run.trained) else []) for run in runs]),
     )
-
-
-def _metrics(run: Evaluated) -> Rows:
-    return [] if (files := run.trained) is None else files.metrics()
 
 
 def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:

@@ -37,8 +37,8 @@ class Evaluated:
     @property
     def trained(self) -> RunFiles | None:
         """The training run that the figures lie in; None for an evaluation's, and for files that were copied."""
-        files = RunFiles(self.path.parent) if (self.path.parent / "run.json").exists() else None
-        return None if files is None or files.is_evaluation else files
+        run = self.path.parent
+        return files if (run / "run.json").exists() and not (files := RunFiles(run)).is_evaluation else None
 
 
 @dataclass(frozen=True)
