@@ -152,6 +152,15 @@ def test_pages_of_samples_do_not_go_where_a_link_leads(monkeypatch: pytest.Monke
     assert not [*mine.iterdir()]
 
 
+def test_beside_a_page_that_is_no_plain_file_stand_no_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, page = tmp_path / "run", tmp_path / "link"
+    make_run(run, [spot_sample()], [metrics_row(1)])
+    page.symlink_to("/dev/null")
+    assert invoke(monkeypatch, "report", str(run), "--html", str(page)).exit_code == 0
+    assert_refused(invoke(monkeypatch, "inspect", str(run), "--html", str(page)), "link: is no plain file", "--html")
+    assert {each.name for each in tmp_path.iterdir()} == {"run", "link"}
+
+
 def test_a_ledger_is_read_as_it_stands_also_from_its_log(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path)) as ledger:
         ledger.admit(0, "first")

@@ -31,7 +31,7 @@ from spot_async.tools.compare.reading import (
 from spot_async.tools.compare.statistics import Comparison, compare, pass_curves
 from spot_async.tools.inspect.command import write_linked
 from spot_async.tools.inspect.report import read_report
-from spot_async.tools.pages.page import Links, address, folder_of, write_page
+from spot_async.tools.pages.page import Links, address, folder_of, is_plain, write_page
 
 STYLES = {"best": "bold", "second": "underline", "": ""}
 NAME_WIDTH = 12  # names are not folded to fewer characters, however narrow the screen is
@@ -82,9 +82,10 @@ def run(screen: Console, arguments: Sequence[str], options: CompareOptions) -> N
 
 def write_reports(screen: Console, page: Path, runs: Sequence[Evaluated]) -> Links:
     """Write the reports of the training runs into a folder beside the page, and return links to them."""
-    links, folder = [], folder_of(page, "runs")
-    for number, run in enumerate(runs):
+    links = []
+    for number, run in enumerate(runs if is_plain(page) else ()):
         if (files := run.trained) is not None:
+            folder = folder_of(page, "runs")
             path = folder / f"run-{number}.html"
             write_linked(screen, files, path, read_report(files), [("comparison", address(page, folder))])
             links.append((f"report of {visible(run.name)}", address(path, page.parent)))

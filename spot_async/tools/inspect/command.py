@@ -17,7 +17,7 @@ from spot_async.base.text import counted, visible
 from spot_async.errors import ConfigError, DataError
 from spot_async.run_directory.dead_letters import described
 from spot_async.run_directory.reading import RunFiles, SampleSummary
-from spot_async.tools.pages.page import Links, Section, address, folder_of, page_path, write_page
+from spot_async.tools.pages.page import Links, Section, address, folder_of, is_plain, page_path, write_page
 from spot_async.types import Verdict
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def write_linked(
     from spot_async.tools.inspect.report import report_page
 
     samples, tokens = len(report.lengths), sum(tokens for _, tokens in report.lengths)
-    if samples and not files.is_going_on():
+    if samples and is_plain(path) and not files.is_going_on():
         folder = folder_of(path, "samples")
         step = max(1, math.ceil(samples / MOST_PAGES), math.ceil(tokens / MOST_TOKENS))
         listed, numbers, back = folder / "samples.html", range(0, samples, step), [("report", address(path, folder))]

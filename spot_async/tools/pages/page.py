@@ -114,9 +114,16 @@ def address(of: Path, folder: Path) -> str:
     return quote(os.fsencode(os.path.relpath(of, folder)))
 
 
+def is_plain(page: Path) -> bool:
+    """Return whether a page is, or becomes, a file where its path says, and no link or device such as /dev/stdout."""
+    return not page.is_symlink() and (page.is_file() or not page.exists())
+
+
 def folder_of(page: Path, what: str) -> Path:
-    """Return the folder of the pages that a page leads to, which `write_page` makes. It must be no link."""
+    """Return the folder of the pages that a page leads to, which `write_page` makes. Raises DataError for a link."""
     folder = page.with_name(f"{page.stem}-{what}")
+    if not is_plain(page):
+        raise DataError(f"{page}: is no plain file, beside which more pages can stand: name another with --html")
     if folder.is_symlink():
         raise DataError(f"{folder}: is a link, and may lead anywhere: take it away, or name another page with --html")
     return folder
