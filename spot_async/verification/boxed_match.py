@@ -24,7 +24,7 @@ def boxed_match(gold: str, response_text: str) -> Verdict:
 
 
 def _matches(gold: str, answer: str) -> bool:
-    if is_oversized(answer):
+    if is_oversized(answer, gold):
         return answer.split() == strip_answer(gold).split()
     return same_answer(gold, answer)
 

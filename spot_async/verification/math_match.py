@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import html
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 
@@ -21,6 +23,7 @@ from spot_async.verification.normalization import (
     APART,
     COMMAND,
     FULL_WIDTH,
+    OF_ANGLE,
     UNITS,
     boxed_answers,
     changes_value,
@@ -36,13 +39,16 @@ from spot_async.verification.normalization import (
 
 Ask = Callable[[str, str], bool]
 
-_LONGEST_LIST = 20
+_LONGEST_HERE = 500  # characters that are respelled in this process
+_LONGEST_LIST = 20  # elements of which each is compared with each
+_ONE_CHARACTER = "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _SIGNS = str.maketrans(
     FULL_WIDTH
     | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "×": r"\times ", "·": r"\cdot ", "±": r"\pm "}
     | {"∀": r"\forall ", "∃": r"\exists ", "ℝ": r"\mathbb{R}", "∅": r"\emptyset ", "∩": r"\cap ", "θ": r"\theta "}
     | {"π": r"\pi ", "√": r"\sqrt ", "∞": r"\infty ", "∈": r"\in ", "∪": r"\cup ", "∧": r"\land ", "∨": r"\lor "}
-    | {"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "–": "-"}
+    | {"²": "^{2}", "³": "^{3}", "⁺": "^{+}", "⁻": "^{-}", "–": "-"}
+    | {each: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", each).split("⁄")) for each in _ONE_CHARACTER}
 )
 _RESPELLINGS = tuple(
     (re.compile(pattern), spelling)
@@ -71,6 +77,7 @@ _RESPELLINGS = tuple(
         (r"(?<![A-Za-z\\.0-9])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([+-]?[0-9]{1,3})(?![0-9A-Za-z.])", r"\1 \\times 10^{\2}"),
         (r"(?<=[0-9)}])i(?![A-Za-z])", " i"),
         (r"(?<![A-Za-z\\])([EI])_(?:\{(\w+)\}|(\w))", r"\\text{\1\2\3}"),  # not Euler's number, nor the imaginary unit
+        (r"\\text ?\{ ?deg(?:ree)?s? ?\}", "°"),
         (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
         (r"\\(?:land|wedge)(?![A-Za-z])", r"\\text{ and }"),
         (r"(?<=\\in) ?([RNZQC])(?![A-Za-z])", r" \\mathbb{\1}"),
@@ -98,12 +105,45 @@ _WITH_BASE = re.compile(
 )
 _BASE = re.compile(r"[+-]?[0-9A-F.]+_\{(\w+)\}")
 _BASE_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
+_DOTTED = r"\\(?:dot|overset ?\{[^{}0-9]*\}) ?(?:\{[0-9]\}|[0-9])"
+_REPEATING = re.compile(
+    r"([0-9]*)\.([0-9]*)"
+    rf"(\\(?:overline|bar)\s*(?:\{{[0-9]+\}}|[0-9])|{_DOTTED}(?:[0-9]*{_DOTTED})*|(?<=\.)\([0-9]+\))(?![0-9])"
+)
+# `2 2/3` and `1,000 1/2`, but not behind another number.
+_MIXED = re.compile(
+    r"(?<![0-9A-Za-z.^_/])(?<![0-9] )([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+) ([0-9]+) ?/ ?([0-9]+)(?! ?[0-9/^]|\.[0-9])"
+)
+_DEGREES = re.compile(r"([0-9.]+) ?°(?! ?[0-9])")
+# An interval whose brackets may be turned away from what they leave out: `]0,1]` for `(0,1]`.
+_AROUND = r"[=,;(){}]|\\(?:cup|cap|in|setminus|times)(?![A-Za-z])|\\text ?\{[^{}]*\}"
+_INTERVAL = re.compile(
+    rf"(\A|{_AROUND}) ?([\]\[(]) ?((?:\\sqrt ?\[\w+\]|[^\]\[,;])+)[,;] ?((?:\\sqrt ?\[\w+\]|[^\]\[,;])+?) ?([\]\[)])"
+    rf"(?= ?(?:\Z|{_AROUND}))"
+)
+_REALS = re.compile(
+    r"(?:\\(?:mathbb|text) ?(?:\{ ?R ?\}|R)|(?:(?<![A-Za-z\\])|\\)R(?![A-Za-z]))((?: ?[_^] ?(?:\{[^{}]*\}|[-+*0]))+)"
+)
+_HALVES = {
+    r"(0,\infty)": "^+ _>0 ^>0 ^+_* ^*_+ ^+* ^*+",
+    r"[0,\infty)": r"^+_0 ^+0 _\ge0 ^\ge0",
+    r"(-\infty,0)": "^- _<0 ^<0 ^-_* ^*_- ^-* ^*-",
+    r"(-\infty,0]": r"^-_0 ^-0 _\le0 ^\le0",
+    r"(-\infty,0)\cup(0,\infty)": r"^* ^\times _\ne0",
+}
+# A letter that stands for each of the values it runs through; the name does not count.
+_BOUND = re.compile(
+    r"\\(?:sum|prod|lim|bigcup|bigcap)(?![A-Za-z])(?: ?\^ ?(?:\{[^{}]*\}|\\[A-Za-z]+|[^{}\\]))? ?_ ?\{ ?([A-Za-z])"
+    r"(?= ?(?:=|\\(?:in|to|rightarrow|mid)(?![A-Za-z])|\|))"
+)
+_NO_LETTERS = re.compile(r"(\\text ?\{[^{}]*\}|\\[A-Za-z]+)")
+_PRIVATE = 0xE000  # characters that no text has
+_NAMES = "klmnpqrstuvwxyz"  # of bound letters, those that the answer does not use
 _RELATION = re.compile(r"[=<>∈]|\\(?:leq?|geq?|neq?|lt|gt|leqslant|geqslant|neg|lnot|not|in|equiv)(?![A-Za-z])")
 # What a side of an equation may have that is still one name: arguments, indices, an inverse, primes.
 _OF_NAME = re.compile(r"\([^()]*\)|_\{[^{}]*\}|_\w|\^\{?-1\}?|'|\^\{?\\prime\}?|\\text\s*\{[^{}]*\}")
 _OF_TERM = re.compile(r"[-+/^0-9]|\\(?:sqrt|cdot|times|sum|int|pm|sin|cos|tan|log|ln)(?![A-Za-z])")
-_TWO_NUMBERS = re.compile(r"(?<![_^])[0-9] [0-9]+(?![0-9/])")
+_TWO_NUMBERS = re.compile(r"(?<![_^])[0-9] [0-9]")
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _PRIME = re.compile(r"[A-Za-z)]\s*(?:'|\^\s*\{?\s*\\prime)")
 
@@ -132,7 +172,13 @@ class MathMatch(MathVerify):
         return verdict
 
     async def _compare(self, gold: str, answer: str, deadline: float) -> Verdict:
-        """Find out what Math-Verify must be asked, ask for all of that at once, and compare with its answers."""
+        """Find out what Math-Verify must be asked, ask for all of that at once, and compare with its answers.
+
+        Long texts are compared as a whole where that can be killed: what respells short ones may take for ever.
+        """
+        if max(len(gold), len(answer)) > _LONGEST_HERE and not is_oversized(answer, gold):
+            equal = [True] if same_answer(gold, answer) else await self._ask([(gold, answer)], deadline, "whole")
+            return equal if isinstance(equal, Verdict) else Verdict.CORRECT if equal[0] else Verdict.WRONG
         pairs: list[tuple[str, str | None]] = []
 
         def collect(gold: str, answer: str) -> bool:
@@ -142,7 +188,7 @@ class MathMatch(MathVerify):
         is_equal = same(gold, answer, collect, self._tolerance)
         if not pairs:
             return Verdict.CORRECT if is_equal else Verdict.WRONG
-        equal = await self._ask(pairs, deadline, guarded=True)
+        equal = await self._ask(pairs, deadline, "guarded")
         if isinstance(equal, Verdict):
             return equal
         known = dict(zip(pairs, equal, strict=True))
@@ -154,7 +200,7 @@ def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal
     """Return whether two answers are equal. `ask` tells of two texts of which only Math-Verify knows it."""
     if gold.split() == answer.split():
         return True
-    if is_oversized(answer):
+    if is_oversized(answer, gold):
         return False
     respelled = respell(gold), respell(answer)
     if same_answer(gold, answer) or same_answer(*respelled):
@@ -193,8 +239,12 @@ def respell(answer: str) -> str:
     if (bold := _BOLD.fullmatch(text)) is not None and _is_balanced(bold[1]):
         text = bold[1]
     text = _REPEATING.sub(_as_fraction, _WITH_BASE.sub(_spell_base, text.strip()))
+    text = _INTERVAL.sub(_with_round_brackets, _REALS.sub(_as_interval, _MIXED.sub(_as_one_fraction, text)))
+    text = _with_bound_letters_named(text)
     for pattern, spelling in _RESPELLINGS:
         text = pattern.sub(spelling, text.strip())
+    if OF_ANGLE.search(text):
+        text = _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)  # Math-Verify takes `45^\circ` for a power
     return " ".join(_BARE_UNIT.sub(_text_unit, strip_answer(text)).split())
 
 
@@ -206,9 +256,47 @@ def _spell_base(match: re.Match[str]) -> str:
 
 def _as_fraction(match: re.Match[str]) -> str:
     r"""Return `\frac{15}{90}` for `0.1\overline{6}`: 16 less 1, over 9 tens."""
-    whole, fixed, repeated = match.groups()
+    whole, fixed, repeated = match[1], match[2], re.sub("[^0-9]", "", match[3])
     numerator = int(whole + fixed + repeated) - int(whole + fixed or 0)
     return rf"\frac{{{numerator}}}{{{(10 ** len(repeated) - 1) * 10 ** len(fixed)}}}"
+
+
+def _as_one_fraction(match: re.Match[str]) -> str:
+    r"""Return `\frac{8}{3}` for `2 2/3`, which Math-Verify takes for a product. `4 10/3` is no mixed number."""
+    whole, numerator, denominator = (int(group.replace(",", "")) for group in match.groups())
+    is_mixed = 0 < numerator < denominator
+    return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}" if is_mixed else match[0]
+
+
+def _with_round_brackets(match: re.Match[str]) -> str:
+    """Return `(0,1]` for `]0,1]`. `]1,0[` stays: `(1,0)` is a point."""
+    before, opening, left, right, closing = match.groups()
+    low, high = parse_number(left), parse_number(right)
+    if (opening != "]" and closing != "[") or (low is not None and high is not None and low >= high):
+        return match[0]
+    return f"{before} {opening.replace(']', '(')}{left},{right}{closing.replace('[', ')')}"
+
+
+def _as_interval(match: re.Match[str]) -> str:
+    r"""Return `(0,\infty)` for `\mathbb{R}^+`. `\mathbb{R}_+` stays: it may hold 0."""
+    scripts = re.sub(r"[{} ]", "", match[1].replace(r"\ast", "*"))
+    above_first = "".join(sorted(re.findall("[_^][^_^]*", scripts)))
+    return next((half for half, spellings in _HALVES.items() if above_first in spellings.split()), match[0])
+
+
+def _with_bound_letters_named(text: str) -> str:
+    """Return a text whose bound letters have the same names as in any answer that differs from it in those alone."""
+    number = 0
+    while (match := _BOUND.search(text)) is not None:  # until no letter is bound: each becomes a private character
+        end, depth = match.end(), 1
+        while end < len(text) and depth >= 0 and not (depth == 0 and text[end] in "+-=,;<>"):
+            depth += (text[end] in "([{") - (text[end] in ")]}")
+            end += 1
+        parts = _NO_LETTERS.split(text[match.start(1) : end])
+        parts[::2] = [part.replace(match[1], chr(_PRIVATE + number)) for part in parts[::2]]
+        text, number = text[: match.start(1)] + "".join(parts) + text[end:], number + 1
+    names = [name for name in _NAMES if name not in _NO_LETTERS.sub("", text)]
+    return text.translate({_PRIVATE + each: name for each, name in enumerate(names[:number])})
 
 
 def _text_unit(match: re.Match[str]) -> str:
@@ -259,23 +347,29 @@ def _same_lists(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal) -
 
     Round brackets hold an order, braces and no brackets hold none. Two numbers in other brackets are an interval.
     """
-    (around, golds), (others, answers) = _elements(gold), _elements(answer)
+    (around, golds), (around_other, answers) = _elements(gold), _elements(answer)
     if (len(golds) == 1) != (len(answers) == 1) and any(parse_number(text) is not None for text in (gold, answer)):
         return False  # `81, 920` is no number
     related = [any(map(_ORDER.search, parts)) for parts in (golds, answers)]
-    if not 2 <= len(golds) == len(answers) <= _LONGEST_LIST or related[0] != related[1]:
+    if not 2 <= len(golds) == len(answers) or related[0] != related[1]:
         return None
     joints = [(_JOINT.search(text) or [""])[0] for text in (gold, answer)]
-    kinds = {around, others} - {""}
+    kinds = {around, around_other} - {""}
     if (
         (all(related) and set(joints) == {"and", "or"})
         or (len(kinds) == 2 and (len(golds) == 2 or r"\{\}" in kinds))
-        or (len(golds) == 2 and around != others and not kinds <= {"()", r"\{\}"})
+        or (len(golds) == 2 and around != around_other and not kinds <= {"()", r"\{\}"})
     ):
         return False
-    rows = [[same(each, other, ask, relative_tolerance) for other in answers] for each in golds]
     if kinds - {r"\{\}"} or (all(map(_NAMED.match, golds)) and not any(map(_NAMED.match, answers))):
-        return all(row[number] for number, row in enumerate(rows))
+        return all(same(each, other, ask, relative_tolerance) for each, other in zip(golds, answers, strict=True))
+    golds, answers = (list(map(respell, parts)) for parts in (golds, answers))  # each with a unit of its own
+    spelled = {normal_form(each): each for each in (*golds, *answers)}
+    forms, others = (Counter(map(normal_form, parts)) for parts in (golds, answers))
+    golds, answers = ([spelled[form] for form in each.elements()] for each in (forms - others, others - forms))
+    if len(golds) > _LONGEST_LIST:
+        return None
+    rows = [[same(each, other, ask, relative_tolerance) for other in answers] for each in golds]
     left = list(range(len(rows)))
     for row in rows:  # equality is transitive: the first answer that a gold equals may be its own
         found = next((column for column in left if row[column]), None)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from decimal import Decimal
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -35,6 +36,7 @@ _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 _MIB = 1 << 20
+How = Literal["plain", "guarded", "whole"]
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|sqrt|frac|pi|infty"
 _BARE_FUNCTION = re.compile(rf"(?<![A-Za-z\\])(?:{FUNCTIONS})(?![A-Za-z])")
 
@@ -65,7 +67,7 @@ class MathVerify(Opened):
         command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
         self._pool = pool or WorkerPool(command, size=settings.workers)
         self._tolerance = Decimal(str(settings.relative_tolerance))
-        self._outcomes: OrderedDict[tuple[bool, tuple[tuple[str, str | None], ...]], list[bool]] = OrderedDict()
+        self._outcomes: OrderedDict[tuple[str, tuple[tuple[str, str | None], ...]], list[bool]] = OrderedDict()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self._pool)
@@ -95,22 +97,20 @@ class MathVerify(Opened):
 
         Otherwise only the same text is right: `-1./3`, or `sqrt{7}`, where it reads a product of letters.
         """
-        return not _BARE_FUNCTION.search(answer) and await self._ask([(answer, None)], math.inf, guarded=True) != [
-            False
-        ]
+        return not _BARE_FUNCTION.search(answer) and await self._ask([(answer, None)], math.inf, "guarded") != [False]
 
     async def _ask(
-        self, pairs: Sequence[tuple[str, str | None]], deadline: float, *, guarded: bool = False
+        self, pairs: Sequence[tuple[str, str | None]], deadline: float, how: How = "plain"
     ) -> list[bool] | Verdict:
         """Return whether each gold equals its answer, or the missing verdict. See `verify` for what it raises.
 
-        `guarded` leaves out what Math-Verify forgives: see math_verify_worker.py.
+        `how` they are compared: see math_verify_worker.py.
         """
-        asked = guarded, tuple(pairs)
+        asked = how, tuple(pairs)
         if asked in self._outcomes:
             self._outcomes.move_to_end(asked)
             return self._outcomes[asked]
-        request = {"pairs": pairs, "guarded": guarded, "relative_tolerance": self.settings.relative_tolerance}
+        request = {"pairs": pairs, "how": how, "relative_tolerance": self.settings.relative_tolerance}
         try:
             reply = await self._pool.ask(request, timeout_s=self.settings.timeout_s, deadline=deadline)
         except TimeoutError:
@@ -131,7 +131,7 @@ def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decima
     """
     if gold.split() == answer.split():
         return True
-    if is_oversized(answer):
+    if is_oversized(answer, gold):
         return False
     gold_number, number = parse_number(gold), parse_number(answer)
     if gold_number is None or number is None:

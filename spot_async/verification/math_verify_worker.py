@@ -1,8 +1,8 @@
 r"""A process that compares answers with Math-Verify. Started by `math_verify.py` as a script, never imported.
 
-It reads `{"pairs": [[gold, answer], ...], "guarded": ..., "relative_tolerance": ...}`, one JSON object per line, and
+It reads `{"pairs": [[gold, answer], ...], "how": ..., "relative_tolerance": ...}`, one JSON object per line, and
 writes `{"equal": [true, ...]}`. An answer that does not parse is not equal. `guarded` has Math-Verify read nothing but
-LaTeX, units included; a set may be a relation.
+LaTeX, units included; a set may be a relation. `whole` does also what `math_match.py` does with short texts by itself.
 With null for the answer, the question is whether Math-Verify reads the gold as mathematics.
 
 Math-Verify's own time limits are off, since they need SIGALRM and leave half-built caches. The parent kills the process
@@ -20,6 +20,8 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from spot_async.base.processes.exits import exit_with_parent
@@ -113,8 +115,13 @@ def load_comparison() -> Callable[[dict[str, Any]], list[bool]]:
             return False  # sympy and ANTLR raise nearly every type for text that is not mathematics
 
     def answers(request: dict[str, Any]) -> list[bool]:
-        options = request["guarded"], request["relative_tolerance"]
-        return [equal_or_unparsable(gold, answer, *options) for gold, answer in request["pairs"]]
+        how, tolerance = request["how"], request["relative_tolerance"]
+        compare = partial(equal_or_unparsable, guarded=how != "plain", relative_tolerance=tolerance)
+        if how == "whole":
+            from spot_async.verification.math_match import same  # most workers need none of what this imports
+
+            return [same(gold, answer, compare, Decimal(str(tolerance))) for gold, answer in request["pairs"]]
+        return [compare(*pair) for pair in request["pairs"]]
 
     return answers
 
@@ -131,6 +138,9 @@ def main() -> None:
     limit_memory(int(sys.argv[1]))
     logging.disable(logging.CRITICAL)  # Math-Verify logs whole responses
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    # A right answer may have many digits and levels, and the parent ends what takes too long.
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(3000)
     answers = load_comparison()
     # From here on parsers may print what they like. Until here, messages of a failure to start are still seen.
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a file descriptor is wanted

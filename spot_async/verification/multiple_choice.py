@@ -40,7 +40,7 @@ _LETTER_BEHIND = re.compile(r"(.*\S)\s*[(\[]([A-Z])[)\]]\.?", re.DOTALL)
 
 def chosen_option(answer: str, choices: tuple[str, ...]) -> int | None:
     """Return the index of the option that a box's content names; None if it names none, or several."""
-    if is_oversized(answer):
+    if is_oversized(answer, max(choices, key=len, default="")):
         return _only(choices, lambda choice: choice.split() == answer.split())
     bare = _bare(answer)
     letter, text = "", ""

@@ -11,21 +11,25 @@ Pure string work in linear time: nothing is evaluated. The rules forgive layout,
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from decimal import Decimal
 from typing import NamedTuple
 
 FULL_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}  # characters of East Asian texts
 _COMMANDS = {  # LaTeX command -> its replacement; all others stay
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), r"\frac"),
     **dict.fromkeys(("textbf", "textit", "textrm", "textsf", "texttt", "textnormal", "emph", "mbox"), r"\text"),
     **dict.fromkeys(("mathrm", "mathbf", "mathit", "mathsf", "boldsymbol", "bm", "operatorname"), r"\text"),
     **dict.fromkeys(("left", "right", "middle", "displaystyle", "textstyle", "limits", "nolimits"), ""),
+    **dict.fromkeys(("mathopen", "mathclose"), ""),
     **{size + side: "" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")},
     **dict.fromkeys(("quad", "qquad"), " "),
     "degree": "°",
     "lbrace": r"\{",
     "rbrace": r"\}",
+    "lbrack": "[",
+    "rbrack": "]",
     "leq": r"\le",
     "geq": r"\ge",
     "neq": r"\ne",
@@ -41,7 +45,7 @@ _UNIT = re.compile(
     r"(?:\\text ?\{(?P<words>[A-Za-z./() -]*)\}(?:\^(?:(?P<power>[0-9])|\{(?P<braced>-?[0-9]+)\}))?)?$"
 )
 _UNIT_MARKS = str.maketrans("()-", "   ", ".")
-_OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # what is no longer the same in radians
+OF_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # what is no longer the same in radians
 UNITS = {  # each spelling of a unit -> the first of them
     spelling: spellings[0]
     for spellings in (
@@ -121,8 +125,9 @@ _NUMBER = re.compile(
 APART = re.compile(r"(?<=[0-9])\s*\\q?quad\s*(?=[0-9])")  # between two numbers: no digits are grouped so
 _NUMBER_SPACING = re.compile(r"\\[,;: ]|~")
 _LONGEST_PLAIN = 1000  # digits before or behind the point of a number that is written out
-MAX_ANSWER_CHARS = 500
+MAX_ANSWER_CHARS = 10_000
 MAX_NESTING = 40
+_TIMES_THE_GOLD = 4  # characters of an answer, if that is more
 # One alternative for each thing that matters to brace matching. An escaped brace is not a brace. `\\boxed` is a box,
 # since some responses escape their backslashes. Every repetition ends at a character that it cannot match, which makes
 # a scan linear in the text.
@@ -257,14 +262,17 @@ def clean_layout(answer: str) -> str:
 def split_unit(text: str) -> tuple[str, str]:
     """Return what stands before a unit, and the unit: `cm^2` for square centimetres, or the words as they are."""
     match = _UNIT.search(text)
-    if match is None or match.end() == match.start() or (match["mark"] == "°" and _OF_ANGLE.search(text)):
+    if match is None or match.end() == match.start():
         return text, ""
     words = list(map(_lower_unit, (match["words"] or "").translate(_UNIT_MARKS).split()))
     power = match["power"] or match["braced"] or "1"
     if words and words[0] in _POWERS:
         power = _POWERS[words.pop(0)]
     name = " ".join(filter(None, [match["mark"], *words]))
-    return text[: match.start()], UNITS.get(name, name) + (f"^{power}" if power != "1" else "")
+    unit = UNITS.get(name, name)
+    if unit.startswith("°") and OF_ANGLE.search(text):
+        return text, ""
+    return text[: match.start()], unit + (f"^{power}" if power != "1" else "")
 
 
 def _lower_unit(word: str) -> str:
@@ -381,12 +389,12 @@ def strip_answer(answer: str) -> str:
     return answer
 
 
-def is_oversized(answer: str) -> bool:
-    """Return whether an answer is too long or too deep to be right. Such an answer must not reach a parser."""
-    if len(answer) > MAX_ANSWER_CHARS:
+def is_oversized(answer: str, gold: str = "") -> bool:
+    """Return whether an answer is too long or too deep to be that gold. Such an answer must not reach a parser."""
+    if len(answer) > max(MAX_ANSWER_CHARS, _TIMES_THE_GOLD * len(gold)):
         return True
-    depth = deepest = 0
-    for character in answer:
-        depth += (character in "{[(") - (character in "}])")
-        deepest = max(deepest, depth)
-    return deepest > MAX_NESTING
+    return _nesting(answer) > max(MAX_NESTING, _nesting(gold))
+
+
+def _nesting(text: str) -> int:
+    return max(itertools.accumulate((each in "{[(") - (each in "}])") for each in text), default=0)

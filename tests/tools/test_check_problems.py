@@ -75,7 +75,6 @@ async def test_golds_that_cannot_be_right_are_found():
         ("empty after tidying", Verdict.NO_ANSWER),
         ("no letter", Verdict.WRONG),
     ]
-    assert found.oversized == 1
 
 
 SMALL = ["training.batch_size=1", "training.mini_batch_size=1", "training.iterations=4"]
@@ -129,11 +128,7 @@ def test_the_check_command_shows_counts_samples_overlap_and_exits_by_what_it_fou
     assert (code, "unverifiable" in output) == (0, False), output
     assert "warning: 1 answer in prose, which a response would have to repeat word for word: row-1; name" in output
     code, output = check(write(tmp_path, [{"problem": "p", "answer": "It sold clips. " * 50}], "long.jsonl"))
-    assert (code, "1 answer in prose" in output, "1 so long that only the same words are right" in output) == (
-        0,
-        True,
-        True,
-    )
+    assert (code, "1 answer in prose" in output) == (0, True), output
     code, output = check(train, "--verifier", "boxd_match")
     assert (code, "--verifier boxd_match: no verifier called 'boxd_match'; did you mean" in output) == (2, True), output
 

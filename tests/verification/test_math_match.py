@@ -6,6 +6,7 @@ The classes are those in which graders err: what Math-Verify drops, sets, lists,
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -66,6 +67,7 @@ RIGHT = {
         (r"\frac{5}{11}", r"0.\overline{45}"),
         (r"-\frac{7}{3}", r"-2.\overline{3}"),
         (r"\log_2 3", r"\log_{2}3"),
+        (r"1+\frac{1}{" * 60 + "1" + "}" * 60, r"\frac{4052739537881}{2504730781961}"),
     ],
     "sets and relations": [
         (r"(-\infty, 0]", r"x\le0"),
@@ -248,6 +250,82 @@ RIGHT = {
         ("121_3", "(121)_3"),
         ("121_3", r"121_{\mathrm{base\ three}}"),
         ("809", "809_{10}"),
+    ],
+    "mixed numbers": [
+        (r"\frac{71}{6}", "11 5/6"),
+        (r"2\frac{2}{3}", "2 2/3"),
+        ("2 2/3", r"2\,\nicefrac{2}{3}"),
+        ("-1 1/2", "-1.5"),
+        ("(1,2 2/3)", r"(1,\frac{8}{3})"),
+        ("[3/2, 5)", "[1 1/2, 5)"),
+        ("1, 2 2/3", r"2\frac{2}{3}, 1"),
+        (r"\frac{3}{4}", r"\frac{1 1/2}{2}"),
+        (r"\frac{3}{2}", r"\sqrt{2 1/4}"),
+        (r"x\ge \frac32", r"x\ge 1 1/2"),
+        ("3.5 hours", "3 1/2 hours"),
+        (r"\frac{7}{2}\%", r"3 1/2\%"),
+        ("2.75", "2¾"),
+        ("1,000.5", "1,000 1/2"),
+    ],
+    "brackets turned away": [
+        ("(0,1)", "]0,1["),
+        ("]0,1]", r"0<x\le1"),
+        ("[0,1)", r"\left[0;1\right["),
+        (r"(-\infty,1)\cup(3,\infty)", r"]-\infty,1[ \cup ]3,+\infty["),
+        (r"(\frac12,\sqrt3)", r"\mathopen]\frac{1}{2},\sqrt{3}\mathclose["),
+        (r"[0,\sqrt[3]{2})", r"[0,\sqrt[3]{2}["),
+        ("(1,2),(3,4)", "]1,2[, ]3,4["),
+        (r"(0,1]\cup[2,3)", r"[2,3)\cup(0,1]"),
+        ("[[1,2],[3,4]]", "[[1, 2], [3, 4]]"),
+    ],
+    "halves of the line": [
+        (r"(0,\infty)", r"\mathbb{R}^+"),
+        (r"\mathbb{R}^{+}", "x>0"),
+        (r"(0,\infty)", r"x\in\mathbb{R}_{>0}"),
+        (r"(0,\infty)", r"\mathbb R_+^*"),
+        (r"[0,\infty)", r"\mathbb{R}^+\cup\{0\}"),
+        (r"[0,\infty)", r"\mathbb{R}^+_0"),
+        (r"[0,\infty)", "ℝ_{≥0}"),
+        (r"(-\infty,0)", r"\mathbb{R}^-"),
+        (r"(0,1)\cup(1,\infty)", r"\mathbb{R}^+\setminus\{1\}"),
+        (r"\mathbb{R}\setminus\{0\}", r"\mathbb{R}^*"),
+    ],
+    "digits that repeat": [
+        ("1/3", r"0.\dot{3}"),
+        (r"0.1\dot{6}", r"\frac16"),
+        (r"\frac17", r"0.\dot{1}4285\dot{7}"),
+        (r"\frac{4}{33}", r"0.\dot1\dot2"),
+        ("1/3", r"0.\bar3"),
+        ("1/3", "0.(3)"),
+        (r"\frac{1}{6}", r"\frac{0.\overline{3}}{2}"),
+        (r"\sqrt{\frac13}", r"\sqrt{0.\dot{3}}"),
+        (r"[\frac13,1)", r"[0.\dot{3},1)"),
+        ("1.5", "0.5(3)"),
+    ],
+    "degrees behind a sine": [
+        ("1", r"\tan 45^\circ"),
+        (r"\tan 45°", "1"),
+        (r"\frac{3}{4}", r"\sin^2 60^{\circ}"),
+        ("2", r"\frac{1}{\sin 30^\circ}"),
+        ("1", r"\sqrt{\tan 45^\circ}"),
+        ("[0,1]", r"[0,\tan(45\degree)]"),
+        ("(1,0)", r"(\tan 45^\circ, 0)"),
+        ("1", r"\tan 45\text{ degrees}"),
+        (r"\sin 20^\circ", r"\cos 70^\circ"),
+    ],
+    "bound letters": [
+        (r"\sum_{i=1}^n i", r"\sum_{k=1}^n k"),
+        (r"\sum_{n=0}^\infty \frac{x^n}{n!}", r"\sum_{k=0}^{\infty}\frac{x^k}{k!}"),
+        (r"\frac{\sum_{i=1}^n x_i}{n}", r"\frac{1}{n}\sum_{k=1}^n x_k"),
+        (r"\sqrt{\sum_{i=1}^n a_i^2}", r"\sqrt{\sum_{j=1}^n a_j^2}"),
+        (r"(\sum_{i=1}^n i, 2)", r"(\sum_{k=1}^n k, 2)"),
+        (r"[0,\prod_{i=1}^n (2i-1)]", r"[0,\prod_{k=1}^n (2k-1)]"),
+        (r"\sum_{l=1}^n\sum_{k=1}^m l k^2", r"\sum_{i=1}^n\sum_{j=1}^m ij^2"),
+        (r"\sum^{n}_{i=1} i", r"\sum\limits_{k=1}^n k"),
+        (r"\sum_{d|n} d", r"\sum_{k|n} k"),
+        (r"\lim_{x\to 0} f(x)", r"\lim_{t\to 0} f(t)"),
+        (r"\sum_{i=1}^n i + a", r"a + \sum_{k=1}^n k"),
+        ("55", r"\sum_{i=1}^{10} i"),
     ],
 }
 WRONG = {
@@ -494,6 +572,72 @@ WRONG = {
         (r"0.\overline{27}", "0.27"),
         (r"\log_2 3", r"\log_3 2"),
     ],
+    "mixed numbers": [
+        ("115/6", "11 5/6"),
+        ("11 5/6", "115/6"),
+        ("1 1/2", "11/2"),
+        ("2 2/3", "4/3"),
+        ("2 2/3", "2, 2/3"),
+        ("1, 2 2/3", "1, 2, 2/3"),
+        ("22/3", "4 10/3"),
+        ("4 10/3", "40/3"),
+        ("-1 1/2", "-0.5"),
+        ("2.5", "1 2 1/2"),
+        ("1, 1/2", "1,000 1/2"),
+        ("(1 1/2, 2)", "(1/2, 2)"),
+        (r"\sqrt{2 1/4}", r"\sqrt{21/4}"),
+    ],
+    "brackets turned away": [
+        ("(0,1)", "]0,1]"),
+        ("[0,1]", "]0,1["),
+        ("(0,1]", "[0,1["),
+        ("(1,0)", "]1,0["),
+        ("(0,1],[2,3)", "(0,1),(2,3)"),
+        (r"(0,1]\cup[2,3)", r"(0,1)\cup(2,3)"),
+        (r"(\frac12,\sqrt3)", r"]\frac12,\sqrt3]"),
+        ("]0,1[", r"\{0,1\}"),
+    ],
+    "halves of the line": [
+        (r"\mathbb{R}", r"\mathbb{R}^+"),
+        (r"\mathbb{R}^+", r"\mathbb{R}"),
+        (r"(0,\infty)", r"\mathbb{R}^2"),
+        (r"\mathbb{R}^2", r"\mathbb{R}^3"),
+        (r"[0,\infty)", r"\mathbb{R}^+"),
+        (r"(0,\infty)", r"\mathbb{R}_+"),
+        (r"(0,\infty)", r"\mathbb{R}_0^+"),
+        (r"(0,\infty)", r"\mathbb{Q}^+"),
+        (r"\mathbb{Z}", r"\mathbb{Z}^+"),
+        (r"\mathbb{R}^+\setminus\{1\}", r"\mathbb{R}^+"),
+    ],
+    "digits that repeat": [
+        ("0.3", r"0.\dot{3}"),
+        (r"0.\dot{3}", "0.333"),
+        (r"\frac{4}{33}", r"0.\dot{2}\dot{1}"),
+        ("1/6", r"0.\dot{1}\dot{6}"),
+        ("1/6", r"0.\dot{1}6"),
+        ("3", r"\dot{3}"),
+        (r"\sqrt{0.3}", r"\sqrt{0.\dot{3}}"),
+    ],
+    "degrees behind a sine": [
+        ("1", r"\tan 45"),
+        (r"\tan 45^\circ", r"\tan 45"),
+        (r"\tan 45", r"\tan 45\text{ degrees}"),
+        (r"\tan 45^\circ", r"45^\circ"),
+        (r"\frac12", r"\sin 30"),
+        ("1", r"\tan 46^\circ"),
+        (r"\sqrt{\sin 30^\circ}", r"\sqrt{\sin 30}"),
+    ],
+    "bound letters": [
+        (r"\sum_{i=1}^n i", r"\sum_{i=1}^n k"),
+        (r"\sum_{k=1}^n k", r"\sum_{i=1}^n k"),
+        (r"\sum_{i=1}^n i", r"\sum_{k=1}^m k"),
+        (r"\sum_{i=1}^n i", r"\sum_{n=1}^n n"),
+        (r"\sum_{i=1}^n i", r"\prod_{k=1}^n k"),
+        (r"\sum_{i=1}^n i + i", r"\sum_{k=1}^n k + k"),
+        (r"\sum_{i=1}^n x_i", r"\sum_{k=1}^n x_i"),
+        (r"\sum_{i=1}^n\sum_{j=1}^n a_{ij}", r"\sum_{i=1}^n\sum_{j=1}^n a_{ji}"),
+        (r"\frac{\sum_{i=1}^n x_i}{n}", r"\frac{\sum_{n=1}^n x_n}{n}"),
+    ],
 }
 
 
@@ -523,6 +667,49 @@ async def test_what_graders_overlook_is_wrong(judge: MathMatch, name: str) -> No
 
 def boxed(answer: str) -> str:
     return rf"So the answer is \boxed{{{answer}}}."
+
+
+NUMBERS = [str(number) for number in range(1, 181)]
+BY_POWER = [rf"{math.comb(40, k)}x^{{{k}}}" for k in range(41)]
+ROWS = [[str(17 * row + column) for column in range(14)] for row in range(14)]
+LENGTHS = [f"{length}\\text{{ cm}}" for length in range(1, 60)]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "others"),
+    [
+        (rf"\{{{','.join(NUMBERS)}\}}", rf"\{{{', '.join(NUMBERS[::-1])}\}}", ("90", "91")),
+        (f"({','.join(NUMBERS)})", f"({', '.join(NUMBERS)})", (" 90, 91", " 91, 90")),
+        ("+".join(BY_POWER), " + ".join(BY_POWER[::-1]), (" 40x^", " 41x^")),
+        ("(x+1)^{40}", "+".join(BY_POWER), ("+40x^", "+41x^")),
+        (
+            r"\begin{pmatrix}" + r"\\".join(map("&".join, ROWS)) + r"\end{pmatrix}",
+            r"\begin{bmatrix}" + r" \\ ".join(map(" & ".join, ROWS)) + r"\end{bmatrix}",
+            (" 98 ", " 99 "),
+        ),
+        (",".join(LENGTHS), ", ".join(LENGTHS[::-1]).replace(r"\text{ cm}", " cm"), (" 30 cm", " 30 m")),
+        ("7^{700}", str(7**700), (str(7**700)[-9:], "000000001")),
+        ("100" * 1667, ",".join(["100"] * 1667), (",100", ",101")),
+    ],
+    ids=["set", "tuple", "polynomial", "expanded", "matrix", "units", "power", "digits"],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_long_answer_is_judged_as_a_short_one(
+    judge: MathMatch, gold: str, answer: str, others: tuple[str, str]
+) -> None:
+    assert await verdict(judge, gold, boxed(gold)) is Verdict.CORRECT
+    assert await verdict(judge, gold, boxed(answer)) is Verdict.CORRECT
+    assert await verdict(judge, gold, boxed(answer.replace(*others, 1))) is Verdict.WRONG
+
+
+@pytest.mark.parametrize("gold", [r"\{" + ",".join(NUMBERS) + r"\}", "a word " * 5000, "(" * 300 + "x,y" + ")" * 300])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_gold_with_other_blanks_is_right_at_any_length_and_depth(judge: MathMatch, gold: str) -> None:
+    spaced = gold.replace(",", ",\n ").replace(" ", "\n  ")
+    assert boxed_match(gold, boxed(spaced)) is Verdict.CORRECT
+    assert await verdict(judge, gold, boxed(spaced)) is Verdict.CORRECT
+    assert await judge.plain.verify(Problem(id="p", text="", answer=gold), boxed(gold), deadline=FAR) is Verdict.CORRECT
+    assert chosen_option(spaced, ("x", gold)) == 1
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -728,6 +915,16 @@ async def test_shared_cases_come_out_right(judge: MathMatch) -> None:
         *("/" * 490, "a" * 490, "a/" * 240, "1 " + "ab " * 160, "," * 490, "1," * 240, "(" * 30 + "1,2" + ")" * 30),
         *(r"\text{" * 80, r"\sqrt(" * 40 + "2" + ")" * 40, "<sup>" * 90, "&lt;" * 120, r"\pm 1," * 70, "1=" * 240),
         *("_{" * 200, r"\approx " * 60, "x_" * 240, "'" * 490, "and " * 120, r"\{x:" * 35, "9e9" * 160, "**" * 240),
+        *(r"\sum_{i=" * 60, r"\sum_{i=1}" * 45 + "i", "]0," * 160, "[0;1" * 120, "(1," * 150 + "[", r"\sqrt[3]," * 50),
+        *(
+            "1 1/" * 120,
+            "1,000" * 98,
+            r"0.\dot{1}" * 50,
+            r"0." + r"\dot1" * 90,
+            "R^" * 240,
+            r"\tan 1°" * 60,
+            r"R_{\ge0}" * 55,
+        ),
     ],
 )
 def test_hostile_text_is_respelled_in_a_moment(text: str) -> None:

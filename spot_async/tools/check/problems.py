@@ -18,7 +18,7 @@ from spot_async.protocols import Verifier
 from spot_async.types import Judgement, Problem, Verdict
 from spot_async.verification import MathVerify
 from spot_async.verification.multiple_choice import letter_index
-from spot_async.verification.normalization import is_oversized, parse_number
+from spot_async.verification.normalization import parse_number
 
 _TEXT = re.compile(r"\\text\s*\{[^{}]*\}|[A-Za-z][A-Za-z ]+")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -74,7 +74,6 @@ class GoldCheck:
     spelling_only: tuple[Problem, ...]  # right word for word, but not read by Math-Verify as the mathematics it is
     misread: tuple[Problem, ...]  # right with another digit too, so that they are read as something else
     prose: tuple[Problem, ...]  # sentences; these are right word for word, but no response would repeat them so
-    oversized: int
     have_choices: int  # how many of those tried have choices
     unclear_choices: tuple[Problem, ...]  # with an empty choice, or two equal ones
 
@@ -132,7 +131,6 @@ async def check_golds(problems: Sequence[Problem], verifier: Verifier) -> GoldCh
         tried=len(tried) - len(doubted["prose"]),
         unverifiable=tuple((problem, found) for problem, found in faults if isinstance(found, Verdict)),
         **doubted,
-        oversized=sum(is_oversized(problem.answer) for problem in tried),
         have_choices=sum(bool(problem.choices) for problem in tried),
         unclear_choices=tuple(problem for problem in problems if has_unclear_choices(problem)),
     )

@@ -275,8 +275,6 @@ def show_golds(screen: Console, judged: JudgedSet, golds: GoldCheck) -> None:
     if golds.unclear_choices:
         ids = _ids([problem.id for problem in golds.unclear_choices])
         screen.print(shown(f"{len(golds.unclear_choices)} with an empty choice, or two that are the same: {ids}"))
-    if golds.oversized:
-        screen.print(f"{golds.oversized} so long that only the same words are right", highlight=False)
 
 
 def show_overlaps(screen: Console, training: Sequence[Problem], held_out: Sequence[JudgedSet]) -> None:
