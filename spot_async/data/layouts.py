@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from string import ascii_uppercase
+from string import ascii_lowercase, ascii_uppercase
 from typing import NamedTuple
 
 from spot_async.config import Duplicates
@@ -193,6 +193,22 @@ def drop_fillers(draft: Draft) -> str | None:
 
 
 _AROUND_LABEL = "(). :"
+_LABELLED = re.compile(r"\(?([A-Za-z]|[0-9]{1,2})[).:]\s+(\S.*)", re.DOTALL)
+_LABELS = (ascii_uppercase, ascii_lowercase, [*map(str, range(1, 27))], [*map(str, range(26))])
+
+
+def take_labels(draft: Draft) -> str | None:
+    """Take the labels off the choices' texts, `1. cat` or `(B) dog`. `J. Mill` stays: other choices have no A to D."""
+    found = [match for each in draft.choices if (match := _LABELLED.fullmatch(each)) is not None]
+    labels = tuple(match[1] for match in found)
+    is_all = len(labels) == len(draft.choices) > 1 and not draft.labels
+    if not is_all or not any(sorted(labels) == sorted(each[: len(labels)]) for each in _LABELS):
+        return None
+    if draft.gold in draft.choices:
+        draft.answer = labels[draft.choices.index(draft.gold)]
+    are_places = "".join(labels).upper() == ascii_uppercase[: len(labels)]  # then the answer may be a number too
+    draft.labels, draft.choices = () if are_places else labels, tuple(match[2] for match in found)
+    return "labels taken off the choices"
 
 
 def letter_of_choice(draft: Draft) -> str | None:
@@ -255,8 +271,8 @@ _TEXT = (last_turn_only, remove_instruction, *_ANSWER)
 
 LAYOUTS: dict[str, Layout] = {
     "plain": Layout({part: (part,) for part in ("problem", "answer", "id", "tier", "category")}),
-    "columns": Layout(_COLUMNS, (*_TEXT, letter_of_choice)),
-    "messages": Layout({**_COLUMNS, "problem": ("messages",)}, (*_ANSWER, letter_of_choice)),
+    "columns": Layout(_COLUMNS, (*_TEXT, take_labels, letter_of_choice)),
+    "messages": Layout({**_COLUMNS, "problem": ("messages",)}, (*_ANSWER, take_labels, letter_of_choice)),
     "math": Layout(
         _WITH_SOLUTION,
         (*_TEXT, answer_in_solution, empty_box_is_zero, name_level, forget_solution),
@@ -294,7 +310,7 @@ LAYOUTS: dict[str, Layout] = {
             "tier": ("category",),
             "solution": ("cot_content",),
         },
-        (drop_fillers, unboxed, letter_of_choice),
+        (drop_fillers, unboxed, take_labels, letter_of_choice),
         (is_no_choice,),
         needs=("problem", "answer", "choices"),
         duplicates="keep",

@@ -57,6 +57,8 @@ _THOUGHTS = (
     "thoughts",
     "analysis",
     "cot",
+    "chain_of_thought",
+    "think",
 )
 _BESIDE_CONTENT = ("tool_calls", "function_call", "images", "image", "videos", "audio")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as templates know them
@@ -155,11 +157,14 @@ def read_draft(
     draft = Draft(**parts)
     question = draft.finish("", row.number).shown
     for name, value in row.columns.items():
-        if name in read or _says_nothing(value) or not _OF_QUESTION.fullmatch(name):
+        is_thought = draft.response is not None and name.lower() in _THOUGHTS
+        if name in read or _says_nothing(value) or not (is_thought or _OF_QUESTION.fullmatch(name)):
             continue
+        part, whole = ("response", draft.response or "") if is_thought else ("problem", question)
         texts = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else [value]
-        if not all(isinstance(each, str | int | float) and str(each).strip() in question for each in texts):
-            draft.doubts[f"column {name!r} may belong to the question and is not read (write it into the problem)"] = ""
+        if not all(isinstance(each, str | int | float) and str(each).strip() in whole for each in texts):
+            owner = "response" if is_thought else "question"
+            draft.doubts[f"column {name!r} may belong to the {owner} and is not read (write it into the {part})"] = ""
     _doubt_texts(draft)
     return draft
 
@@ -169,7 +174,8 @@ def _doubt_texts(draft: Draft) -> None:
     texts: dict[str, str] = {part: str(getattr(draft, part) or "") for part in _SPOKEN}
     texts |= {"choices": " ".join(draft.choices), "history": " ".join(each.content for each in draft.history)}
     for part, text in texts.items():
-        if (place := place_of(EATEN_IN_ANSWER if part == "answer" else EATEN, text)) is not None:
+        is_short = part == "answer" and "\n" not in text.strip()  # and no program, where tabs are meant
+        if (place := place_of(EATEN_IN_ANSWER if is_short else EATEN, text)) is not None:
             what = rf"`{part}` holds control characters, as where JSON reads `\f` of `\frac` (write `\\frac`)"
             draft.doubts[what] = f" ({place})"
         if part != "answer" and (place := place_of(DOUBLED, text)) is not None:

@@ -167,6 +167,25 @@ def test_eaten_escapes_are_named_in_choices_and_earlier_turns_and_in_an_answer_o
         assert "`answer` holds control characters" in line
 
 
+@pytest.mark.parametrize(
+    "answer", ["def f(x):\n\treturn x", "if a:\n\tif b:\n\t\tprint('\\n')\nelse:\n\tpass\n", "name\tage\nann\tten"]
+)
+def test_an_answer_of_several_lines_may_have_tabs(tmp_path, answer):
+    assert doubts(tmp_path, [{"problem": "p", "answer": answer}]) == []
+    (line,) = doubts(tmp_path, [{"problem": "p", "answer": answer + "\frac"}])
+    assert "`answer` holds control characters" in line
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "Thoughts", "cot"])
+def test_thoughts_beside_a_response_are_named_and_those_within_it_are_not(tmp_path, name):
+    row = {"problem": "p", "answer": "7", "response": "So it is 7.", name: "Let me see."}
+    (line,) = doubts(tmp_path, [row], fields={"response": "response"})
+    assert f"column {name!r} may belong to the response and is not read (write it into the response)" in line
+    for other in (row | {name: ""}, row | {"response": f"<think>{row[name]}</think> So it is 7."}):
+        assert doubts(tmp_path, [other], fields={"response": "response"}) == []
+    assert doubts(tmp_path, [row]) == []  # no response is learnt
+
+
 DOUBLED = (r"\\frac{3}{2}", r"2\\sqrt{3}", r"\\\\boxed{3}", r"5 \\text{ m}", r"\\pm 3", r"A \\cup B")
 
 

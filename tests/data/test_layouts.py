@@ -247,6 +247,37 @@ def test_the_label_of_a_choice_is_no_place(tmp_path, labels, answer, letter):
         assert (problem.choices, problem.answer) == (tuple(TEXTS), letter)
 
 
+@pytest.mark.parametrize(
+    ("choices", "answer", "texts", "letter"),
+    [
+        (["1. cat", "2. dog", "3. fish"], "2", "cat dog fish", "B"),
+        (["1. cat", "2. dog", "3. fish"], 3, "cat dog fish", "C"),
+        (["1. cat", "2. dog", "3. fish"], "2. dog", "cat dog fish", "B"),
+        (["1. cat", "2. dog", "3. fish"], "dog", "cat dog fish", "B"),
+        (["0: cat", "1: dog"], "1", "cat dog", "B"),
+        (["B) dog", "A) cat"], "A", "dog cat", "B"),
+        (["(C) fish", "(A) cat", "(B) dog"], "(C)", "fish cat dog", "A"),
+        (["(C) fish", "(A) cat", "(B) dog"], "(A) cat", "fish cat dog", "B"),
+        (["a. cat", "b. dog"], "b", "cat dog", "B"),
+        (["A) cat", "B) dog"], 1, "cat dog", "B"),  # places and labels say the same
+        (["A) cat", "B) dog"], "B) dog", "cat dog", "B"),
+        (["1. cat", "2. dog"], 0, "cat dog", "0"),  # where there are labels no place is meant
+        (["1. cat", "2. dog", "fish"], "2", "1. cat,2. dog,fish", "C"),  # not all have one
+        (["J. Mill", "K. Marx"], "B", "J. Mill,K. Marx", "B"),
+        (["1.5 m", "2.5 m"], 1, "1.5 m,2.5 m", "B"),
+        (["1. cat", "1. dog"], "1", "1. cat,1. dog", "B"),
+    ],
+)
+def test_labels_within_the_texts_of_choices_are_their_labels(tmp_path, choices, answer, texts, letter):
+    rows = [{"question": "Which?", "options": choices, "answer": answer}]
+    fields = {"problem": "question", "choices": "options"}
+    for options in ({"fields": fields}, *([{"layout": "mmlu_pro"}] if letter.isalpha() else [])):
+        found = load(tmp_path, rows, **options)
+        (problem,) = found.problems
+        assert (problem.choices, problem.answer) == (tuple(texts.split("," if "," in texts else " ")), letter)
+        assert found.mended.get("labels taken off the choices", 0) == ("," not in texts)
+
+
 def test_naming_the_column_of_a_tier_leaves_the_layout_recognised(tmp_path):
     rows = [{"problem": "p", "type": "Algebra", "level": "Level 3", "solution": r"$\boxed{1}$", "source": "x"}]
     found = load(tmp_path, rows, fields={"category": "source"})
