@@ -29,6 +29,7 @@ from spot_async.checks.served import (
     served_models,
 )
 from spot_async.config import Config, ModelConfig, TemplateConfig, teacher_name, teacher_role
+from spot_async.config.loading import doubled_backslashes
 from spot_async.data.problem_set import ProblemSet, count_identical, load_training_sets
 from spot_async.data.prompts import DATE_WARNING, PromptRenderer, PromptSchedule, TeacherPromptRenderer, render_all
 from spot_async.data.routing import routed
@@ -406,6 +407,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
     renderers = dict.fromkeys([plan.renderer, *plan.teacher_renderers.values()])
     return [
         *([DATE_WARNING] if plan.reads_clock else []),
+        *doubled_backslashes(config),
         *self_teacher_warnings(config, plan),
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),

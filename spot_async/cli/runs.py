@@ -28,7 +28,7 @@ from spot_async.cli.ending import (
     screen,
 )
 from spot_async.config import ROLES, Config
-from spot_async.config.loading import dump_yaml, evaluation_from, load_config, read_tree
+from spot_async.config.loading import doubled_backslashes, dump_yaml, evaluation_from, load_config, read_tree
 from spot_async.errors import ConfigError, DataError, StorageError
 from spot_async.loop.resuming import StopRequest
 from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
@@ -437,7 +437,7 @@ def show_evaluation_plan(
         f"{benchmark.name}: {counted(len(benchmark.sources), 'problem')} x {counted(benchmark.samples, 'response')}"
         for benchmark in benchmarks
     ]
-    show_warnings(screen, evaluation_warnings(benchmarks, student.vocabulary))
+    show_warnings(screen, [*doubled_backslashes(config), *evaluation_warnings(benchmarks, student.vocabulary)])
     show_warnings(screen, machine.evaluation_warnings(config.student, machine.Machine.found(os.environ)))
     lines = ["the student's server, and evaluate", *asked, evaluation_estimate(config, benchmarks), f"into {path}"]
     screen.print(Text("\n".join(lines)), soft_wrap=True)

@@ -227,8 +227,9 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
     """
     if lines := list(dict.fromkeys(saved_secrets(tree))):  # first, because other lines show values
         raise ConfigError("\n".join(lines))
-    if lines := list(_misread(tree)):
-        raise ConfigError("\n".join(lines))
+    if eaten := list(_holding(EATEN, tree)):
+        remedy = "as YAML reads an escape in double quotes: write the text in single quotes"
+        raise ConfigError("\n".join(f"{where}: holds {place}, {remedy}" for where, place in eaten))
     try:
         return schema.model_validate_json(plain_json(tree))
     except ValidationError as errors:
@@ -238,18 +239,23 @@ def validate_as(schema: type[S], tree: dict[str, Any]) -> S:
         raise ConfigError(f"configuration holds a value that is no plain YAML value: {error}") from None
 
 
-def _misread(tree: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield a line for each text whose escapes YAML read, or whose backslashes are doubled where models read it."""
+def _holding(pattern: re.Pattern[str], tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield the key of each text in which the pattern finds something, and that. A key is a text too."""
     if isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _misread(key, path)
-            yield from _misread(value, (*path, str(key)))
-    elif isinstance(tree, str):
-        where = ".".join(path) or "configuration"
-        if (place := place_of(EATEN, tree)) is not None:
-            yield f"{where}: holds {place}, as YAML reads an escape in double quotes: write the text in single quotes"
-        if {*path[-1:]} & READ_BY_MODELS and (place := place_of(DOUBLED, tree)) is not None:
-            yield f"{where}: holds {place}, two backslashes before a command: write one"
+            yield from _holding(pattern, key, path)
+            yield from _holding(pattern, value, (*path, str(key)))
+    elif isinstance(tree, str) and (place := place_of(pattern, tree)) is not None:
+        yield ".".join(path) or "configuration", place
+
+
+def doubled_backslashes(config: Config) -> list[str]:
+    """Return a line for each text for models with doubled backslashes. One that asks for JSON may mean them."""
+    return [
+        f"{where}: holds {place}, two backslashes before a command: write one, unless models are to read two"
+        for where, place in _holding(DOUBLED, config.model_dump(mode="json"))
+        if where.rpartition(".")[2] in READ_BY_MODELS
+    ]
 
 
 def dump_yaml(config: Config) -> str:

@@ -22,6 +22,7 @@ from spot_async.base.files import as_json, write_whole
 from spot_async.base.tasks import alongside, budget_error
 from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
+from spot_async.config.loading import doubled_backslashes
 from spot_async.errors import BudgetSpentError
 from spot_async.evaluation.benchmarks import Benchmark, outputs_of
 from spot_async.evaluation.metrics import EvaluationFigures, read_figures
@@ -267,7 +268,7 @@ async def evaluate_student(
         stack.callback(ledger_file.write)  # whatever ends it
         stack.callback(failures.close)
         stack.enter_context(screen.live())
-        for warning in evaluation_warnings(benchmarks, student_files.vocabulary):
+        for warning in [*doubled_backslashes(config), *evaluation_warnings(benchmarks, student_files.vocabulary)]:
             screen.warn(warning)
         beside = Companions(spending=spending, listener=listener)
         opening = open_services(served, directory.path, cluster=config.cluster, beside=beside)

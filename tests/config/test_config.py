@@ -8,7 +8,7 @@ import pytest
 
 from spot_async.base import registry
 from spot_async.config import Config
-from spot_async.config.loading import dump_yaml, load_config, read_tree
+from spot_async.config.loading import doubled_backslashes, dump_yaml, load_config, read_tree
 from spot_async.config.suggestions import other_trainers, paths
 from spot_async.errors import ConfigError
 
@@ -202,11 +202,16 @@ def test_escapes_that_yaml_reads_within_double_quotes_are_refused_where_a_backsl
 
 
 @pytest.mark.parametrize("key", ["prompt.instruction", "prompt.teacher.text", "evaluation.system"])
-def test_a_text_for_models_with_two_backslashes_before_a_command_is_refused_and_a_pattern_is_not(config_path, key):
-    line = complaint(config_path, rf"{key}='{{problem}} in \\boxed{{}}.'")
-    assert line == rf"{key}: holds '\\boxed{{}}.', two backslashes before a command: write one"
+def test_a_text_for_models_with_two_backslashes_before_a_command_is_named_and_a_pattern_is_not(config_path, key):
+    held = "evaluation={problems: held.jsonl}"
+    config = load_config(config_path, [held, rf"{key}='{{problem}} in \\boxed{{}}.'"])
+    line = rf"{key}: holds '\\boxed{{}}.', two backslashes before a command: write one, unless models are to read two"
+    assert doubled_backslashes(config) == [line]
+    asks_for_json = load_config(config_path, [held, rf"""{key}='{{problem}}, as {{"a": "x\\ny"}}. Use \frac.'"""])
+    assert doubled_backslashes(asks_for_json) == []
     judge = r"{kind: http, url: 'http://127.0.0.1:1/judge', headers: {pattern: '\\boxed'}}"
-    assert load_config(config_path, [f"verifier={judge}"]).verifier.headers == {"pattern": r"\\boxed"}
+    config = load_config(config_path, [f"verifier={judge}"])
+    assert (config.verifier.headers, doubled_backslashes(config)) == ({"pattern": r"\\boxed"}, [])
 
 
 def test_line_ends_and_tabs_that_are_meant_stay(config_path):
