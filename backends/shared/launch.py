@@ -22,7 +22,8 @@ import structlog
 
 from spot_async.base.addresses import LOOPBACK
 from spot_async.base.processes.child import ChildProcess, foreign_environment
-from spot_async.base.processes.far_side import FarProgram
+from spot_async.base.processes.exits import SAFE_PATH
+from spot_async.base.processes.far_side import ONLY_INSTALLED, FarProgram
 from spot_async.base.processes.last_words import headline, readable
 from spot_async.base.processes.private_directory import private_directory, short_temporary_directory
 from spot_async.base.tasks import Opened, while_alive
@@ -45,7 +46,6 @@ NO_SUCH_MODULE = 3
 # Prints what an environment has of a package, as JSON: see `Installed`. Exits with 3 if there is no such module.
 INSTALLED_CODE = """
 import importlib.metadata as metadata, importlib.util, json, sys
-sys.path[:] = [path for path in sys.path if path]
 spec = importlib.util.find_spec(sys.argv[1])
 if spec is None or spec.origin is None:
     sys.exit(3)
@@ -223,7 +223,8 @@ class LaunchedServer(Opened):
         if command.package is not None:
             version = installed(settings, command.package).version
             structlog.get_logger().info("starting", process=self._name, package=command.package, version=version)
-        return replace(command, environment={**command.environment, **settings.variables})
+        safe_path = SAFE_PATH if "-m" in command.argv[:2] else {}  # a script may need the modules beside it
+        return replace(command, environment={**safe_path, **command.environment, **settings.variables})
 
     async def watch(self) -> None:
         """Run for as long as the server lives. Raises `ProcessDiedError` when it ends, with the log's last lines."""
@@ -307,7 +308,7 @@ def _ask(
 
 def _ask_interpreter(python: str, package: str, python_path: str | None) -> tuple[int, str, str]:
     own = {} if python_path is None else {"PYTHONPATH": python_path}
-    command = [python, "-c", INSTALLED_CODE, package]
+    command = [python, "-c", ONLY_INSTALLED + INSTALLED_CODE, package]
     try:
         done = subprocess.run(
             command,

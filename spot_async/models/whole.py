@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spot_async.base.processes.exits import exit_with_parent
+from spot_async.base.processes.exits import SAFE_PATH, exit_with_parent
 from spot_async.base.secrets import SECRETS
 from spot_async.errors import DataError
 from spot_async.models.plain_decoder import is_plainly_whole
@@ -40,7 +40,7 @@ def _asked(directory: Path, longest: int) -> tuple[int, str]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, directory, str(longest)],
-            env={**SECRETS.without_keys(os.environ), "SPOT_ASYNC_PARENT": str(os.getpid())},
+            env={**SECRETS.without_keys(os.environ), **SAFE_PATH, "SPOT_ASYNC_PARENT": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=LONGEST_S,

@@ -22,6 +22,7 @@ import structlog
 
 from spot_async.base.processes import ray_shell
 from spot_async.base.processes.child import ChildProcess
+from spot_async.base.processes.exits import SAFE_PATH
 from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.private_directory import private_directory
 from spot_async.base.processes.ray_helper import ANSWER, SHELLS, Placed, Request
@@ -147,7 +148,7 @@ class PlacedNode:
             self.prefix,
             sys.executable,
             command,
-            {SECRET_VARIABLE: topology.secret.value.decode()},
+            {**SAFE_PATH, SECRET_VARIABLE: topology.secret.value.decode()},
             self.cluster.heartbeat_timeout_s,
         )
         name = f"node-{self.node_rank}"

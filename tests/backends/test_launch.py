@@ -13,6 +13,7 @@ from pathlib import Path
 import pydantic
 import pytest
 from deadlines import soon
+from hostile_folder import of_common_names
 from launched_server import serve
 from process_trees import is_alive
 
@@ -206,6 +207,25 @@ async def test_a_directory_called_like_the_package_is_not_the_package(tmp_path, 
     )
     with pytest.raises(ConfigError, match="no some_server in"):
         await launched.__aenter__()
+
+
+@pytest.mark.parametrize("prefix", [[], ["env"]])
+async def test_a_server_imports_nothing_of_the_working_directory(tmp_path, monkeypatch, prefix):
+    """Nor do the questions before it, here and on the far side of a prefix."""
+
+    def of_module(settings, model, doorway):
+        return Command([settings.python, "-m", "json.tool", "absent.json"], package="numpy")
+
+    (tmp_path / "logs").mkdir()
+    monkeypatch.chdir(of_common_names(tmp_path / "theirs"))
+    launched = LaunchedServer(
+        LaunchSettings(python=sys.executable, prefix=prefix),
+        Assignment("teacher", "teacher.backend.launch", "teacher", ROOT / STUDENT, tmp_path / "logs" / "log"),
+        of_module,
+    )
+    async with launched:
+        with pytest.raises(ProcessDiedError, match="No such file or directory: 'absent.json'"):
+            await launched.watch()
 
 
 async def test_a_port_that_is_taken_is_refused_with_its_key(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile_folder import of_common_names
 from process_trees import gone, is_alive
 
 from spot_async.base.processes import child as child_module
@@ -147,6 +148,21 @@ async def test_a_forked_child_shares_our_cores_and_shows_its_command_line(begin,
     finally:
         await child.stop()
     assert not is_alive(child.pid)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+async def test_a_child_imports_nothing_of_the_working_directory(begin, tmp_path, monkeypatch, is_warm):
+    """Nor does what it starts by itself, as torch starts compilers."""
+    monkeypatch.chdir(of_common_names(tmp_path / "theirs"))
+    begin("random") if is_warm else monkeypatch.setattr(child_module, "NURSERY", Nursery())
+    (tmp_path / "program.py").write_text(
+        "import subprocess, sys, json, queue, random, types\n"
+        "subprocess.run([sys.executable, '-m', 'json.tool', '--help'], check=True)\n"
+        "sys.exit('error: came to its end')"
+    )
+    assert (await end_of(await start(tmp_path, "go"))).startswith(
+        "server (pid PID) exited with code 1: error: came to its end"
+    )
 
 
 async def test_no_childs_environment_holds_anothers_key(begin, tmp_path, monkeypatch):

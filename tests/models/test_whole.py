@@ -96,6 +96,11 @@ def test_the_child_gets_no_key(child: Callable[[str], Path], monkeypatch: pytest
         check_whole(directory)
 
 
+def test_the_child_imports_nothing_of_the_working_directory(child: Callable[[str], Path]) -> None:
+    with pytest.raises(DataError, match=r"^True$"):
+        check_whole(child("print(sys.flags.safe_path); sys.exit(4)"))
+
+
 def test_what_transformers_makes_no_model_of_is_refused_only_where_it_must_load(child: Callable[[str], Path]) -> None:
     directory = child("print('a warning\\nno such kind'); sys.exit(3)")
     check_whole(directory, must_load=False)

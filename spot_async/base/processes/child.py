@@ -22,6 +22,7 @@ import structlog
 
 from spot_async.base.files import writing
 from spot_async.base.processes import guard
+from spot_async.base.processes.exits import SAFE_PATH
 from spot_async.base.processes.far_side import FarProgram
 from spot_async.base.processes.last_words import error_in, headline, readable
 from spot_async.base.processes.nursery import NURSERY, ForkedProcess
@@ -77,7 +78,7 @@ class ChildProcess:
         If it is a program of the nursery's (`nursery.py`), that forks it.
         """
         own = {**(environment or {}), **_given_cores(cores)}
-        whole = {**SECRETS.without_keys(os.environ), **own}
+        whole = {**SECRETS.without_keys(os.environ), **SAFE_PATH, **own}
         with _open_log(log_path) as log:
             forked = await NURSERY.fork(argv, own, whole, log)
         return cls(name, forked or await _spawn(argv, log_path, whole), log_path)

@@ -15,6 +15,10 @@ from types import TracebackType
 
 from spot_async.base.processes import guard
 
+# Of the environment of a Python program that we start: a `random.py` in the working directory is not Python's own then.
+# Python 3.11 and later heed it, and so does all Python that the program starts. Older ones ignore it.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -25,6 +25,9 @@ HAS_TERMINAL = 90  # exit codes of the shell
 NO_INTERPRETER = 91
 BEATS = 6  # so many fit into the longest silence: some may be late
 
+# Begins what is given to `python -c`, which would import a `json.py` of the working directory as its own.
+ONLY_INSTALLED = "import sys; sys.path[:] = filter(None, sys.path)\n"
+
 _SOURCE_VARIABLE = "SPOT_ASYNC_GUARD"
 _RUN_SOURCE = f"import os; exec(os.environ.pop('{_SOURCE_VARIABLE}'))"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -75,7 +78,7 @@ def question(python: str, code: str, arguments: Sequence[str], environment: Mapp
             f"[ -t 0 ] && exit {HAS_TERMINAL}",  # it would print what it reads, keys too, and change it
             f"command -v {_quoted(python)} > /dev/null || exit {NO_INTERPRETER}",
             *_exports(environment),
-            f"exec {shlex.join([python, '-c', code, *arguments])}",
+            f"exec {shlex.join([python, '-c', ONLY_INSTALLED + code, *arguments])}",
             "",
         ]
     )

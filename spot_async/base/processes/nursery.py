@@ -35,7 +35,7 @@ import msgspec
 import structlog
 
 from spot_async.base.processes import guard
-from spot_async.base.processes.exits import exit_with_parent
+from spot_async.base.processes.exits import SAFE_PATH, exit_with_parent
 from spot_async.base.processes.gpus import gpu_count, torch_has_gpus, visible_gpus
 from spot_async.base.processes.resources import available_cores, without_gc
 from spot_async.base.secrets import SECRETS
@@ -129,6 +129,7 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {
             **{name: value for name, value in os.environ.items() if _OF_NURSERY.fullmatch(name)},
+            **SAFE_PATH,
             "SPOT_ASYNC_PARENT": str(os.getpid()),
             "OMP_NUM_THREADS": "1",  # or OpenBLAS starts threads as it is imported; each child sets its own number
         }
