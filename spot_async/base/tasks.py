@@ -7,7 +7,14 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+)
+from functools import partial
 from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
@@ -65,6 +72,15 @@ async def in_thread(function: Callable[..., T], *given: Any, **named: Any) -> T:
         with contextlib.suppress(Exception):  # whoever cancels does not want to know
             await working
         raise
+
+
+@asynccontextmanager
+async def entered_in_thread(blocking: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter a context manager in a thread, and leave it in one, because the loop may not wait for it."""
+    async with AsyncExitStack() as stack:
+        entered = ExitStack()
+        stack.push_async_exit(partial(in_thread, entered.__exit__))
+        yield await in_thread(entered.enter_context, blocking)
 
 
 def in_time(work: Callable[[], T], seconds: float) -> T | None:

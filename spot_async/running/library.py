@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from spot_async.base.tasks import root_cause
+from spot_async.base.tasks import in_thread, root_cause
 from spot_async.checks.machine import check_room
 from spot_async.checks.plan import TrainPlan, plan_training
 from spot_async.config import Config
@@ -75,7 +75,7 @@ async def resume_async(
     with _alone():
         _check_overrides(overrides)
         found = await asyncio.to_thread(open_run, Path(directory), overrides, print if progress else None)
-        check_room(found.directory.path, found.config, found.plan)
+        await asyncio.to_thread(check_room, found.directory.path, found.config, found.plan)
         return await _train(found.config, found.plan, found.directory, found.checkpoint, progress=progress)
 
 
@@ -99,12 +99,13 @@ def _alone() -> Iterator[None]:
 
 
 async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -> TrainOutcome:
-    settings, name = _resolve(config, overrides)
+    settings, name = await asyncio.to_thread(_resolve, config, overrides)  # imports plug-ins
     settings = await asyncio.to_thread(with_downloads, settings, print if progress else None)
     plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
     path = RunDirectory.choose_path(settings, name)
-    check_room(path, settings, plan)
-    return await _train(settings, plan, RunDirectory.create(path, settings), progress=progress)
+    await asyncio.to_thread(check_room, path, settings, plan)
+    directory = await in_thread(RunDirectory.create, path, settings)
+    return await _train(settings, plan, directory, progress=progress)
 
 
 async def _train(

@@ -19,7 +19,7 @@ from rich.text import Text
 from spot_async.base import registry
 from spot_async.base.events import Channel
 from spot_async.base.files import as_json, write_whole
-from spot_async.base.tasks import alongside, budget_error
+from spot_async.base.tasks import alongside, budget_error, in_thread
 from spot_async.checks.plan import evaluation_warnings
 from spot_async.config import Config
 from spot_async.config.loading import doubled_backslashes
@@ -113,7 +113,7 @@ async def measure(
             keep=log.append,
             saved=occasion.saved,
         )
-    write_files(occasion, result, log, benchmarks, seconds=time.monotonic() - begun_s)
+    await in_thread(write_files, occasion, result, log, benchmarks, seconds=time.monotonic() - begun_s)
     log.discard_partial()
     avg = None if (figures := result.figures().avg) is None else figures.value
     structlog.get_logger().info("evaluated", when=when, avg=avg, tokens=result.tokens, continued_from=len(known))

@@ -107,9 +107,9 @@ class Beginnings:
         self._ledger = ledger
         self._evaluations = evaluations
 
-    def first(self, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Beginning:
+    async def first(self, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Beginning:
         """Return where the first part begins: with the initial weights, or with a checkpoint of an earlier command."""
-        keys, data = digest_of_keys(self._config), digest_of_prompts(self._plan)
+        keys, data = digest_of_keys(self._config), await in_thread(digest_of_prompts, self._plan)
         begun = manifest.beginning(checkpoint, keys=keys, data=data)
         if checkpoint is None:
             return Beginning(begun)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from spot_async.base.events import Channel
 from spot_async.base.processes.private_directory import private_directory
-from spot_async.base.tasks import alongside
+from spot_async.base.tasks import alongside, entered_in_thread, in_thread
 from spot_async.base.waiting_room import Turns
 from spot_async.checks.device_shares import ranks_on_gpus, starting_order, taking_turns
 from spot_async.checks.plan import TrainPlan
@@ -37,7 +37,7 @@ from spot_async.run_directory.run_weights import RunWeights
 from spot_async.running.assembly import make_spending, make_verifier
 from spot_async.running.part import OpenRun, Part
 from spot_async.running.ray_places import RayPlaces, placed, placed_nodes
-from spot_async.running.resuming import Beginnings
+from spot_async.running.resuming import Beginning, Beginnings
 from spot_async.running.run_evaluations import RunEvaluations
 from spot_async.running.run_trainer import Restarts, RunTrainer, trainer_settings
 from spot_async.running.services import Companions, OpenServices, StartListener, core_shares, open_services
@@ -48,6 +48,7 @@ from spot_async.telemetry.live_bottleneck import replica_lines
 from spot_async.telemetry.meters import LoopLag
 from spot_async.telemetry.outcome_slope import OutcomeHistory
 from spot_async.telemetry.run_log import SpendingLog, evaluation_metrics, log_events_to, sample_texts
+from spot_async.telemetry.side_sink import MetricSink
 from spot_async.telemetry.sinks import open_sinks
 from spot_async.telemetry.trace import trace_to
 from spot_async.trainer.handle import TrainerProcess
@@ -72,10 +73,13 @@ async def train(
 ) -> TrainOutcome:
     """Make one training run, evaluated before and after where the configuration says so, and return its outcome."""
     with ExitStack() as stack:
-        outcome = await TrainingRun(config, plan, directory, console, start or Start(), stack).run()
-        structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
-        if not outcome.stopped:  # before sinks are closed, which may take a while
-            directory.write_summary(summarize(config, plan, outcome))
+        run = TrainingRun(config, plan, directory, console, start or Start(), stack)
+        await run.begin(stack)
+        async with entered_in_thread(run.open_sinks()) as run.sinks:
+            outcome = await run.run()
+            structlog.get_logger().info("finished", process="orchestrator", cpu_s=time.process_time())
+            if not outcome.stopped:  # before sinks are closed, which may take a while
+                await in_thread(directory.write_summary, summarize(config, plan, outcome))
     return outcome
 
 
@@ -129,18 +133,24 @@ class TrainingRun:
         stack.callback(directory.weights.flush)
         self._ledger = stack.enter_context(closing(Ledger.open(directory.path, self._spending.accounts)))
         self._beginnings = Beginnings(config, plan, directory, self._ledger, self._evaluations)
-        self._beginning = self._beginnings.first(start.checkpoint, self._screen.say)  # of the part that trains
-        if start.checkpoint is not None:
-            self._spending_log.go_on(self._ledger.spending())
-        stack.callback(self._spending_log.write)  # whatever ends the run
+        self._checkpoint = start.checkpoint
+        self._beginning: Beginning  # of the part that trains
+        self.sinks: list[MetricSink] = []
         stack.callback(failures.close)
-        self._sinks = stack.enter_context(
-            open_sinks(
-                config, directory.path, plan.schedule.iterations, lambda: self._results.stages, self._screen.warn
-            )
-        )
         stack.enter_context(self._screen.live())
         stack.enter_context(self._lag.measuring())
+
+    async def begin(self, stack: ExitStack) -> None:
+        """Make the run directory what it was where the run continues. Call it first."""
+        self._beginning = await self._beginnings.first(self._checkpoint, self._screen.say)
+        if self._checkpoint is not None:
+            self._spending_log.go_on(self._ledger.spending())
+        stack.callback(self._spending_log.write)  # whatever ends the run
+
+    def open_sinks(self) -> AbstractContextManager[list[MetricSink]]:
+        """Open where metrics are sent to, which may take long: W&B asks its server. They are the run's `sinks`."""
+        iterations, path = self._plan.schedule.iterations, self._directory.path
+        return open_sinks(self._config, path, iterations, lambda: self._results.stages, self._screen.warn)
 
     async def run(self) -> TrainOutcome:
         """Start the servers and the trainer, train, and stop them again."""
@@ -204,26 +214,26 @@ class TrainingRun:
             trainer=self._trainer,
             verifier=self._verifier,
             services=services,
-            sinks=self._sinks,
+            sinks=self.sinks,
             lag=self._lag,
         )
         self._note_cpu()
         compared = precision(self._config.training.dtype, services.capabilities["student"].dtype)
         self._warn_once(MISMATCHED, lambda finished: mismatch_words(finished.report.metrics, compared))
-        self._warn_once(NO_ADVICE, OutcomeHistory(RunFiles(self._directory.path).metrics()).warning)
+        self._warn_once(NO_ADVICE, OutcomeHistory(await self._rows()).warning)
         if self._config.max_staleness and self._plan.policy.needs.teacher:
             self._warn_once(STALE, lambda finished: stale_words(finished.samples, self._config.policy.kind))
         before = self._results.before = await self._evaluations.before(services.student)
         if self._beginning.checkpoint is not None:
-            self._tell_sinks()
+            await self._tell_sinks()
         elif before is not None:
-            for sink in self._sinks:
+            for sink in self.sinks:
                 sink.write(0, evaluation_metrics(before), sample_texts(before))
         state = await self._train(run)
         if not state.stopped:
             after = self._results.after = await self._evaluations.after(services.student, state.iteration)
             if after is not None and state.iteration not in self._evaluations.told():
-                for sink in self._sinks:
+                for sink in self.sinks:
                     sink.conclude(state.iteration, evaluation_metrics(after), sample_texts(after))
         if self._nodes is not None:
             self._nodes.ends("stopped" if state.stopped else "done")
@@ -260,7 +270,7 @@ class TrainingRun:
                 self._screen.warn(
                     f"{loss}; continuing after iteration {step} (restart {restart.count} of {restart.most})"
                 )
-                self._tell_sinks()
+                await self._tell_sinks()
 
     def _make_trainer(self) -> TrainerProcess:
         return TrainerProcess(
@@ -272,9 +282,13 @@ class TrainingRun:
     def _warn_once(self, event: str, words: Callable[[IterationFinished], str]) -> None:
         self._events.subscribe(IterationWarning(event, words, self._screen.warn), to=IterationFinished)
 
-    def _tell_sinks(self) -> None:
+    async def _tell_sinks(self) -> None:
         """Tell the sinks which iterations are still true, beginning with the evaluation before training."""
         before = evaluation_metrics(self._results.before)
-        rows = [*([{"iteration": 0.0, **before}] if before else []), *RunFiles(self._directory.path).metrics()]
-        for sink in self._sinks:
+        rows = [*([{"iteration": 0.0, **before}] if before else []), *await self._rows()]
+        for sink in self.sinks:
             sink.go_back(rows)
+
+    async def _rows(self) -> list[dict[str, float]]:
+        """Return the metrics of the iterations so far."""
+        return await in_thread(lambda: RunFiles(self._directory.path).metrics())

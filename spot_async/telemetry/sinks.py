@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from spot_async.base.files import read_bounded
 from spot_async.base.secrets import SECRETS
 from spot_async.base.text import first_line
 from spot_async.config import Config, TelemetryConfig, WandbConfig
@@ -28,7 +29,7 @@ from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, SideSink, Warn, split_row
 
 ID_FILE = "id"  # of the run at W&B, which a resumed run continues
-ID_BYTES = 6
+ID_BYTES, MAX_ID_BYTES = 6, 128
 # Curves that people look at first, by title: regular expressions of metrics' names.
 OVERVIEW = {
     "accuracy of rollouts": ("rollout/accuracy",),
@@ -137,18 +138,20 @@ def wandb_run(config: WandbConfig, directory: Path, run_config: dict[str, Any]) 
         id_file.parent.mkdir(exist_ok=True)
         id_file.write_text(secrets.token_hex(ID_BYTES), encoding="utf-8")
     try:
-        with SECRETS.hidden(keep=["WANDB_API_KEY"]):  # from its helper
-            run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                name=config.name or directory.name,
-                id=id_file.read_text(encoding="utf-8"),
-                resume="allow",
-                mode=config.mode,
-                dir=str(directory),
-                config=run_config,
-                settings=wandb.Settings(silent=True, console="off"),  # only our own console writes to the screen
-            )
+        settings = wandb.Settings(silent=True, console="off")  # only our own console writes to the screen
+        with SECRETS.hidden(keep=["WANDB_API_KEY"]):  # from its helper; no longer, as others read them meanwhile
+            wandb.setup(settings)
+        run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or directory.name,
+            id=read_bounded(id_file, MAX_ID_BYTES).decode(),
+            resume="allow",
+            mode=config.mode,
+            dir=str(directory),
+            config=run_config,
+            settings=settings,
+        )
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         raise ConfigError(f"telemetry.wandb: {first_line(error)} (or set mode: offline)") from None
 

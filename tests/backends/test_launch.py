@@ -224,7 +224,7 @@ async def test_a_server_imports_nothing_of_the_working_directory(tmp_path, monke
         of_module,
     )
     async with launched:
-        with pytest.raises(ProcessDiedError, match="No such file or directory: 'absent.json'"):
+        with pytest.raises(ProcessDiedError, match=r"No such file or directory: 'absent\.json'"):
             await launched.watch()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import contextmanager
 
 import pytest
 from ready_order import run_shuffled
 
 from spot_async.base.retry import RetryPolicy
-from spot_async.base.tasks import in_thread, leaves, running, sent_again
+from spot_async.base.tasks import entered_in_thread, in_thread, leaves, running, sent_again
 from spot_async.errors import ThrottledError, TransientError
 from spot_async.testing.virtual_time import run_on_virtual_time
 
@@ -151,3 +152,41 @@ async def test_what_works_in_a_thread_has_ended_when_its_cancellation_has():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert done == ["written"]
+
+
+@pytest.mark.parametrize("moment", ["entering", "inside", "leaving"])
+async def test_what_is_entered_in_a_thread_leaves_the_loop_alone_and_is_left_when_it_is_cancelled(moment):
+    """It hears what ended the block, as W&B wants to know."""
+    loop, steps, reached, may_go_on = asyncio.get_running_loop(), [], asyncio.Event(), threading.Event()
+
+    def step(name):
+        steps.append(name)
+        if name == moment:
+            loop.call_soon_threadsafe(reached.set)  # the loop is alive
+            may_go_on.wait()
+
+    @contextmanager
+    def blocking():
+        step("entering")
+        try:
+            yield "entered"
+        except asyncio.CancelledError:
+            steps.append("cancelled")
+            raise
+        finally:
+            step("leaving")
+
+    async def use():
+        async with entered_in_thread(blocking()) as entered:
+            assert entered == "entered"
+            if moment == "inside":
+                reached.set()
+                await loop.create_future()
+
+    task = asyncio.create_task(use())
+    await reached.wait()
+    task.cancel()
+    loop.call_soon(may_go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert steps == ["entering", *(["cancelled"] if moment != "leaving" else []), "leaving"]

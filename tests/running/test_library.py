@@ -11,7 +11,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +26,8 @@ from typer.testing import CliRunner
 import spot_async
 from spot_async.cli import app
 from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
+from spot_async.run_directory.layout import RunDirectory
+from spot_async.running import library, measuring, resuming
 from spot_async.running.summary import TrainOutcome
 from spot_async.types import ScoreRequest
 
@@ -160,6 +165,44 @@ async def test_a_failure_is_the_error_itself_nothing_is_printed_and_the_mapping_
         await spot_async.run_async(tree, overrides)
     assert tree == QUICK
     assert "".join(capfd.readouterr()) == ""
+
+
+async def test_what_takes_long_is_done_beside_the_loop_of_the_program(
+    tmp_path, monkeypatch, servers_on_threads, trainer_on_thread
+):
+    """As a notebook's, which shows nothing and answers nobody while W&B is imported or prompts are read."""
+    calls = Counter()
+
+    def beside(name, function):
+        def called(*given, **named):
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            calls[name] += 1
+            return function(*given, **named)
+
+        return called
+
+    @contextmanager
+    def sink(directory):
+        beside("entering a sink", bool)()
+        yield Mock()
+        beside("leaving a sink", bool)()
+
+    for owner, name in (
+        *((library, name) for name in ("_resolve", "plan_training", "check_room")),
+        (resuming, "digest_of_prompts"),
+        (measuring, "write_files"),
+        *((RunDirectory, name) for name in ("create", "write_summary")),
+    ):
+        monkeypatch.setattr(owner, name, beside(name, getattr(owner, name)))
+    monkeypatch.setattr("spot_async.telemetry.sinks.tensorboard_files", sink)
+    monkeypatch.chdir(ROOT)
+    held_out = {"problems": QUICK["data"]["train"], "samples": 1, "max_response_tokens": 8}
+    await spot_async.run_async(
+        {**QUICK, "evaluation": held_out, "telemetry": {"tensorboard": True}}, [f"run.directory={tmp_path / 'run'}"]
+    )
+    assert set(calls.values()) <= {1, 2}
+    assert len(calls) == 9
 
 
 def test_an_outcome_shows_where_the_student_is_and_not_every_response(tmp_path):
