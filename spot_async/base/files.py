@@ -13,8 +13,9 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -77,7 +78,7 @@ class _Versioned(msgspec.Struct):
     format: Any = None
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read it; links are followed. Raises OSError, also for anything else, without waiting."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -111,6 +112,16 @@ def lines_of(path: Path, start: int = 0) -> Iterator[bytes]:
             if len(line) > MAX_LINE_BYTES:
                 raise OSError(errno.EFBIG, f"line {number} has more than {MAX_LINE_BYTES:,} bytes", str(path))
             yield line
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that lines are appended to: none if it is not there, and not one that a kill tore.
+
+    Raises DataError.
+    """
+    if path.exists():
+        with reading(path):
+            yield from (line for line in lines_of(path) if line.endswith(b"\n"))
 
 
 def decode_json(data: bytes, kind: type[T], where: str, max_values: int = MAX_VALUES) -> T:

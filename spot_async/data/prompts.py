@@ -24,7 +24,7 @@ import jinja2
 import msgspec
 import numpy as np
 
-from spot_async.base.files import refuse_pointer
+from spot_async.base.files import read_bounded, refuse_pointer
 from spot_async.base.seeds import derive_seed
 from spot_async.base.text import first_line
 from spot_async.config import PromptConfig, TeacherPromptConfig, TemplateConfig, teacher_role
@@ -344,7 +344,7 @@ def read_template(path: Path, key: str = "prompt") -> str:
     """Return the text of a Jinja file. Raises DataError if it cannot be read."""
     refuse_pointer(path)
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"{key}.template: cannot read {path}: {why}") from None

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from spot_async.base.files import reading, write_whole, writing
-from spot_async.base.text import first_line
+from spot_async.base.files import decode_json, lines_of, reading, whole_lines, write_whole, writing
 from spot_async.config import Config
 from spot_async.errors import DataError
 from spot_async.evaluation.benchmarks import Benchmark
@@ -85,27 +84,27 @@ class PartialFile(NamedTuple):
     whole_bytes: int  # the length of the whole lines
 
 
-def read_partial(data: bytes, name: str = "partial file") -> PartialFile:
+def read_partial(path: Path) -> PartialFile:
     """Return the whole lines of a partial file. A kill may have torn what follows the last line break.
 
     Raises DataError, which names the line, for a whole line that is no response.
     """
-    whole_bytes = data.rfind(b"\n") + 1
-    lines = data[:whole_bytes].split(b"\n")[:-1]
-    if not lines:
-        return PartialFile(None, [], 0)
-    head, *rest = lines
-    identity = _decode(head, Identity, f"{name}:1", "evaluate into another run.directory")
+    identity, responses, whole_bytes = None, [], 0
     again = "remove the line, and that response is asked for again"
-    responses = [_decode(line, JudgedResponse, f"{name}:{number}", again) for number, line in enumerate(rest, start=2)]
+    for number, line in enumerate(whole_lines(path), start=1):
+        if identity is None:
+            identity = _decode(line, Identity, f"{path}:{number}", "evaluate into another run.directory")
+        else:
+            responses.append(_decode(line, JudgedResponse, f"{path}:{number}", again))
+        whole_bytes += len(line)
     return PartialFile(identity, responses, whole_bytes)
 
 
 def _decode(line: bytes, kind: type[T], where: str, remedy: str) -> T:
     try:
-        return msgspec.json.decode(line, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: cannot continue this evaluation: {first_line(error)}: {remedy}") from None
+        return decode_json(line, kind, f"{where}: cannot continue this evaluation")
+    except DataError as error:
+        raise DataError(f"{error}: {remedy}") from None
 
 
 def check_same(found: Identity, wanted: Identity, name: str) -> None:
@@ -149,8 +148,8 @@ def read_responses(directory: RunDirectory, name: str) -> dict[ResponseKey, Judg
     """Return the responses of a complete file. Raises DataError if it is gone, or naming a damaged line."""
     path = directory.path / name
     with reading(path):
-        lines = enumerate(path.read_bytes().splitlines(), start=1)
-    responses = [_decode(line, JudgedResponse, f"{path}:{number}", "evaluate again") for number, line in lines]
+        lines = enumerate(lines_of(path), start=1)
+        responses = [_decode(line, JudgedResponse, f"{path}:{number}", "evaluate again") for number, line in lines]
     return {response.key: response for response in responses}
 
 
@@ -170,14 +169,13 @@ class ResponseLog:
         Raises DataError if they belong to another model or other settings.
         """
         path = self._directory.path / self._partial
-        data = path.read_bytes() if path.exists() else b""
-        found = read_partial(data, str(path))
-        if found.identity is not None:
-            check_same(found.identity, self.identity, str(path))
-        if found.whole_bytes < len(data):
-            os.truncate(path, found.whole_bytes)
+        found = read_partial(path)
         if found.identity is None:
+            path.unlink(missing_ok=True)
             self._directory.append(self._partial, [self.identity])
+        else:
+            check_same(found.identity, self.identity, str(path))
+            os.truncate(path, found.whole_bytes)
         # Reversed, so that the first of two responses with the same key counts.
         return {response.key: response for response in reversed(found.responses)}
 
@@ -187,10 +185,8 @@ class ResponseLog:
         `open` would raise the same, but only after servers have started.
         """
         path = self._directory.path / self._partial
-        if path.exists():
-            found = read_partial(path.read_bytes(), str(path)).identity
-            if found is not None:
-                check_same(found, self.identity, str(path))
+        if (found := read_partial(path).identity) is not None:
+            check_same(found, self.identity, str(path))
 
     async def append(self, response: JudgedResponse) -> None:
         """Write one more response. It outlives a kill at once, and a power failure after the next SYNC_EVERY."""
@@ -218,10 +214,8 @@ class ResponseLog:
 
 def count_kept(path: Path) -> int:
     """Return the number of responses in the file `path`, or in its partial file while it is not complete."""
-    if path.exists():
-        return path.read_bytes().count(b"\n")
     partial = path.with_name(f"{path.name}.partial")
-    return max(0, partial.read_bytes().count(b"\n") - 1) if partial.exists() else 0
+    return sum(1 for _ in whole_lines(path)) or max(0, sum(1 for _ in whole_lines(partial)) - 1)
 
 
 BLOCK_BYTES = 1 << 16

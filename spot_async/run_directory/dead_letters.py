@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from spot_async.base.files import write_whole, writing
+from spot_async.base.files import decode_json, whole_lines, write_whole, writing
 from spot_async.base.text import counted
-from spot_async.errors import RequestError
+from spot_async.errors import DataError, RequestError
 from spot_async.run_directory.layout import row_bytes
 from spot_async.types import Prompt
 
@@ -65,21 +65,21 @@ def dead_letter(prompt: Prompt, error: RequestError) -> DeadLetter:
 
 
 def settle_letters(run: Path, dead: Iterable[DeadLetter]) -> None:
-    """Let the file have one letter of each dead prompt. Raises StorageError.
+    """Let the file have one letter of each dead prompt. Raises StorageError or DataError.
 
     `dead` has what a ledger knows of them, where a kill came before the letter was written. Letters of prompts that are
     asked once more go, and so does a line that a kill tore.
     """
     path, wanted = run / FILE_NAME, {each.ordinal: each for each in dead}
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = list(whole_lines(path))
     found: dict[int, bytes] = {}
     for line in lines:
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            ordinal = msgspec.json.decode(line, type=DeadLetter).ordinal
-            if ordinal in wanted and line.endswith(b"\n"):
+        with contextlib.suppress(DataError):
+            ordinal = decode_json(line, DeadLetter, FILE_NAME).ordinal
+            if ordinal in wanted:
                 found.setdefault(ordinal, line)
     settled = [*found.values(), *(row_bytes(each) + b"\n" for number, each in wanted.items() if number not in found)]
-    if settled and settled != lines:
+    if settled and (settled != lines or path.stat().st_size > sum(map(len, lines))):
         write_whole(path, b"".join(settled))
     elif not settled:
         with writing(path):

@@ -42,7 +42,16 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from spot_async.base.files import as_json, decode_json, flush_to_disk, open_regular, read_bounded, write_whole, writing
+from spot_async.base.files import (
+    as_json,
+    decode_json,
+    flush_to_disk,
+    lines_of,
+    open_regular,
+    read_bounded,
+    write_whole,
+    writing,
+)
 from spot_async.base.processes.resources import usable_cores
 from spot_async.base.text import visible
 from spot_async.base.writers import refuse_foreign_writers
@@ -266,7 +275,8 @@ class RunDirectory:
 
         Raises DataError too if another user could change it, or files in it that decide.
         """
-        refuse_foreign_writers([path, *(path / name for name in OF_A_START | {"checkpoints", "student", "best"})])
+        names = {*OF_A_START, *APPENDED, "checkpoints", "student", "best"}
+        refuse_foreign_writers([path, *(path / name for name in names), *path.glob("evaluation*")])
         return cls.open(path)
 
     @contextlib.contextmanager
@@ -283,8 +293,7 @@ class RunDirectory:
                 file.write(f"process {os.getpid()} on {platform.node()}\n")
                 file.flush()
             except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
+                holder = self._last_user() or "another process"
                 raise DataError(f"{self.path} is in use by {holder}: wait for its end, or stop it first") from None
             except OSError as error:
                 raise StorageError(f"cannot lock {self.path / '.lock'}: {error.strerror}") from None
@@ -349,15 +358,14 @@ class RunDirectory:
 def _end_of(path: Path, iteration: int) -> int:
     """Return where the rows of later iterations begin. Rows are in the order of iterations."""
     end = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                found = msgspec.json.decode(line, type=_RowOfIteration).iteration
-            except msgspec.MsgspecError:
-                break
-            if found > iteration or not line.endswith(b"\n"):
-                break
-            end += len(line)
+    for line in lines_of(path):
+        try:
+            found = msgspec.json.decode(line, type=_RowOfIteration).iteration
+        except (msgspec.MsgspecError, RecursionError):
+            break
+        if found > iteration or not line.endswith(b"\n"):
+            break
+        end += len(line)
     return end
 
 

@@ -22,9 +22,13 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from spot_async.base import wire
+from spot_async.base.files import open_regular
+from spot_async.base.writers import refuse_foreign_writers
 from spot_async.errors import ConfigError, DataError, ReplayMissError, StorageError
 
 FORMAT = 1  # of keys and values
+APPLICATION_ID = int.from_bytes(b"spot", "big")  # older caches have none
+TABLE = "CREATE TABLE entries (key BLOB PRIMARY KEY, checksum BLOB NOT NULL, value BLOB NOT NULL)"
 BUSY_TIMEOUT_S = 60.0  # the longest wait for another run that is writing
 KEY_BYTES = 32
 
@@ -121,9 +125,12 @@ class ScoreCache:
             raise ConfigError(
                 f"{self.role}.replay: there is no {self.path}: run once with {self.role}.cache and without replay"
             )
+        # Its answers are trained on, so nobody else may write them, nor the logs that SQLite reads them from.
+        refuse_foreign_writers(self.path.with_name(f"{self.path.name}{end}") for end in ("", "-wal", "-shm"))
         try:
             if not self.path.exists():
                 self._create()
+            open_regular(self.path).close()
             self._connection = self._connect(self.path)
         except (sqlite3.Error, OSError) as error:
             raise DataError(
@@ -145,16 +152,28 @@ class ScoreCache:
             fresh.unlink(missing_ok=True)
 
     def _connect(self, path: Path) -> sqlite3.Connection:
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
+        """Connect to a cache, or to an empty file, which becomes one. A replay writes nothing.
+
+        Raises DataError for another database, and for a cache with more than its table: a view might never end.
+        """
+        # Where nothing can be written, SQLite cannot share the file with a run that writes to it.
+        mode = "rwc" if not self.is_replay else "ro" if os.access(path.parent, os.W_OK) else "ro&immutable=1"
+        address = f"{path.absolute().as_uri()}?mode={mode}"
+        connection = sqlite3.connect(address, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        (made_by,) = connection.execute("PRAGMA application_id").fetchone()
         (found,) = connection.execute("PRAGMA user_version").fetchone()
-        if found not in (0, FORMAT):
+        content = connection.execute("SELECT sql FROM sqlite_master WHERE name NOT GLOB 'sqlite_*'").fetchall()
+        is_plain = content in ([], [(TABLE,)])
+        if found not in (0, FORMAT) and (made_by == APPLICATION_ID or (made_by == 0 and is_plain)):
             raise DataError(f"{self.role}.cache: {path} has format {found}, this version reads {FORMAT}")
-        connection.execute(
-            "CREATE TABLE IF NOT EXISTS entries (key BLOB PRIMARY KEY, checksum BLOB NOT NULL, value BLOB NOT NULL)"
-        )
-        connection.execute(f"PRAGMA user_version = {FORMAT}")
+        if made_by not in (0, APPLICATION_ID) or not is_plain:
+            raise DataError(f"{self.role}.cache: {path} is no cache of spot-async, or was changed: give another file")
+        if not self.is_replay:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(TABLE.replace("TABLE", "TABLE IF NOT EXISTS"))
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
         return connection
 
     def _read(self, key: bytes, kind: type[T]) -> T | None:
@@ -166,7 +185,8 @@ class ScoreCache:
             with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError):
                 return wire.decode(value, kind)
         self.counters.corrupt += 1
-        self._connection.execute("DELETE FROM entries WHERE key = ? AND checksum = ?", (key, checksum))
+        if not self.is_replay:
+            self._connection.execute("DELETE FROM entries WHERE key = ? AND checksum = ?", (key, checksum))
         return None
 
     def _write(self, key: bytes, value: bytes) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from spot_async.base.files import open_regular, read_bounded
 from spot_async.base.tasks import Opened
 from spot_async.config import TeacherConfig
 from spot_async.errors import ConfigError
@@ -133,8 +134,8 @@ def _computation(teacher: TeacherConfig) -> list[Any]:
 
 def weights_digest(directory: Path) -> bytes:
     """Return a digest of a model directory's configuration and whole weight files. Takes about a second per GB."""
-    found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
+    found = hashlib.blake2b(read_bounded(directory / "config.json"), digest_size=16)
     for path in sorted(each for each in directory.iterdir() if each.suffix in WEIGHT_SUFFIXES):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found.update(path.name.encode() + hashlib.file_digest(file, "blake2b").digest())
     return found.digest()

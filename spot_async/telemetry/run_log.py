@@ -23,9 +23,10 @@ import msgspec
 import structlog
 
 from spot_async.base.events import Event
+from spot_async.base.files import decode_json, whole_lines
 from spot_async.base.secrets import SECRETS
 from spot_async.base.tasks import error_words, first_error, leaves, root_cause
-from spot_async.base.text import counted, first_line
+from spot_async.base.text import counted
 from spot_async.errors import DataError, PluginError, RequestError
 from spot_async.evaluation.results import EvaluationResult
 from spot_async.loop.events import Evaluated, IterationFinished, PromptEnded, ResponseJudged, WeightsServed
@@ -285,17 +286,14 @@ class SpendingLog:
         `kept` is what the ledger has. Where it is newer, what was under way then counts as sent and never answered.
         """
         path = self._directory.path / SPENDING_FILE
-        data = path.read_bytes() if self._accounts and path.exists() else b""
-        whole_bytes = data.rfind(b"\n") + 1
-        if whole_bytes < len(data):  # a torn last line
-            os.truncate(path, whole_bytes)
-        for number, line in enumerate(data[:whole_bytes].splitlines(), start=1):
+        lines = list(whole_lines(path)) if self._accounts else []
+        if self._accounts and path.exists():
+            os.truncate(path, sum(map(len, lines)))  # of a torn last line
+        for number, line in enumerate(lines, start=1):
             try:
-                row = msgspec.json.decode(line, type=_Row)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise DataError(
-                    f"{path}:{number}: cannot continue with this file: {first_line(error)}: restore or remove it"
-                ) from None
+                row = decode_json(line, _Row, f"{path}:{number}: cannot continue with this file")
+            except DataError as error:
+                raise DataError(f"{error}: restore or remove it") from None
             if row.role in self._accounts:
                 if row.money and row.currency != (now := self._accounts[row.role].currency):
                     raise DataError(

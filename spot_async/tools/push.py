@@ -6,7 +6,6 @@ states no licence, which only its owner can.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from spot_async.base.files import as_json, read_json
 from spot_async.base.text import first_line, visible, with_error
 from spot_async.base.writers import refuse_foreign_writers
 from spot_async.config import as_list, model_sections
@@ -200,7 +200,7 @@ def _without_path(path: Path, config: dict[str, Any]) -> bytes:
     """Return an adapter's configuration with its base as others know it, not as a path of this machine."""
     base = on_hub(config, "student")
     name = base.model if base is not None else Path(str(config["student"]["model"])).name
-    return json.dumps(json.loads(path.read_bytes()) | {"base_model_name_or_path": name}, indent=2).encode() + b"\n"
+    return as_json(read_json(path, dict[str, Any]) | {"base_model_name_or_path": name})
 
 
 def show(screen: Console, upload: Upload, repository: str) -> None:

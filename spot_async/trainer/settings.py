@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from spot_async.base.files import writing
+from spot_async.base.files import read_bounded, writing
 from spot_async.config import FollowsConfig, PositiveFloat, PositiveInt, Section, TrainingConfig
 
 # Attention functions, by their names in transformers.
@@ -83,7 +83,7 @@ class TrainerSettings(Section):
 
     @classmethod
     def load(cls, path: str) -> TrainerSettings:
-        return cls.model_validate_json(Path(path).read_bytes())
+        return cls.model_validate_json(read_bounded(Path(path)))
 
 
 def attention_words(implementation: str) -> str:

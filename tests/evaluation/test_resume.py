@@ -78,16 +78,20 @@ def test_a_model_directory_may_hold_names_that_are_no_utf_8(tmp_path):
 def test_any_beginning_of_the_file_gives_the_responses_that_are_whole_in_it(judged, cut):
     lines = [msgspec.json.encode(each) + b"\n" for each in (IDENTITY, *judged)]
     data = b"".join(lines)[: round(cut * sum(map(len, lines)))]
-    found = read_partial(data)
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / NAME
+        path.write_bytes(data)
+        found = read_partial(path)
     whole = [line for i, line in enumerate(lines) if sum(map(len, lines[: i + 1])) <= len(data)]
     assert found.identity == (IDENTITY if whole else None)
     assert found.responses == judged[: max(0, len(whole) - 1)]
     assert data[: found.whole_bytes] == b"".join(whole)
 
 
-def test_a_damaged_line_that_was_not_the_last_is_named():
+def test_a_damaged_line_that_was_not_the_last_is_named(tmp_path):
+    (tmp_path / "x").write_bytes(msgspec.json.encode(IDENTITY) + b"\n{broken\n{}\n")
     with pytest.raises(DataError, match=r"x:2: cannot continue"):
-        read_partial(msgspec.json.encode(IDENTITY) + b"\n{broken\n{}\n", "x")
+        read_partial(tmp_path / "x")
 
 
 @pytest.mark.parametrize(

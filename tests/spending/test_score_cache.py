@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,11 @@ def as_of_old(kept):
     """Return scores as they were written before they had tails."""
     fields = [name for name in TokenScores.__struct_fields__ if name != "tail_logprobs"]
     return msgspec.defstruct("Old", fields)(*(getattr(kept, name) for name in fields))
+
+
+async def opened(path, **settings):
+    async with ScoreCache(path, **settings):
+        pass
 
 
 async def never():
@@ -207,16 +213,77 @@ def test_a_file_that_is_none_or_newer_is_one_line(tmp_path):
     with sqlite3.connect(tmp_path / "newer") as database:
         database.execute("PRAGMA user_version = 99")
 
-    async def opened(path, **settings):
-        async with ScoreCache(path, **settings):
-            pass
-
     with pytest.raises(DataError, match=r"teacher\.cache: cannot use .*text"):
         asyncio.run(opened(tmp_path / "text"))
     with pytest.raises(DataError, match="has format 99, this version reads 1"):
         asyncio.run(opened(tmp_path / "newer"))
     with pytest.raises(ConfigError, match=r"teacher\.replay: there is no .*missing"):
         asyncio.run(opened(tmp_path / "missing", is_replay=True))
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n) SELECT '' key, '' checksum, i value FROM n"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("CREATE TABLE browser_history (url TEXT)", "is no cache of spot-async"),
+        (f"DROP TABLE entries; CREATE VIEW entries AS {ENDLESS}", "is no cache of spot-async"),
+        ("DROP TABLE entries; CREATE TABLE entries (key, checksum, value AS (zeroblob(900000000)))", "is no cache"),
+        ("CREATE TRIGGER more AFTER INSERT ON entries BEGIN DELETE FROM entries; END", "is no cache of spot-async"),
+        ("PRAGMA application_id = 7", "is no cache of spot-async"),
+        ("PRAGMA application_id = 0; PRAGMA user_version = 7; DROP TABLE entries; CREATE TABLE t (x)", "is no cache"),
+    ],
+)
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_a_database_that_is_no_cache_is_refused_and_left_as_it_is(tmp_path, spoil, said, is_replay):
+    path = tmp_path / "c"
+    asyncio.run(opened(path))
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript(f"PRAGMA journal_mode = DELETE; {spoil}")
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=said) as refused:
+        asyncio.run(opened(path, is_replay=is_replay))
+    assert str(path) in str(refused.value)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_what_is_no_file_or_another_users_is_one_line(tmp_path, is_replay):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"teacher\.cache: cannot use .*no regular file"):
+        asyncio.run(opened(tmp_path / "pipe", is_replay=is_replay))
+    asyncio.run(opened(tmp_path / "c"))
+    for name in ("c", "c-wal"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o646)
+        with pytest.raises(DataError, match=rf"{name} can be written by everybody"):
+            asyncio.run(opened(tmp_path / "c", is_replay=is_replay))
+        (tmp_path / name).chmod(0o644)
+
+
+def test_a_cache_of_an_older_version_is_continued_and_a_replay_writes_nothing(tmp_path):
+    path = tmp_path / "c"
+
+    async def run():
+        async with ScoreCache(path) as cache:
+            await cache.put(digest("k"), scores())
+            await cache.put(digest("damaged"), scores(1))
+        with closing(sqlite3.connect(path)) as database:
+            database.executescript("PRAGMA journal_mode = DELETE; PRAGMA application_id = 0")
+            with database:
+                database.execute("UPDATE entries SET value = x'00' WHERE key = ?", (digest("damaged"),))
+        before = path.read_bytes()
+        async with ScoreCache(path, is_replay=True) as cache:
+            assert_same(await cache.get(digest("k"), TokenScores), scores())
+            assert await cache.get(digest("damaged"), TokenScores) is None
+        assert path.read_bytes() == before
+        async with ScoreCache(path) as writing, ScoreCache(path, is_replay=True) as cache:
+            await writing.put(digest("new"), scores(2))
+            assert_same(await cache.get(digest("new"), TokenScores), scores(2))
+
+    asyncio.run(run())
 
 
 def test_a_replay_without_a_cache_is_refused_before_the_start(monkeypatch):
@@ -263,10 +330,6 @@ def test_how_a_server_of_ours_computes_is_part_of_who_the_teacher_is():
 
 def test_runs_that_begin_at_once_share_a_new_file(tmp_path):
     """Making a database takes several steps, in which others would find it locked."""
-
-    async def opened(path):
-        async with ScoreCache(path):
-            pass
 
     async def run():
         for number in range(20):

@@ -21,8 +21,19 @@ from command import FEW, ROOT
 from pyarrow import parquet
 from run_files import make_run, metrics_row, spot_sample
 
+from spot_async.data.prompts import read_template
+from spot_async.errors import DataError, SpotError
+from spot_async.evaluation.response_log import Identity, ResponseLog, count_kept, read_responses
 from spot_async.run_directory import manifest
+from spot_async.run_directory.dead_letters import settle_letters
+from spot_async.run_directory.layout import RunDirectory
 from spot_async.run_directory.ledger import Ledger
+from spot_async.spending.account import Account
+from spot_async.spending.prices import Prices
+from spot_async.spending.teacher_cache import weights_digest
+from spot_async.telemetry.run_log import SpendingLog
+from spot_async.tools.tune.results import check_output
+from spot_async.trainer.settings import TrainerSettings
 
 MORE_BYTES = 300 << 20  # a hostile file may take this much more than a good one
 DEEP = "[" * 200_000
@@ -340,3 +351,46 @@ def test_hostile_files_end_in_one_line_within_bounds(
             with Path(table).open("a") as file:
                 file.write(f"| {row.name} | {said} | {each['code']} | {more:+} | {each['seconds']} |\n")
     assert faults == []
+
+
+IDENTITY = Identity(model="m", backend="local", settings={})
+READERS: dict[str, Callable[[Path], object]] = {
+    "evaluation.jsonl.partial": lambda path: ResponseLog(
+        RunDirectory(path.parent), path.name.removesuffix(".partial"), IDENTITY
+    ).open(),
+    "evaluation.jsonl": lambda path: read_responses(RunDirectory(path.parent), path.name),
+    "evaluation-000001.jsonl": count_kept,
+    "dead_letters.jsonl": lambda path: settle_letters(path.parent, []),
+    "spending.jsonl": lambda path: SpendingLog(
+        RunDirectory(path.parent), {"teacher": Account("teacher", prices=Prices())}
+    ).go_on(),
+    "samples.jsonl": lambda path: RunDirectory(path.parent).cut_after(3),
+    "trainer.json": lambda path: TrainerSettings.load(str(path)),
+    "chat_template.jinja": read_template,
+    "tuned.yaml": lambda path: check_output(path.with_name("config.yaml"), path),
+    "config.json": lambda path: weights_digest(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("spoil", [pipe, device, sparse])
+def test_each_reader_of_what_decides_refuses_what_has_no_end(
+    name: str, spoil: Callable[[str], Callable[[Path], None]], tmp_path: Path
+) -> None:
+    spoil(name)(tmp_path)
+    with pytest.raises((SpotError, OSError)) as refused:
+        READERS[name](tmp_path / name)
+    assert "no regular file" in str(refused.value) or "more than" in str(refused.value) or name == "tuned.yaml"
+    assert "\n" not in str(refused.value)
+
+
+def test_what_another_could_write_is_continued_in_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    RunDirectory.open_own(tmp_path / "run")
+    for name in ("evaluation-before.jsonl.partial", "spending.jsonl", "metrics.jsonl"):
+        path = tmp_path / "run" / name
+        path.touch()
+        path.chmod(0o666)
+        with pytest.raises(DataError, match=f"{name} can be written by everybody"):
+            RunDirectory.open_own(tmp_path / "run")
+        path.unlink()

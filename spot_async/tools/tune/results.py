@@ -13,7 +13,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from spot_async.base.files import as_json
+from spot_async.base.files import as_json, open_regular, reading
 from spot_async.errors import ConfigError
 from spot_async.telemetry.screen import number_table
 from spot_async.tools.pages import svg
@@ -94,8 +94,11 @@ def check_output(config: Path, output: Path) -> None:
         raise ConfigError(f"-o {output}: is the configuration itself; name another file")
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"-o {output}: name a .yaml file; figures go beside it as .json")
-    if output.exists() and not output.read_bytes().startswith(FIRST_LINE.encode()):
-        raise ConfigError(f"-o {output}: exists, and tune did not write it; name another file")
+    if output.exists():
+        with reading(output), open_regular(output) as file:
+            is_ours = file.read(len(FIRST_LINE)) == FIRST_LINE.encode()
+        if not is_ours:
+            raise ConfigError(f"-o {output}: exists, and tune did not write it; name another file")
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: no directory {str(output.parent)!r}")
 
