@@ -56,7 +56,8 @@ def report(
     html: PagePath = None,
     tuning: Annotated[Path | None, typer.Option(metavar="FILE", help="also show this .json file of `tune`")] = None,
     watch: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="write it again as often, until the run ends")
+        float | None,
+        typer.Option(min=1, max=86_400, metavar="SECONDS", help="write it again as often, until the run ends"),
     ] = None,
 ) -> None:
     """Write one page about a run: curves, what was probed, where the time went and what to change about it.

@@ -125,7 +125,9 @@ def tune(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: CONFIG.tuned.yaml beside CONFIG")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="longest time the ramp of one server may take")] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=86_400, help="longest time the ramp of one server may take")
+    ] = 20.0,
     limit_requests: Annotated[int | None, typer.Option(min=1, help="sent to one server at most")] = None,
     paid: Annotated[
         bool, typer.Option("--paid", help="also ramp endpoints whose settings name prices or rate limits")

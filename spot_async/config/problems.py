@@ -87,7 +87,7 @@ class TrainingSetConfig(ProblemSetConfig):
 
     share: float | None = Field(
         None,
-        gt=0,
+        ge=1e-6,
         le=1,
         description="with several sets: the share of the run's prompts that are its problems. All sets have one, which "
         "add up to 1, or none: every problem then counts once in an epoch",

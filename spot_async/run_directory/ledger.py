@@ -237,7 +237,7 @@ class Ledger:
             for row in self._connection.execute(
                 "select ordinal, problem, attempt, state, reason, batch, lineage from prompts order by ordinal"
             ):
-                yield PromptRow(*row)
+                yield msgspec.convert(row, PromptRow)  # SQLite keeps a text in a column of integers
 
     def samples(self, ordinal: int) -> list[Sample] | None:
         """Return the samples that are kept of a prompt; None if none are, or they cannot be read any more."""
@@ -300,6 +300,8 @@ class Ledger:
             yield
         except sqlite3.Error as error:
             raise StorageError(f"cannot write {self._path}: {error}") from None
+        except msgspec.ValidationError as error:
+            raise DataError(f"{self._path}: cannot be read: {error}") from None
 
 
 def _copy(path: Path, copy: Path) -> None:

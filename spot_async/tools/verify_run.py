@@ -13,13 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from rich.console import Console
 
 from spot_async.errors import DataError
 from spot_async.run_directory import manifest
 from spot_async.run_directory.layout import RunDirectory
-from spot_async.run_directory.ledger import FILE, Ledger, PromptRow, batch_faults, state_of
+from spot_async.run_directory.ledger import FILE, Ledger, batch_faults, state_of
 from spot_async.run_directory.reading import RunFiles
 from spot_async.telemetry.screen import number_table
 
@@ -46,10 +45,7 @@ def verify(path: Path) -> Verification:
     if type(batch_size) is not int:
         raise DataError(f"{path / 'config.yaml'}: training.batch_size={batch_size!r} is no number of prompts")
     with Ledger.read_only(path) as ledger:
-        try:
-            rows = msgspec.convert(list(ledger.prompts()), list[PromptRow])
-        except msgspec.ValidationError as error:
-            raise DataError(f"{path / FILE}: cannot be read: {error}") from None
+        rows = list(ledger.prompts())
     step, faults = _read_checkpoints(path)
     if step > len(rows):  # each iteration has a prompt
         raise DataError(f"{path}: its newest checkpoint is of iteration {step}, but {FILE} has {len(rows)} prompts")
