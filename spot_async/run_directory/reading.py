@@ -32,6 +32,7 @@ from spot_async.run_directory.layout import (
     STALLED,
     RunDirectory,
 )
+from spot_async.spending.account import Spending
 
 if TYPE_CHECKING:
     from spot_async.models.vocabulary import Vocabulary
@@ -112,6 +113,59 @@ class SampleRecord(SampleSummary, kw_only=True):
     branches: Sequence[Branch] = ()
 
 
+class _Row(msgspec.Struct):
+    """The held-out figures of a tier or benchmark in `summary.json`."""
+
+    problems: int
+    avg: float
+    pass_share: float = msgspec.field(name="pass")
+    avg_standard_error: float | None = None
+    pass_standard_error: float | None = None
+    pass_k: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Evaluated(msgspec.Struct):
+    samples: int
+    tiers: dict[str, _Row]
+
+
+class _Change(msgspec.Struct):
+    avg: float
+    avg_standard_error: float | None = None
+
+
+class _Spent(Spending):
+    currency: str = ""
+    budget: float | None = None
+
+
+class _Best(msgspec.Struct):
+    iteration: int
+    value: float
+    standard_error: float | None = None
+
+
+class _Summary(msgspec.Struct):
+    """The part of `summary.json` that is shown. The rest may be anything."""
+
+    before: _Evaluated | None = None
+    after: _Evaluated | None = None
+    change: dict[str, _Change] | None = None
+    best: _Best | None = None
+    prompts: dict[str, int] = {}
+    problems: dict[str, Any] | None = None
+    spending: dict[str, _Spent] = {}
+    iterations: int = 0
+    ended_early: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless a table can be made: each evaluation has the tiers of the others."""
+        tables = (*(each.tiers for each in (self.before, self.after) if each is not None), self.change)
+        tiers = [set(table) for table in tables if table]
+        if any(each != tiers[0] for each in tiers):
+            raise ValueError("before, after and change have other tiers")
+
+
 class _Event(msgspec.Struct):
     """The part of a line of the run's log that is read."""
 
@@ -188,7 +242,10 @@ class RunFiles:
     def summary(self) -> dict[str, Any] | None:
         """Return the figures at the end of the run; None if it has not come to its end."""
         path = self.path / "summary.json"
-        return read_json(path, dict[str, Any]) if path.exists() else None
+        if not path.exists():
+            return None
+        shown: dict[str, Any] = msgspec.to_builtins(read_json(path, _Summary))
+        return read_json(path, dict[str, Any]) | shown
 
     def is_going_on(self) -> bool:
         """Return whether a process of this machine is at work on the run."""

@@ -20,9 +20,12 @@ import pytest
 from command import FEW, ROOT
 from pyarrow import parquet
 from run_files import make_run, metrics_row, spot_sample
+from typer.testing import CliRunner
 
+from spot_async.cli import app
+from spot_async.config.loading import load_config
 from spot_async.data.prompts import read_template
-from spot_async.errors import DataError, SpotError
+from spot_async.errors import ConfigError, DataError, SpotError
 from spot_async.evaluation.response_log import Identity, ResponseLog, count_kept, read_responses
 from spot_async.run_directory import manifest
 from spot_async.run_directory.dead_letters import settle_letters
@@ -394,3 +397,58 @@ def test_what_another_could_write_is_continued_in_no_run(tmp_path: Path) -> None
         with pytest.raises(DataError, match=f"{name} can be written by everybody"):
             RunDirectory.open_own(tmp_path / "run")
         path.unlink()
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    return {"samples": 2, "tiers": {"all": {"problems": 4, "avg": 0.5, "pass": 0.5, "pass_k": 2} | changes}}
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        ([], "got `array`"),
+        (None, "got `null`"),
+        ({"before": "text"}, "$.before"),
+        ({"before": figures(avg=None)}, "$.before.tiers"),
+        ({"before": figures(problems=[1])}, "$.before.tiers"),
+        ({"before": figures(pass_k=[1])}, "$.before.tiers"),
+        ({"before": figures(), "change": {"easy": {"avg": 0.1}}}, "have other tiers"),
+        ({"before": figures(), "change": {"all": {"avg": "more"}}}, "$.change"),
+        ({"prompts": [1]}, "$.prompts"),
+        ({"spending": {"teacher": {"money": "much"}}}, "$.spending"),
+        ({"ended_early": {}}, "$.ended_early"),
+        ({"before": figures(avg=1e308), "spending": {"teacher": {}}, "another": [[1]]}, ""),
+    ],
+)
+def test_a_summary_of_another_shape_is_one_line_of_the_report(summary: Any, said: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", [spot_sample()], [metrics_row(1)])
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert done.exit_code == (2 if said else 0), done.output
+    assert isinstance(done.exception, SystemExit | None)
+    lines = [line for line in done.output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == bool(said)
+    assert said in "".join(done.output.splitlines())
+
+
+@pytest.mark.parametrize("spoiled", ["batch = 'text'", "batch = x'ff'", "batch = 1.5", "reason = x'00'"])
+def test_another_type_in_a_column_of_the_ledger_is_one_line(spoiled: str, tmp_path: Path) -> None:
+    made_run(tmp_path / "run")
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as ledger, ledger:
+        ledger.execute(f"update prompts set {spoiled}")
+    done = CliRunner().invoke(app, ["verify-run", str(tmp_path / "run")])
+    assert (done.exit_code, isinstance(done.exception, SystemExit)) == (2, True)
+    assert "cannot be read: Expected `" in "".join(done.output.splitlines())
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-1"])
+@pytest.mark.parametrize("words", [["report", "HERE", "--watch"], ["tune", QUICKSTART, "--seconds"]])
+def test_a_time_that_is_none_is_refused(words: list[str], number: str) -> None:
+    done = CliRunner().invoke(app, [*words, number])
+    assert (done.exit_code, "Invalid value" in done.output) == (2, True)
+
+
+def test_a_share_that_gives_no_prompt_is_refused() -> None:
+    sets = "[{path: a.jsonl, share: 1e-320}, {path: b.jsonl, share: 1.0}]"
+    with pytest.raises(ConfigError, match=r"^data\.train\.0\.share: .* or equal to 0\.000001"):
+        load_config(ROOT / QUICKSTART, [f"data.train={sets}"])
