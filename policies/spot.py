@@ -51,7 +51,7 @@ from .truncated.selection import NOTHING_SELECTED, OUTCOMES, Selection, certifie
 # Upper limits of the bytes in a record for each branch, candidate and continuation, without their texts.
 BRANCH_BYTES, CANDIDATE_BYTES, CONTINUATION_BYTES = 1536, 768, 128
 RULES = ("score", "entropy", "earliest", "random")
-Lambda = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SpotSettings(RoutedSettings):
@@ -62,8 +62,8 @@ class SpotSettings(RoutedSettings):
     score_top_k: PositiveInt = Field(16, description="k_s: teacher candidates behind the acquisition score")
     probe_top_k: PositiveInt = Field(4, description="k_p: teacher candidates probed per position")
     probes: PositiveInt = Field(1, description="N_p: continuations per candidate")
-    lambda_mass: Lambda = Field(0.5, description="weight of the student's missing mass in the gap G")
-    lambda_shape: Lambda = Field(0.5, description="weight of the shape mismatch (JS) in the gap G")
+    lambda_mass: Share = Field(0.5, description="weight of the student's missing mass in the gap G")
+    lambda_shape: Share = Field(0.5, description="weight of the shape mismatch (JS) in the gap G")
     score_variant: ScoreVariant = Field(
         "Full", description="acquisition score; those other than Full are its ablations"
     )
@@ -94,6 +94,7 @@ class SpotSettings(RoutedSettings):
     )
     gamma: NonNegativeFloat = Field(1.0, description="inverse temperature of the outcome tilt; 0: no tilt")
     beta: NonNegativeFloat = Field(0.1, description="weight of the branch loss")
+    baseline: Share = Field(0.0, description="alpha, not the paper's: share of the prior taken off the target")
 
     @field_validator("selection")
     @classmethod
@@ -115,6 +116,17 @@ class SpotSettings(RoutedSettings):
             )
         if self.shuffle_outcomes and not self.verifier_guidance:
             raise ValueError("shuffle_outcomes=true needs verifier_guidance=true: without probes there are no outcomes")
+        if self.baseline and not self.verifier_guidance:
+            raise ValueError(
+                f"baseline={self.baseline:g} needs verifier_guidance=true: without outcomes there is only the prior"
+            )
+
+    @property
+    def doubts(self) -> Sequence[str]:
+        if self.baseline and not self.gamma:
+            weaker = "without a tilt the branch teaches the teacher's prior, only weaker: set gamma above 0"
+            return (f"baseline={self.baseline:g} beside gamma=0: {weaker}, or baseline to 0",)
+        return ()
 
 
 class SpotPolicy:
@@ -154,7 +166,7 @@ class SpotPolicy:
             candidates_key="selection" if probing and (is_own or self._rule.asks_student) else None,
             outcomes=settings.verifier_guidance,
             probes_per_prompt=settings.positions * settings.probe_top_k * self._probes,
-            term_bytes=settings.positions * row_bytes(settings.probe_top_k),
+            term_bytes=settings.positions * row_bytes(settings.probe_top_k, has_baselines=settings.baseline > 0),
             record_bytes=settings.positions
             * (BRANCH_BYTES + settings.probe_top_k * (CANDIDATE_BYTES + self._probes * CONTINUATION_BYTES)),
         )
@@ -309,14 +321,19 @@ class SpotPolicy:
         return np.random.default_rng(seed).permutation(candidates)
 
     def _exploit(self, retained: Sequence[Branch]) -> tuple[SoftTargets, ...]:
-        """Return what to distil: outcome-calibrated targets, weighted beta / |B+| (equations 10 and 12)."""
+        """Return what to distil: outcome-calibrated targets, weighted beta / |B+| (equations 10 and 12).
+
+        The share `baseline` of the prior is taken off in the loss, which is not the paper's.
+        """
         if not retained:
             return ()
+        alpha = self.settings.baseline
         branches = SoftTargets(
             positions=np.array([branch.position for branch in retained], dtype=np.int32),
             token_ids=np.stack([branch.candidate_ids for branch in retained]).astype(np.int32),
             probabilities=np.stack([branch.target for branch in retained]).astype(np.float32),
             weights=np.full(len(retained), self.settings.beta / len(retained), dtype=np.float32),
+            baselines=alpha * np.stack([branch.prior for branch in retained]).astype(np.float32) if alpha else None,
         )
         return (branches,)
 
@@ -350,6 +367,9 @@ class SpotPolicy:
         if kept:
             shifts = [np.abs(branch.target - branch.prior).sum() / 2 for branch in kept]
             metrics["spot/calibration_shift"] = float(np.mean(shifts))
+            if alpha := self.settings.baseline:
+                pulls = [np.abs(branch.target - alpha * branch.prior).sum() for branch in kept]
+                metrics["spot/baseline_pull"] = float(np.mean(pulls))
         if branches and self._probes:
             metrics["spot/kept_share"] = len(kept) / len(branches)
         variances = [variance for branch in branches if (variance := branch.value_variance) is not None]

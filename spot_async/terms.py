@@ -196,9 +196,9 @@ def renormalised(logprobs: npt.ArrayLike) -> Float64Array:
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
 
 
-def row_bytes(k: int) -> int:
-    """Return the bytes on the wire of a target on k tokens: position, weight and tail, ids and probabilities."""
-    return 12 + 8 * k
+def row_bytes(k: int, *, has_baselines: bool = False) -> int:
+    """Return the bytes on the wire of a target on k tokens: position, weight, tail, ids, probabilities, baselines."""
+    return 12 + (12 if has_baselines else 8) * k
 
 
 def on_policy(

@@ -313,7 +313,11 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
-    """Target distributions on a few tokens, at some response positions of one trajectory. Positions may repeat."""
+    """Target distributions on a few tokens, at some response positions of one trajectory. Positions may repeat.
+
+    With baselines the loss is `-sum_v (probabilities - baselines) log pi`, which teaches only what goes beyond them. It
+    may have no lower bound. The absolute values of its gradient in the logits sum to at most 2 a position and weight.
+    """
 
     positions: IntArray  # (N,) 0-based response positions
     token_ids: IntArray  # (N, k)
@@ -321,6 +325,7 @@ class SoftTargets(msgspec.Struct, frozen=True, kw_only=True):
     weights: FloatArray  # (N,) factor of each position's loss in the trajectory's loss
     tails: FloatArray | None = None  # (N,) probability of all other tokens together; None: there is nothing else
     divergence: Divergence | None = None  # of the student from them; None: the cross-entropy
+    baselines: FloatArray | None = None  # (N, k) taken off the probabilities of a cross-entropy without tails
     version: WeightVersion | None = None  # as a `Pull`'s
 
 

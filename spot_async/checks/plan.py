@@ -401,7 +401,7 @@ UNKNOWN_SHARE = 0.5
 
 
 def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
-    """Return the warnings about models, prompts and tokenizers of a run, which need no server."""
+    """Return the warnings about models, prompts, tokenizers and the policy of a run, which need no server."""
     prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS_READ)]
     first = next(iter(plan.schedule)).problem
     renderers = dict.fromkeys([plan.renderer, *plan.teacher_renderers.values()])
@@ -412,6 +412,7 @@ def plan_warnings(config: Config, plan: TrainPlan) -> list[str]:
         *[line for each in renderers for line in each.thinking_doubts(first)],
         *_prompts_of_teachers(plan),
         *plan.doubts,
+        *(f"policy.{line}" for line in config.policy.doubts),
         *_unknown_tokens("data.train", plan.policy_model.vocabulary, prompts),
         *_of_benchmarks(plan.evaluation, plan.student.vocabulary),
         *_seen_in_training(plan),

@@ -60,6 +60,11 @@ class PluginSettings(Section):
         copy._account = account
         return copy
 
+    @property
+    def doubts(self) -> Sequence[str]:
+        """A line for each thing in a policy's settings that may not be meant, beginning with its key."""
+        return ()
+
     def check_machine(self, section: str) -> None:
         """Raise ConfigError unless this machine has what the settings name. Called before anything starts.
 

@@ -39,7 +39,7 @@ from spot_async.spending.run_spending import metered
 from spot_async.types import Sample, Supervision
 
 FILE = "ledger.sqlite"
-FORMAT = 2  # 2: supervision is a sum of pulls and targets
+FORMAT = 3  # 2: supervision is a sum of pulls and targets; 3: targets may have baselines
 MAX_CELL_BYTES, MAX_COPIED_BYTES = 1 << 20, 4 << 30  # of what is read only: of a prompt's row, and of a whole file
 PLAIN_TABLE = re.compile(r"create table prompts \([^()]*\)", re.IGNORECASE)  # no view, no column that is computed
 NAMED = 5  # ordinals that a line about prompts names
@@ -121,6 +121,8 @@ class Ledger:
             connection.execute("pragma synchronous = normal")
             connection.executescript(TABLES)
             connection.execute("insert or ignore into about values ('format', ?)", (FORMAT,))
+            # Format 2 is read as it is. It may not stay 2: an older program would train new targets without baselines.
+            connection.execute("update about set value = ? where name = 'format' and value = 2", (FORMAT,))
             (found,) = connection.execute("select value from about where name = 'format'").fetchone()
         except sqlite3.Error as error:
             connection.close()

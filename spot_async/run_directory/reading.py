@@ -24,6 +24,7 @@ from spot_async.run_directory.dead_letters import FILE_NAME, DeadLetter
 from spot_async.run_directory.layout import (
     ATTEMPTS_FAILED,
     ENDS_EARLY,
+    FELL,
     MISMATCHED,
     NO_ADVICE,
     RESTARTED,
@@ -288,7 +289,7 @@ class RunFiles:
         return [
             f"After iteration {each.step}, {each.reason}"
             for each in self._events(_Event)
-            if each.event in (MISMATCHED, NO_ADVICE, STALE)
+            if each.event in (MISMATCHED, NO_ADVICE, FELL, STALE)
         ]
 
     def failed_attempts(self) -> list[FailedAttempts]:

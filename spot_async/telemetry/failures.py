@@ -1,5 +1,5 @@
-"""Says what goes wrong while a run continues: attempts that failed, a server that differs from its trainer, and
-advantages that go stale.
+"""Says what goes wrong while a run continues: attempts that failed, a server that differs from its trainer, a student
+that collapses, and advantages that go stale.
 
 Failed attempts are added up: on the console once a minute, at the end, and in the run's log. Most are made again and
 cost only time, so nothing else would tell of them. The report reads the log. What a server said is foreign text, which
@@ -22,11 +22,15 @@ from spot_async.models.precision import Precision
 from spot_async.run_directory.layout import ATTEMPTS_FAILED
 from spot_async.stages.events import AttemptFailed, RequestEnded
 from spot_async.telemetry.bottleneck import percent
+from spot_async.telemetry.run_log import mean_metrics
+from spot_async.telemetry.totals import Rows
 from spot_async.types import Sample
 
 SAY_EVERY_S = 60.0
 FIRST_AFTER_S = 10.0  # from the first failure on, so that the line is of more than that one
 KINDS_SHOWN = 5
+ENTROPY = "rollout/entropy_nats"
+COLLAPSED = 0.1  # share of an iteration's entropy that the next one has left
 REASON_CHARACTERS = 160
 CAUSES = (
     "perhaps the trainer's weights are not the served ones (another directory, missing tensors, a tied head), or the "
@@ -171,6 +175,26 @@ def stale_words(samples: Sequence[Sample], policy: str) -> str:
                 f"difference to log pi_old would be that of older weights: {instead}, which the trainer recomputes"
             )
     return ""
+
+
+class EntropyHistory:
+    """Remembers the student's entropy, to say when a branch loss that has no bound (`baseline`) makes it collapse."""
+
+    def __init__(self, rows: Rows, baseline: float) -> None:
+        """Begin with the rows of the iterations that the run has already."""
+        self._nats = {int(row["iteration"]): row.get(ENTROPY, 0.0) for row in rows}
+        self._baseline = baseline
+
+    def warning(self, finished: IterationFinished) -> str:
+        """Return how far it fell since the iteration before; empty while that is not to a tenth."""
+        before = self._nats.get(finished.iteration - 1, 0.0)
+        now = self._nats[finished.iteration] = mean_metrics(finished.samples).get(ENTROPY, before)
+        if now > COLLAPSED * before or not before:
+            return ""
+        return (
+            f"the student's entropy fell from {before:.2g} to {now:.2g} nats a token within an iteration. With "
+            f"policy.baseline={self._baseline:g} nothing ends the branch's push: lower policy.baseline, or policy.beta"
+        )
 
 
 class IterationWarning:

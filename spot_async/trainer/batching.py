@@ -324,6 +324,7 @@ def _columns(each: SoftTargets, trajectory: int, first_row: int, width: int) -> 
     """Return the arrays of `SoftRows` for one group of targets, filled up to `width` tokens."""
     count, k = each.token_ids.shape
     kind = each.divergence or Divergence()
+    taught = each.probabilities if each.baselines is None else each.probabilities - each.baselines
     own_first = np.broadcast_to(each.token_ids[:, :1], (count, width - k)) if k < width else each.token_ids[:, :0]
     numbers = [float("inf") if (value := getattr(kind, name)) is None else value for name in DIVERGENCE_FIELDS]
     return (
@@ -331,7 +332,7 @@ def _columns(each: SoftTargets, trajectory: int, first_row: int, width: int) -> 
         np.full(count, trajectory, np.int64),
         np.concatenate([each.token_ids, own_first], axis=1).astype(np.int64),
         np.broadcast_to(np.arange(width) < k, (count, width)),
-        np.pad(each.probabilities, ((0, 0), (0, width - k))).astype(np.float32),
+        np.pad(taught, ((0, 0), (0, width - k))).astype(np.float32),
         np.zeros(count, np.float32) if each.tails is None else each.tails,
         np.full(count, has_tail_cell(each)),
         each.weights,

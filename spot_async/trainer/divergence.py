@@ -64,7 +64,8 @@ class Cells(NamedTuple):
         return cls(
             exist=torch.cat([soft.is_token, soft.has_tail[:, None]], dim=1),
             p=p,
-            log_p=p.log().clamp(min=LEAST_NATS),
+            # A target less its baseline may be below 0. It is no divergence, and a NaN would spoil all gradients.
+            log_p=p.clamp(min=0.0).log().clamp(min=LEAST_NATS),
             log_q=torch.cat([log_q, tail[:, None]], dim=1).clamp(min=LEAST_NATS),
         )
 

@@ -89,6 +89,8 @@ def check_arrays(each: Supervision, vocab_size: int) -> None:
         _check_array("soft_targets.weights", targets.weights, (count,), "f")
         if targets.tails is not None:
             _check_array("soft_targets.tails", targets.tails, (count,), "f")
+        if targets.baselines is not None:
+            _check_array("soft_targets.baselines", targets.baselines, (count, candidates), "f")
 
 
 def _check(each: Supervision, vocab_size: int, live: WeightVersion, max_staleness: int) -> None:
@@ -192,6 +194,8 @@ def _check_targets(targets: SoftTargets, vocab_size: int) -> None:
     _check_finite("soft_targets.weights", targets.weights)
     _require(bool((targets.weights >= 0).all()), "soft_targets.weights hold one below 0: the loss would have no bound")
     kind = targets.divergence
+    if targets.baselines is not None:
+        _check_baselines(targets, targets.baselines)
     if targets.tails is not None or (kind is not None and (kind.is_conditional or kind.reverse > 0)):
         ordered = np.sort(targets.token_ids, axis=1)
         _require(
@@ -200,6 +204,18 @@ def _check_targets(targets: SoftTargets, vocab_size: int) -> None:
         )
     if kind is not None:
         _check_divergence(kind, targets, cells, vocab_size)
+
+
+def _check_baselines(targets: SoftTargets, baselines: npt.NDArray[Any]) -> None:
+    """With baselines a loss may have no bound, on purpose. These limits bound its gradient (`SoftTargets`)."""
+    name = "soft_targets.baselines"
+    _check_finite(name, baselines)
+    _require(bool((baselines >= 0).all()), f"{name} hold one below 0")
+    sums = baselines.sum(axis=1, dtype=np.float64)
+    _require(bool((sums <= 1.0 + SUM_SLACK).all()), f"{name} sum to more than 1")
+    for other in ("tails", "divergence"):
+        is_alone = getattr(targets, other) is None
+        _require(is_alone, f"{name} stand beside {other}, and only a cross-entropy without tails has them: give one")
 
 
 def _check_divergence(kind: Divergence, targets: SoftTargets, cells: npt.NDArray[Any], vocab_size: int) -> None:

@@ -54,7 +54,7 @@ def forecast_config(config: Config) -> Config:
         config = config_from(
             {**tree, "policy": {"kind": "spot"}, "training": {**tree["training"], "reference_kl": 0.0}}
         )
-    guided = config.policy.model_copy(update={"verifier_guidance": True, "shuffle_outcomes": False})
+    guided = config.policy.model_copy(update={"verifier_guidance": True, "shuffle_outcomes": False, "baseline": 0.0})
     return config.model_copy(update={"policy": guided, "evaluation": None})
 
 
@@ -75,7 +75,7 @@ def policy_keys(config: Config) -> PolicyKeys:
 
 def measured_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide what is measured. Keys that a forecast varies are not among them."""
-    varied = {*PolicyKeys.__struct_fields__, "verifier_guidance", "shuffle_outcomes"} - {"selection"}
+    varied = {*PolicyKeys.__struct_fields__, "verifier_guidance", "shuffle_outcomes", "baseline"} - {"selection"}
     tree = config.model_dump(mode="json")
     policy = {f"policy.{name}": value for name, value in tree["policy"].items() if name not in varied}
     models = {f"{role}.model": tree[role] and tree[role]["model"] for role in ("student", "teacher")}

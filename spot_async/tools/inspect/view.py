@@ -35,6 +35,7 @@ PARTS_LEGEND = (
 )
 VALUE_LEGEND = "Value: mean reward of the candidate's probes, 1 where all end correct."
 SHUFFLED_LEGEND = "Targets are tilted by values that the candidates traded at random (policy.shuffle_outcomes)."
+BASELINE_LEGEND = "What is taught is the target less a share of the prior (policy.baseline)."
 PerToken = Literal["acquisition_score", "behavior_logprobs", "teacher_logprobs", "teacher_entropy_nats"]
 PER_TOKEN: tuple[PerToken, ...] = get_args(PerToken)
 
@@ -48,6 +49,7 @@ class PolicySettings:
     gated: bool = True  # whether only those are kept where some probe is correct
     shuffled: bool = False  # whether candidates trade their values before the tilt
     probes: int = 1  # of each candidate
+    baseline: float = 0.0  # share of the prior that is taken off the target
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> PolicySettings:
@@ -58,6 +60,7 @@ class PolicySettings:
             gated=bool(settings.get("gate", True)),
             shuffled=bool(settings.get("shuffle_outcomes", False)),
             probes=int(settings.get("probes", 1)),
+            baseline=float(settings.get("baseline", 0.0)),
         )
 
     @property
@@ -267,7 +270,7 @@ def branch_legend(sample: SampleRecord, policy: PolicySettings = GUIDED) -> str:
     scored = any(branch.score_parts.keys() & PART_LABELS for branch in sample.branches)
     valued = policy.guided and bool(sample.branches)
     parts = [PARTS_LEGEND] * scored + [VALUE_LEGEND] * valued + [SHUFFLED_LEGEND] * (valued and policy.shuffled)
-    return " ".join(parts)
+    return " ".join(parts + [BASELINE_LEGEND] * (valued and policy.baseline > 0))
 
 
 def is_sampled(sample: SampleRecord, branch: Branch, candidate: Candidate) -> bool:
