@@ -257,9 +257,12 @@ def supervision() -> Callable[..., Supervision]:
 
 @pytest.fixture(scope="session")
 def soft_targets() -> Callable[..., SoftTargets]:
-    """Targets of `k` candidates at given positions: of cross-entropies, or of a divergence, which may need a tail."""
+    """Targets of `k` candidates at given positions: of cross-entropies, less a `baseline` in all or without, or of a
+    divergence, which may need a tail."""
 
-    def make(positions: list[int], k: int, divergence: Divergence | None = None) -> SoftTargets:
+    def make(
+        positions: list[int], k: int, divergence: Divergence | None = None, *, baseline: float | None = None
+    ) -> SoftTargets:
         draw = np.random.default_rng(k)
         rows, has_tail = len(positions), divergence is not None and not divergence.is_conditional
         ids = np.array([draw.permutation(VOCAB)[:k] for _ in positions], np.int32).reshape(rows, k)
@@ -271,6 +274,7 @@ def soft_targets() -> Callable[..., SoftTargets]:
             weights=draw.uniform(0.1, 1.0, rows).astype(np.float32),
             tails=cells[:, k] if has_tail else None,
             divergence=divergence,
+            baselines=None if baseline is None else baseline * draw.dirichlet(np.ones(k), rows).astype(np.float32),
         )
 
     return make
@@ -279,7 +283,8 @@ def soft_targets() -> Callable[..., SoftTargets]:
 @pytest.fixture(scope="session")
 def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Supervision]]:
     """Unequal lengths, one token, no targets, empty targets, unsorted positions, different k, given advantages,
-    positions that the teacher could not be asked about, divergences of several kinds, pulls beside a reward."""
+    positions that the teacher could not be asked about, divergences of several kinds, pulls beside a reward, baselines
+    beside other targets."""
     jsd = Divergence(forward=0.3, reverse=0.7, forward_skew=0.3, reverse_skew=0.7)
 
     def make() -> list[Supervision]:
@@ -289,7 +294,7 @@ def mixed_batch(supervision: Any, soft_targets: Any) -> Callable[[], list[Superv
             supervision(1, 1, soft_targets([0], 4)),
             supervision(2, 30, policy_mask=np.arange(30) % 3 > 0),
             supervision(3, 5, soft_targets([], 4)),
-            supervision(4, 9, soft_targets([0, 3], 16)),
+            supervision(4, 9, soft_targets([0, 3], 16), soft_targets([8, 0], 4, baseline=0.8)),
             supervision(5, 17, pulls=(), advantages=np.linspace(-2, 2, 17, dtype=np.float32)),
             supervision(6, 6, soft_targets([1, 1, 4], 3), pulls=()),
             supervision(

@@ -509,6 +509,13 @@ def test_a_policys_contexts_must_fit_the_teachers_context(config):
     check_capabilities(config, needs, {"student": SERVED, "teacher": wide})  # the student never reads them
 
 
+@pytest.mark.parametrize(("gamma", "baseline", "lines"), [(0, 0.5, 1), (0, 0, 0), (4, 0.5, 0)])
+def test_a_baseline_without_a_tilt_is_said_to_be_a_weaker_prior(gamma, baseline, lines):
+    config = quickstart(["evaluation=null", f"policy.gamma={gamma}", f"policy.baseline={baseline}"])
+    found = [line for line in plan_warnings(config, plan_training(config)) if "baseline" in line]
+    assert [line[:40] for line in found] == ["policy.baseline=0.5 beside gamma=0: with"] * lines
+
+
 ITSELF = "teacher.model=examples/running_sum/student"
 CONTEXT = "prompt.teacher={text: '{problem}so {solution}', max_tokens: 200}"
 

@@ -113,6 +113,21 @@ async def test_shuffled_outcomes_tilt_as_far_but_by_the_seed_and_keep_the_same_p
     assert len({each.probabilities.tobytes() for each in (own, first, other)}) == 3
 
 
+async def test_a_baseline_is_a_share_of_the_prior_beside_the_same_targets_and_0_is_none():
+    verdicts = {branch(2, 9): Verdict.CORRECT, branch(3, 8): Verdict.CORRECT}
+    (paper, plain), (less, metrics) = [
+        (sample.supervision.soft_targets[0], sample.metrics)
+        for sample in [await supervise(scripted(verdicts=verdicts), gamma=4.0, baseline=alpha) for alpha in (0.0, 0.8)]
+    ]
+    assert paper.baselines is None
+    priors = np.exp(TEACHER[2:4]) / np.exp(TEACHER[2:4]).sum(axis=1, keepdims=True)
+    assert less.baselines == pytest.approx(0.8 * priors, abs=1e-6)
+    assert less.probabilities.tolist() == paper.probabilities.tolist()
+    assert less.weights.tolist() == paper.weights.tolist()
+    pull = np.abs(less.probabilities - less.baselines).sum(axis=1).mean()
+    assert metrics == {**plain, "spot/baseline_pull": pytest.approx(pull)}
+
+
 async def test_metrics_say_what_the_tilt_has_to_work_with_what_the_gate_keeps_and_what_a_branch_weighs():
     verdicts = {branch(2, 9, 0): Verdict.CORRECT, branch(2, 9, 1): Verdict.CORRECT, branch(2, 8, 0): Verdict.CORRECT}
     metrics = (await supervise(scripted(verdicts=verdicts), probes=2, beta=0.3)).metrics

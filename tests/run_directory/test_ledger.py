@@ -11,7 +11,7 @@ import pytest
 from spot_async.base import wire
 from spot_async.errors import DataError, StorageError
 from spot_async.run_directory.ledger import FILE, Ledger
-from spot_async.types import Pull, Sample, Supervision, VersionSpan, WeightVersion
+from spot_async.types import Pull, Sample, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 INITIAL = WeightVersion(0, 0)
 
@@ -27,6 +27,15 @@ def sample(ordinal=0, version=INITIAL, tokens=3):
         version=version,
         version_spans=(VersionSpan(0, tokens, version),),
         pulls=(Pull(logprobs=np.full(tokens, -0.25, np.float32)),),
+        soft_targets=(
+            SoftTargets(
+                positions=np.array([1], np.int32),
+                token_ids=np.array([[4, 5]], np.int32),
+                probabilities=np.array([[0.25, 0.75]], np.float32),
+                weights=np.ones(1, np.float32),
+                baselines=np.array([[0.4, 0.1]], np.float32),
+            ),
+        ),
     )
     record = {"text": "1 2 3", "entropy": np.array([0.5, np.nan, 0.25], np.float32), "count": 2}
     return Sample(supervision=supervision, metrics={"rollout/tokens": 3.0}, record=record)
@@ -47,6 +56,7 @@ def test_what_was_finished_is_read_back_bit_for_bit_and_its_record_as_samples_js
     ledger.finish(3, [sample(3), sample(3)])
     first, second = ledger.samples(3)
     assert wire.encode(first.supervision) == wire.encode(second.supervision) == wire.encode(sample(3).supervision)
+    assert first.supervision.soft_targets[0].baselines.tolist() == np.array([[0.4, 0.1]], np.float32).tolist()
     assert first.metrics == {"rollout/tokens": 3.0}
     assert first.record == {"text": "1 2 3", "entropy": [0.5, None, 0.25], "count": 2}
 
@@ -104,7 +114,7 @@ def test_a_second_process_other_formats_and_a_damaged_file_are_one_line_each(tmp
     Ledger.open(older).close()
     with closing(sqlite3.connect(older / FILE)) as connection, connection:
         connection.execute("update about set value = 1")
-    with pytest.raises(DataError, match=r"has format 1, .* continues runs of format 2 only: finish the run"):
+    with pytest.raises(DataError, match=r"has format 1, .* continues runs of format 3 only: finish the run"):
         Ledger.open(older)
     with pytest.raises(DataError, match="has format 99, newer than this spot-async can read"):
         Ledger.open(newer)
@@ -113,6 +123,16 @@ def test_a_second_process_other_formats_and_a_damaged_file_are_one_line_each(tmp
         Ledger.open(newer)
     with pytest.raises(DataError, match=r"ledger.sqlite: cannot be opened"):
         Ledger.open(tmp_path / "no such directory")
+
+
+def test_a_run_that_began_without_baselines_goes_on_and_its_ledger_is_then_no_older_programs(tmp_path):
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.admit(0, "p0")
+        ledger.finish(0, [sample(0)])
+        ledger._connection.execute("update about set value = 2")
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert states(ledger) == {0: "queued"}
+        assert ledger._connection.execute("select value from about").fetchall() == [(3,)]
 
 
 def test_a_write_that_fails_is_one_line(ledger):

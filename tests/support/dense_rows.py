@@ -13,6 +13,8 @@ def dense_row_loss(row: Tensor, target: SoftTargets, n: int) -> Tensor:
     """Return the loss of a target's n-th row, of the student's log-probabilities (V,)."""
     ids, kind = target.token_ids[n].tolist(), target.divergence
     p = torch.tensor(target.probabilities[n], dtype=row.dtype)
+    if target.baselines is not None:
+        p = p - torch.tensor(target.baselines[n], dtype=row.dtype)
     if kind is not None and kind.is_conditional:
         log_q = (row[ids] / kind.temperature).log_softmax(-1)
     else:

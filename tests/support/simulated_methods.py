@@ -30,7 +30,7 @@ from spot_async.protocols import Policy
 from spot_async.testing.simulation import make_policy, policy_context
 
 METHODS: tuple[Callable[[], Policy], ...] = (
-    lambda: make_policy(SpotPolicy, positions=2, probe_top_k=2, score_top_k=8),
+    lambda: make_policy(SpotPolicy, positions=2, probe_top_k=2, score_top_k=8, baseline=0.5),
     lambda: make_policy(OpdPolicy),
     lambda: make_policy(EopdPolicy, top_k=8),
     lambda: make_policy(GrpoPolicy, policy_context(reference_kl=True), samples=4),

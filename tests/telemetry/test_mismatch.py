@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from spot_async.loop.events import IterationFinished, PhaseTimes
 from spot_async.models.precision import precision
-from spot_async.run_directory.layout import MISMATCHED
+from spot_async.run_directory.layout import FELL, MISMATCHED
 from spot_async.run_directory.reading import RunFiles
-from spot_async.telemetry.failures import IterationWarning, mismatch_words, stale_words
+from spot_async.telemetry.failures import EntropyHistory, IterationWarning, mismatch_words, stale_words
 from spot_async.telemetry.run_log import log_events_to
 from spot_async.types import Pull, Sample, Supervision, TrainReport, WeightSnapshot, WeightVersion
 
@@ -62,6 +63,32 @@ def test_it_is_said_once_and_the_report_says_it_too(tmp_path: Path) -> None:
         assert cause in line
     (reported,) = RunFiles(tmp_path).mismatches()
     assert reported.startswith("After iteration 2, trainer and student's server")
+
+
+@pytest.mark.parametrize(
+    ("before", "nats", "said"),
+    [
+        ([], [1.0, 0.4, 0.11, 0.05], None),  # falls, and never to a tenth at once
+        ([], [1.0, 0.1, 0.9, 0.01], "iteration 2: the student's entropy fell from 1 to 0.1 nats a token within"),
+        ([0.8, 0.5], [0.04], "iteration 3: the student's entropy fell from 0.5 to 0.04 nats"),  # a run that goes on
+        ([0.0], [0.0, 0.0], None),
+        ([1.0], [None, 0.09], "iteration 3: the student's entropy fell from 1 to 0.09 nats"),  # nobody knows 2's
+    ],
+)
+def test_a_student_that_collapses_beside_a_baseline_is_told_of_once_with_the_key(
+    before: list[float], nats: list[float | None], said: str | None
+) -> None:
+    lines: list[str] = []
+    name = "rollout/entropy_nats"
+    history = EntropyHistory([{"iteration": n, name: each} for n, each in enumerate(before, start=1)], 0.8)
+    listener = IterationWarning(FELL, history.warning, lines.append)
+    for iteration, each in enumerate(nats, start=len(before) + 1):
+        one = Sample(supervision=None, metrics={} if each is None else {name: each}, record={})
+        listener.on(msgspec.structs.replace(finished(iteration), samples=[one, one]))
+    assert len(lines) == (said is not None)
+    if said is not None:
+        assert lines[0].startswith(said)
+        assert "policy.baseline=0.8" in lines[0]
 
 
 def advantages(*values: float, **fields: Any) -> Sample:

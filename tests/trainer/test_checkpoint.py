@@ -115,7 +115,7 @@ def batch(supervision: Callable[..., Supervision], soft_targets: Callable[..., S
     def make(iteration: int) -> Batch:
         lengths = [9, 1, 7, 12]
         samples = (
-            supervision(4 * iteration + i, tokens, soft_targets([0, 5] if i == 2 else [], 4))
+            supervision(4 * iteration + i, tokens, soft_targets([0, 5] if i == 2 else [], 4, baseline=0.5))
             for i, tokens in enumerate(lengths)
         )
         return Batch(iteration, tuple(samples))

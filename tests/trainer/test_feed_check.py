@@ -20,6 +20,7 @@ from spot_async.types import Divergence, Pull, SoftTargets, Supervision, Version
 VOCAB = 20
 LIVE = WeightVersion(0, 3)
 LOGPROBS = ("behavior_logprobs", "logprobs", "reference_logprobs")
+SHARES = ("probabilities", "tails", "baselines")
 KINDS = {
     "cross-entropy": None,
     "forward": Divergence(forward=1.0, clip=0.05),
@@ -49,7 +50,8 @@ def trajectories(draw: Callable[..., Any]) -> Supervision:
 
     def targets() -> SoftTargets:
         rows, k, kind = draw(st.integers(0, 4)), draw(st.integers(1, 5)), KINDS[draw(st.sampled_from([*KINDS]))]
-        has_tail = kind is None or not kind.is_conditional
+        with_baselines = kind is None and draw(st.booleans())
+        has_tail = not with_baselines and (kind is None or not kind.is_conditional)
         cells = random.dirichlet(np.ones(k + has_tail), rows).astype(np.float32).reshape(rows, k + has_tail)
         return SoftTargets(
             positions=random.integers(0, tokens, rows).astype(np.int32),
@@ -58,6 +60,7 @@ def trajectories(draw: Callable[..., Any]) -> Supervision:
             weights=random.uniform(0, 1, rows).astype(np.float32),
             tails=cells[:, k] if has_tail else None,
             divergence=kind,
+            baselines=random.dirichlet(np.ones(k), rows).astype(np.float32) if with_baselines else None,
         )
 
     return Supervision(
@@ -91,7 +94,7 @@ def test_one_wrong_number_in_any_array_is_found(good: Supervision, data: Any) ->
     elif kind == "number":
         wrong = array.copy()
         bad = [-1, VOCAB] if array.dtype.kind == "i" else [np.nan, np.inf, -np.inf]
-        bad += [0.1, -1e21] if name in LOGPROBS else [-0.01, 1.2] if name in ("probabilities", "tails") else []
+        bad += [0.1, -1e21] if name in LOGPROBS else [-0.01, 1.2] if name in SHARES else []
         bad += [-0.5] if name == "weights" and isinstance(holder, SoftTargets) else []
         wrong.flat[data.draw(st.integers(0, array.size - 1))] = data.draw(st.sampled_from(bad))
     else:
@@ -242,7 +245,9 @@ def test_only_weights_within_the_staleness_may_have_sampled(
         check(sample, max_staleness=max_staleness)
 
 
-def one_row(divergence: Divergence | None, ids: list[int], cells: list[float], *, has_tail: bool) -> SoftTargets:
+def one_row(
+    divergence: Divergence | None, ids: list[int], cells: list[float], *, has_tail: bool, less: Any = None
+) -> SoftTargets:
     values = np.array([cells], np.float32)
     return SoftTargets(
         positions=np.zeros(1, np.int32),
@@ -251,6 +256,7 @@ def one_row(divergence: Divergence | None, ids: list[int], cells: list[float], *
         weights=np.ones(1, np.float32),
         tails=values[:, -1] if has_tail else None,
         divergence=divergence,
+        baselines=None if less is None else np.array(less, np.float32),
     )
 
 
@@ -296,6 +302,24 @@ def one_row(divergence: Divergence | None, ids: list[int], cells: list[float], *
         (
             {"soft_targets": (one_row(Divergence(forward=1.0, temperature=2.0), [1], [1.0], has_tail=False),)},
             "temperature is 2, and only over the whole vocabulary is it exact",
+        ),
+        *(
+            ({"soft_targets": (one_row(None, [1, 2], [0.5, 0.5], has_tail=False, less=less),)}, complaint)
+            for less, complaint in (
+                ([[0.5]], r"soft_targets.baselines have shape \(1, 1\) instead of \(1, 2\)"),
+                ([0.5, 0.5], r"soft_targets.baselines have shape \(2,\) instead of \(1, 2\)"),
+                ([[0.5, -0.1]], "soft_targets.baselines hold one below 0"),
+                ([[0.6, 0.5]], "soft_targets.baselines sum to more than 1"),
+                ([[0.5, np.nan]], "soft_targets.baselines hold what is no finite number"),
+            )
+        ),
+        (
+            {"soft_targets": (one_row(None, [1, 2], [0.5, 0.3, 0.2], has_tail=True, less=[[0.1, 0.1]]),)},
+            "soft_targets.baselines stand beside tails, and only a cross-entropy without tails has them",
+        ),
+        (
+            {"soft_targets": (one_row(Divergence(forward=1.0), [1, 2], [0.5, 0.5], has_tail=False, less=[[0, 0]]),)},
+            "soft_targets.baselines stand beside divergence, and only a cross-entropy",
         ),
     ],
 )

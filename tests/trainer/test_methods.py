@@ -166,12 +166,14 @@ def dense_reference(
             branches = []
             for i in sorted(allowed, key=lambda i: -score[i])[:2]:
                 candidates, logprobs = top.indices[i, :4], top.values[i, :4]
-                if kind == "spot":
+                alpha = 0.6 if kind == "spot with a baseline" else 0.0
+                prior = logprobs.softmax(-1)
+                if kind != "spot without guidance":
                     rewards = [stages.rewards[i, v] for v in candidates.tolist()]
                     if None in rewards or not any(rewards):
                         continue
                     logprobs = logprobs + 1.5 * torch.tensor(rewards)
-                branches.append(-(logprobs.softmax(-1) * s[i, candidates]).sum())
+                branches.append(-((logprobs.softmax(-1) - alpha * prior) * s[i, candidates]).sum())
             loss = loss + 0.1 * sum(branches) / max(1, len(branches))
         total_loss = total_loss + loss * (len(response) / all_tokens if token_mean else 1 / len(trained))
     total_loss.backward()
@@ -184,6 +186,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Any]] = {
     "grpo": lambda context: GrpoPolicy(GrpoPolicy.Settings(samples=4), context),
     "kd": lambda context: KdPolicy(KdPolicy.Settings(), context),
     "spot": lambda context: SpotPolicy(SpotPolicy.Settings(gamma=1.5), context),
+    "spot with a baseline": lambda context: SpotPolicy(SpotPolicy.Settings(gamma=1.5, baseline=0.6), context),
     "spot without guidance": lambda context: SpotPolicy(SpotPolicy.Settings(verifier_guidance=False), context),
 }
 
@@ -248,7 +251,7 @@ def assert_unequal(kind: str, batch: list[Any], rollouts: int) -> None:
     """The comparison means something: lengths, |B+| and gates differ, and some responses are left out."""
     assert len({len(s.response_ids) for s in batch}) > 3
     targets = {sum(len(each.positions) for each in s.soft_targets) for s in batch}
-    if kind in ("eopd", "kd", "spot"):
+    if kind in ("eopd", "kd", "spot", "spot with a baseline"):
         assert len(targets) > 1
     if kind == "eopd":
         assert 0 < sum(len(s.soft_targets[0].positions) for s in batch) < sum(len(s.response_ids) for s in batch)

@@ -53,6 +53,7 @@ def unequal_batch(supervision: Callable[..., Supervision], soft_targets: Callabl
     def make(iteration: int) -> list[Supervision]:
         lengths = [40, 1, 7, 22, 3, 15, 9]
         targets = [soft_targets([0, 5], 4), soft_targets([8], 6, Divergence(reverse=1.0))]
+        targets.append(soft_targets([5, 2], 3, baseline=1.0))
         return [
             supervision(10 * iteration + i, tokens, *(targets if i == 3 else [soft_targets([], 4)]))
             for i, tokens in enumerate(lengths)

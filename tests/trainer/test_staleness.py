@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from dense_rows import dense_row_loss
 from transformers import AutoModelForCausalLM
 
 from spot_async.trainer.messages import Batch
 from spot_async.trainer.rank import StudentTrainer
-from spot_async.types import Pull, Supervision, VersionSpan, WeightVersion
+from spot_async.types import Pull, SoftTargets, Supervision, VersionSpan, WeightVersion
 
 VOCAB = 30
 LIVE, OLDEST = 5, 3  # steps of the weights in training and of the oldest that sampled
@@ -44,15 +45,29 @@ def models(weights: dict[int, Path]) -> dict[int, Any]:
     }
 
 
+def rows_under(model: Any, sample: Supervision) -> torch.Tensor:
+    """(T, V) log-probabilities after each prefix of the response."""
+    prompt, response = sample.prompt_ids.tolist(), sample.response_ids.tolist()
+    rows: torch.Tensor = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return rows
+
+
 def logprobs_under(model: Any, sample: Supervision) -> torch.Tensor:
     """(T,) log-probabilities of the response's tokens."""
-    prompt, response = sample.prompt_ids.tolist(), sample.response_ids.tolist()
-    rows = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    return rows[range(len(response)), response]
+    return rows_under(model, sample)[range(len(sample.response_ids)), sample.response_ids.tolist()]
 
 
 def steps_of(sample: Supervision) -> np.ndarray[Any, Any]:
     return np.concatenate([np.full(span.end - span.start, span.version.step) for span in sample.version_spans])
+
+
+def branch(ordinal: int) -> SoftTargets:
+    """Return targets less a baseline. No version of the student has a part in them."""
+    draw = np.random.default_rng(100 + ordinal)
+    cells, less = draw.dirichlet(np.ones(4), (2, 2)).astype(np.float32)
+    ids = np.array([draw.permutation(VOCAB)[:4] for _ in range(2)], np.int32)
+    at, weights = np.array([5, 0], np.int32), draw.uniform(0.1, 1.0, 2).astype(np.float32)
+    return SoftTargets(positions=at, token_ids=ids, probabilities=cells, weights=weights, baselines=0.3 * less)
 
 
 def sampled_in_flight(models: dict[int, Any], *, given_advantages: bool) -> list[Supervision]:
@@ -77,6 +92,7 @@ def sampled_in_flight(models: dict[int, Any], *, given_advantages: bool) -> list
             version=min(span.version for span in spans),
             version_spans=spans,
             policy_mask=np.arange(tokens) != 1,
+            soft_targets=(branch(ordinal),),
             advantages=advantages if given_advantages else None,
             pulls=() if given_advantages else (Pull(logprobs=advantages - 3),),
         )
@@ -116,6 +132,9 @@ def test_loss_and_gradient_weigh_each_token_by_the_version_that_sampled_it(
         mask = torch.tensor(sample.policy_mask)
         capped += int((weight[mask] == CAP).sum())
         loss = loss - (weight * ratio * advantage * mask).sum() / len(own) / len(samples)
+        (targets,), rows = sample.soft_targets, rows_under(model, sample)
+        for n, position in enumerate(targets.positions.tolist()):
+            loss = loss + float(targets.weights[n]) * dense_row_loss(rows[position], targets, n) / len(samples)
     loss.backward()
     assert 0 < capped < sum(len(sample.response_ids) for sample in samples)
 

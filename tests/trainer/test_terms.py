@@ -60,6 +60,12 @@ def rows_of(kind: Divergence | None, support: str, positions: list[int], seed: i
     return soft_targets(positions, ids, raw, weights, kind, has_tail=not is_conditional)
 
 
+def with_baseline(targets: SoftTargets, alpha: float) -> SoftTargets:
+    """Return targets less a share of another distribution, which is above some of them."""
+    others = np.random.default_rng(1).dirichlet(np.ones(targets.token_ids.shape[1]), len(targets.positions))
+    return msgspec.structs.replace(targets, baselines=(alpha * others).astype(np.float32))
+
+
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("rows_per_block", [3, 1000])
 def test_value_and_gradient_are_those_of_dense_softmaxes_whatever_the_kind_and_support(
@@ -82,6 +88,8 @@ def test_value_and_gradient_are_those_of_dense_softmaxes_whatever_the_kind_and_s
             rows_of(kind, "conditional", [1, 3], 20 + ordinal),
             rows_of(kind, "whole", [3], 40 + ordinal),
         ]
+        if name == "cross-entropy":  # in a micro-batch with divergences, of which it is none
+            targets += [with_baseline(rows_of(None, "whole", [3, 0, 3], 70), alpha) for alpha in (0.5, 1.0)]
         if name == "forward":
             targets.append(rows_of(forward_kl(temperature=2.0), "whole", [1], 60))
         draw = np.random.default_rng(ordinal)
@@ -224,6 +232,23 @@ def test_a_reverse_kl_without_its_tail_would_go_to_a_share_of_the_target_and_is_
         optimizer.step()
     mass = logits.detach().softmax(0)[torch.tensor(ids[0], dtype=torch.int64)].sum()
     assert float(mass) == pytest.approx(float(teacher.exp()[torch.tensor(ids[0], dtype=torch.int64)].sum()), abs=1e-3)
+
+
+@given(st.integers(0, 99), st.sampled_from([0.0, 0.3, 0.8, 1.0]), st.sampled_from([1, 4, VOCAB]))
+def test_the_gradient_of_a_target_less_a_baseline_is_bounded_in_the_logits_and_is_as_the_page_says(
+    seed: int, alpha: float, k: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    ids = draw.permutation(VOCAB)[None, :k].astype(np.int32)
+    targets = soft_targets([0], ids, -draw.exponential(2.0, (1, k)), [1.0], None, has_tail=False)
+    logits = torch.tensor(draw.normal(0, 4.0, VOCAB), requires_grad=True)
+    losses_of(with_baseline(targets, alpha), logits.log_softmax(0)).sum().backward()
+    rho, prior = np.zeros(VOCAB), np.zeros(VOCAB)
+    rho[ids], prior[ids] = targets.probabilities, np.random.default_rng(1).dirichlet(np.ones(k), 1)
+    expected = (1 - alpha) * logits.detach().softmax(0).numpy() - (rho - alpha * prior)
+    assert logits.grad is not None
+    np.testing.assert_allclose(logits.grad, expected, atol=1e-5)
+    assert float(logits.grad.abs().sum()) < 2 + 1e-5
 
 
 @pytest.mark.parametrize("sure", [14.0, 20.0])

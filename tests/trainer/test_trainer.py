@@ -191,7 +191,7 @@ def test_report_holds_the_documented_metrics(
     assert metrics["updates"] == 2
     assert metrics["trajectories"] == 8
     assert metrics["tokens"] == sum(len(sample.response_ids) for sample in batch)
-    assert metrics["branch_positions"] == 3 + 1 + 0 + 2 + 2 + 5  # a repeated one counts once
+    assert metrics["branch_positions"] == 3 + 1 + 0 + 3 + 2 + 5  # a repeated one counts once
     known = [slice(None) if s.policy_mask is None else s.policy_mask for s in batch]
     follow = [(s, mask) for s, mask in zip(batch, known, strict=True) if s.pulls]
     first = [(s.pulls[0].logprobs - s.behavior_logprobs)[mask] for s, mask in follow]
