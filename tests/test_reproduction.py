@@ -1,6 +1,7 @@
 """The plan of experiments/mechanism as `make reproduction` runs it."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -26,7 +27,10 @@ def plan():
 
 @pytest.mark.parametrize(
     "setting",
-    ["choice", "knowledge", "running-sum", "where-choice", "where-knowledge", "where-running-sum", "where-self"],
+    [
+        *("choice", "knowledge", "running-sum", "where-choice", "where-knowledge", "where-running-sum", "where-self"),
+        *("pilot-choice", "pilot-knowledge", "pilot-running-sum", "pilot-self"),
+    ],
 )
 def test_every_row_is_a_configuration_that_train_takes(plan, setting):
     rows, run = importlib.import_module("rows"), importlib.import_module("run")
@@ -40,6 +44,44 @@ def test_every_row_of_the_teachers_is_a_configuration_that_train_takes(row):
     config = load_config(ROOT / "experiments" / "teachers" / f"{row}.yaml")
     assert (config.route is not None) == (row == "routed")
     assert sorted(config.teachers) == ([] if row == "one" else ["long", "short"])
+
+
+def test_the_pilot_chooses_by_the_rule_that_was_written_before_it(plan, tmp_path, capsys):
+    pilot, rows = importlib.import_module("pilot"), importlib.import_module("rows")
+    assert sum(len(setting.rows) * len(rows.PILOT_SEEDS) for setting in rows.PILOT) == 96
+
+    def write(setting, row, right):
+        """Two problems with two responses each, of which so many are right."""
+        of = {"samples": 8, "correct": dict(zip(("a", "b"), right, strict=True)), "mean_tokens": 1.0}
+        for seed in rows.PILOT_SEEDS:
+            path = tmp_path / "records" / setting / f"{row}-seed-{seed}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"row": row, "seed": seed, "evaluation": of}))
+
+    for setting in rows.PILOT:
+        for row in setting.rows:
+            write(setting.name, row.name, (4, 1))
+    for setting, (first, second) in zip(rows.PILOT, [(5, 6), (5, 6), (5, 6), (8, 5)], strict=True):
+        write(setting.name, "alpha 0.8, gamma 4", (first, 2))
+        write(setting.name, "alpha 0.5, gamma 1", (second, 2))  # better in three settings of four
+    write("pilot-choice", "alpha 1, gamma 4", (8, 0))  # best there, and solves one problem of two
+    write("pilot-self", "alpha 0, gamma 4, beta x 4", (8, 8))
+    pilot.write_pilot(tmp_path, rows.PILOT)
+    said = capsys.readouterr().out
+    assert "Chosen: **alpha 0.5, gamma 1**" in said
+    assert "| alpha 1, gamma 4 | out | 50.0 |" in said
+    assert "| alpha 0.5, gamma 1 | 1.25 | 0.0 |" in said
+    assert said.rstrip().endswith("Chosen: **alpha 0, gamma 4, beta x 4**")
+    for setting in rows.PILOT:  # each loses something somewhere: the least loss stays
+        for loss in rows.WITH_BASELINE:
+            write(setting.name, loss.row, (8, 0))
+    write("pilot-self", "alpha 0, gamma 1", (4, 0))
+    (tmp_path / "records" / "pilot-self" / "alpha 0, gamma 1-seed-0.json").unlink()
+    pilot.write_pilot(tmp_path, rows.PILOT)
+    assert "1 runs are missing: nothing is chosen yet." in capsys.readouterr().out
+    write("pilot-self", "alpha 0, gamma 1", (4, 1))
+    pilot.write_pilot(tmp_path, rows.PILOT)
+    assert "Chosen: **alpha 0.5, gamma 1**" in capsys.readouterr().out  # all are equal: nearest to the paper
 
 
 def test_every_hypothesis_names_rows_that_have_all_seeds(plan):

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RELAY = "experiments/mechanism/relay"
 BATCH = 64
 FIRST_SEED = 100
 ALL_SEEDS, FEW_SEEDS = 8, 3  # of rows that a hypothesis names, and of the others
+PILOT_SEEDS = (0, 1)
 
 OPD: Mapping[str, object] = {"policy.kind": "opd"}
 KD: Mapping[str, object] = {"policy.kind": "kd", "training.loss_aggregation": "token_mean"}
@@ -41,7 +42,7 @@ class Row:
     @property
     def is_forecast(self) -> bool:
         """Whether `spot-async forecast` says what it will gain: SPOT with its own selection and outcomes."""
-        others = {f"policy.{key}" for key in ("kind", "selection", "shuffle_outcomes", "verifier_guidance")}
+        others = {f"policy.{key}" for key in ("kind", "selection", "shuffle_outcomes", "verifier_guidance", "baseline")}
         return self.keys.get("policy.gamma", 1.0) != 0.0 and not others & self.keys.keys()
 
 
@@ -55,13 +56,13 @@ class Setting:
     name: str
     config: str
     folder: str  # of the example: student/ and data/
-    wide: str  # the problems that Pass@64 is measured on
+    wide: str  # the problems that Pass@64 is measured on; empty: it is not
     rows: Sequence[Row]
     choices: frozenset[str]  # the tokens that are a choice with a consequence
     read_choices: Callable[[Sample], Iterator[tuple[str, str]]]  # of a response: what the choice depends on, the choice
     place_of: Callable[[int, str, str], str | None]  # what the choice at a position of a response depends on
     evaluation: Mapping[str, object] = field(default_factory=dict)
-    forecast: Sequence[str] = ("--prompts", "200")  # arguments of the forecast that measures
+    forecast: Sequence[str] = ("--prompts", "200")  # arguments of the forecast that measures; none: no forecast
     model: str = ""  # the untrained student, if it has another name in its folder
 
     @property
@@ -165,6 +166,30 @@ def rule_rows(**training: object) -> tuple[Row, ...]:
     return tested(*(replace(row, keys={**row.keys, **keys}) for row in rows))
 
 
+class BranchLoss(NamedTuple):
+    """A row of the pilot of `baseline`."""
+
+    alpha: float
+    gamma: float
+    times: int  # beta, in betas of the setting
+
+    @property
+    def row(self) -> str:
+        return f"alpha {self.alpha:g}, gamma {self.gamma:g}{f', beta x {self.times}' if self.times > 1 else ''}"
+
+
+PILOT_GAMMAS = (1.0, 4.0)
+PAPERS = tuple(BranchLoss(0.0, gamma, times) for gamma in PILOT_GAMMAS for times in (1, 4))
+WITH_BASELINE = tuple(BranchLoss(alpha, gamma, 1) for gamma in PILOT_GAMMAS for alpha in (0.5, 0.8, 0.9, 1.0))
+
+
+def pilot_rows(beta: float) -> tuple[Row, ...]:
+    return tuple(
+        spot(each.row, baseline=each.alpha, gamma=each.gamma, beta=each.times * beta)
+        for each in (*PAPERS, *WITH_BASELINE)
+    )
+
+
 METHODS, STRATEGIES = frozenset("WXYZ"), frozenset({"one", "two", "three"})
 WIDE = f"{RELAY}/data/heldout-wide.jsonl"
 GAMMA = "policy.gamma=1.0"  # as the plan has it; the quickstart ships another
@@ -185,14 +210,24 @@ PART_TWO = (
     ),
 )  # fmt: skip
 CHOICE, KNOWLEDGE, RUNNING_SUM = PART_TWO
+SELF = replace(KNOWLEDGE, config=f"{RELAY}/self.yaml", model=f"{RELAY}/reader")
 PART_THREE = tuple(
     replace(setting, name=f"where-{name}", rows=rows, forecast=PROBES_ANYWHERE)
     for name, setting, rows in (
         ("choice", CHOICE, rule_rows()),
         ("knowledge", KNOWLEDGE, rule_rows()),
         ("running-sum", RUNNING_SUM, rule_rows(iterations=30)),
-        ("self", replace(KNOWLEDGE, config=f"{RELAY}/self.yaml", model=f"{RELAY}/reader"), rule_rows()),
+        ("self", SELF, rule_rows()),
     )
 )
-PARTS = {"two": PART_TWO, "three": PART_THREE}
+PILOT = tuple(
+    replace(setting, name=f"pilot-{name}", rows=pilot_rows(beta), forecast=(), wide="")
+    for name, setting, beta in (
+        ("choice", CHOICE, 1.0),
+        ("knowledge", KNOWLEDGE, 1.0),
+        ("running-sum", RUNNING_SUM, 1.4),
+        ("self", SELF, 1.0),
+    )
+)
+PARTS = {"two": PART_TWO, "three": PART_THREE, "pilot": PILOT}
 SETTINGS = {setting.name: setting for part in PARTS.values() for setting in part}

@@ -2,6 +2,7 @@
 
     python experiments/mechanism/run.py runs/reproduction
     python experiments/mechanism/run.py runs/where --part three
+    python experiments/mechanism/run.py runs/pilot --part pilot
     python experiments/mechanism/run.py runs/reproduction --tables      # of what is there, and run nothing
 
 Every row is trained by `spot-async train` and measured by `spot-async eval`, in processes of their own. What a run came
@@ -24,7 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rows import ALL_SEEDS, FIRST_SEED, PARTS, ROOT, SETTINGS, Row, Setting
+from pilot import write_pilot
+from rows import ALL_SEEDS, FIRST_SEED, PARTS, PILOT_SEEDS, ROOT, SETTINGS, Row, Setting
 from tables import write_tables
 
 SAMPLES_EVERY = 10  # iterations between two looks at the student's choices
@@ -147,12 +149,16 @@ def measure_base(setting: Setting, directory: Path, *, extra: list[str]) -> None
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     figures = evaluate(setting, setting.student, work / "eval", setting.evaluation, extra)
-    wide = evaluate(setting, setting.student, work / "wide", wide_keys(setting), extra)
-    write_record(record, {"evaluation": counts(figures), "wide": counts(wide)})
+    wide = (
+        counts(evaluate(setting, setting.student, work / "wide", wide_keys(setting), extra)) if setting.wide else None
+    )
+    write_record(record, {"evaluation": counts(figures), "wide": wide})
 
 
 def forecast(setting: Setting, directory: Path, *, extra: list[str]) -> None:
     """Forecast SPOT from the untrained student, once for each row that probes: what the runs are held against."""
+    if not setting.forecast:
+        return
     forecasts = directory / "forecasts"
     forecasts.mkdir(parents=True, exist_ok=True)
     measured = forecasts / f"{setting.name}.json"
@@ -179,7 +185,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, default="two", help="of README.md: whose settings")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="these settings only")
     parser.add_argument("--rows", nargs="+", help="these rows only")
-    parser.add_argument("--seeds", type=int, nargs="+", help="in place of 100 to 107")
+    parser.add_argument("--seeds", type=int, nargs="+", help="in place of 100 to 107, or 0 and 1 of the pilot")
     parser.add_argument("--at-once", type=int, default=2, help="runs at a time")
     parser.add_argument("--keep", action="store_true", help="keep the runs' directories: 30 MB each")
     parser.add_argument("--tables", action="store_true", help="run nothing")
@@ -187,7 +193,8 @@ def main() -> None:
     given = parser.parse_args()
     directory = given.directory.resolve()
     settings = [SETTINGS[name] for name in given.settings] if given.settings else PARTS[given.part]
-    seeds = given.seeds or list(range(FIRST_SEED, FIRST_SEED + ALL_SEEDS))
+    planned = PILOT_SEEDS if given.part == "pilot" else range(FIRST_SEED, FIRST_SEED + ALL_SEEDS)
+    seeds = given.seeds or list(planned)
     # Seed by seed, so that a stop leaves all rows with the same seeds, and paired.
     jobs = [
         Job(setting, row, seed)
@@ -199,7 +206,8 @@ def main() -> None:
 
     def job(each: Job) -> None:
         try:
-            run(each, directory, wide=each.seed == seeds[0], keep=given.keep, extra=given.set)
+            wide = bool(each.setting.wide) and each.seed == seeds[0]
+            run(each, directory, wide=wide, keep=given.keep, extra=given.set)
         except CommandFailed as error:
             # The other rows continue. The next start tries this one again.
             sys.stderr.write(f"{each.name} failed: {error}\n")
@@ -211,7 +219,7 @@ def main() -> None:
             list(pool.map(lambda each: forecast(each, directory, extra=given.set), settings))
             list(pool.map(lambda each: measure_base(each, directory, extra=given.set), settings))
             list(pool.map(job, jobs))
-    write_tables(directory, settings)
+    (write_pilot if given.part == "pilot" else write_tables)(directory, settings)
 
 
 if __name__ == "__main__":
