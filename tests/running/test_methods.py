@@ -11,6 +11,7 @@ import spot_async
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, ReplayMissError
+from spot_async.run_directory.reading import RunFiles
 from spot_async.running.services import core_shares
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,22 @@ def test_grpo_runs_with_a_frozen_reference_and_no_teacher(tmp_path, servers_on_t
     assert second["train/loss_reference"] > 1e-6  # which the student leaves behind, and the reference does not
     assert first["train/mismatch_max"] < 1e-3
     assert sorted(p.stem for p in (tmp_path / "run" / "logs").glob("*.log")) == ["reference", "student", "trainer"]
+
+
+@pytest.mark.parametrize("baseline", [0.5, pytest.param(0.0, marks=pytest.mark.long)])
+def test_spot_less_a_share_of_the_prior_trains_and_tells_of_a_student_that_collapses(
+    tmp_path, servers_on_threads, trainer_on_thread, monkeypatch, baseline
+):
+    monkeypatch.setattr("spot_async.telemetry.failures.COLLAPSED", 100.0)  # whatever the second iteration has left
+    rows = run("spot", tmp_path / "run", f"policy.baseline={baseline}", "training.learning_rate=1e-3")
+    assert len(rows) == 2
+    pulls = [row["spot/baseline_pull"] for row in rows if "spot/baseline_pull" in row]
+    told = [line for line in RunFiles(tmp_path / "run").mismatches() if "entropy fell" in line]
+    assert all(0.5 <= each <= 1.5 for each in pulls)
+    if baseline:
+        assert pulls
+        assert told == [line for line in told if f"policy.baseline={baseline}" in line and "iteration 2" in line]
+    assert len(told) == len(pulls[:1])
 
 
 def test_kd_keeps_what_it_was_taught_and_needs_no_teacher_to_train_from_it(

@@ -147,7 +147,7 @@ def with_category(prompt):
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     """A simulated SPOT run: the rows of its metrics.jsonl, and what a sink was given."""
-    return simulate(SpotPolicy, tmp_path_factory.mktemp("run"), probes=2)
+    return simulate(SpotPolicy, tmp_path_factory.mktemp("run"), probes=2, baseline=0.5)
 
 
 def simulate(policy, folder, verifier=None, capabilities=None, teacher=None, max_staleness=0, teachers=(), **settings):

@@ -398,6 +398,14 @@ def file_of(forecast, prompts=(), **changes):
     return ForecastFile(**{**fields, **changes})
 
 
+def test_a_baseline_changes_nothing_that_is_measured():
+    plain, less = (
+        measured_settings(config_from({**RUN, "policy": {"kind": "spot", **more}})) for more in ({}, {"baseline": 0.5})
+    )
+    assert plain == less
+    assert forecast_config(config_from({**RUN, "policy": {"kind": "spot", "baseline": 0.5}})).policy.baseline == 0
+
+
 def test_what_is_written_is_read_back_and_no_file_of_someone_else_is_written_over(tmp_path):
     prompts = prompts_of((0.1, 0.9, 0.1, 0.9))
     found = file_of(make_forecast(prompts, KEYS, rollouts=8, probes=16), prompts)

@@ -263,14 +263,17 @@ def test_without_verifier_guidance_pages_speak_of_no_probe(tmp_path):
 def test_pages_say_so_where_the_gate_is_off_and_where_outcomes_are_shuffled(tmp_path):
     files = make_run(tmp_path / "run", [spot_sample()], [metrics_row(1) | {"spot/value_variance": 0.05}])
     path = tmp_path / "run" / "config.yaml"
-    path.write_text(path.read_text().replace("{kind: spot}", "{kind: spot, gate: false, shuffle_outcomes: true}"))
+    path.write_text(
+        path.read_text().replace("{kind: spot}", "{kind: spot, gate: false, shuffle_outcomes: true, baseline: 0.5}")
+    )
     report = Tags(report_page(read_report(files))).text
     assert "policy.gate is false" in report
     assert "Variance of the values" not in report  # of one probe, as earlier versions wrote it, it is mostly noise
     path.write_text(path.read_text().replace("kind: spot", "kind: spot, probes: 2"))
     assert "Variance of the values" in Tags(report_page(read_report(files))).text
     CliRunner().invoke(app, ["inspect", str(tmp_path / "run"), "0"])
-    assert "policy.shuffle_outcomes" in (tmp_path / "run" / "inspect-0.html").read_text()
+    assert "policy.shuffle_outcomes" in (page := (tmp_path / "run" / "inspect-0.html").read_text())
+    assert "the target less a share of the prior (policy.baseline)" in page
 
 
 def test_of_candidates_that_look_alike_only_the_sampled_one_is_marked(tmp_path):
