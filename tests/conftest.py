@@ -69,8 +69,17 @@ def pytest_collection() -> Generator[None, object, object]:
     collected = yield
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
     gc.enable()
     return collected
+
+
+@pytest.fixture(scope="module", autouse=True)
+def looked_through() -> Iterator[None]:
+    """Garbage of a file is found when the file ends. What the file imported stays, too."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
