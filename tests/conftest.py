@@ -97,6 +97,16 @@ def certificates() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def flushed() -> Iterator[None]:
+    """This process does not wait for the disk: what it wrote outlives it, and no test cuts the power. `crashes/disk.py`
+    forgets what was not flushed, and so tests whether the right files are.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Directories of small random Qwen3 models and a tokenizer of whole words, `w0` to the last of the vocabulary."""

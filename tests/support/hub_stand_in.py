@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from prompt_server import PromptServer
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -223,7 +224,7 @@ def reached(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
 def running() -> Iterator[Hub]:
     """Run a hub on a thread. Its `url` is what HF_ENDPOINT would say."""
     hub = Hub()
-    server = uvicorn.Server(uvicorn.Config(hub.app, port=0, log_level="error", lifespan="off"))
+    server = PromptServer(uvicorn.Config(hub.app, port=0, log_level="error", lifespan="off"))
     config = server.config
     socket = config.bind_socket()
     socket.listen()  # else who asks before the thread runs is refused
@@ -233,6 +234,6 @@ def running() -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        server.should_exit = True
+        server.end()
         thread.join()
         socket.close()

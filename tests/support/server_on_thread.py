@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
+from prompt_server import PromptServer
 
 from spot_async.backends.local.server import LocalServer
 from spot_async.backends.shared.launch_settings import ProcessSettings
@@ -72,7 +73,7 @@ def serving(model: Path, key: str | None = None) -> Iterator[str]:
 async def _serving(settings: ServeSettings, credentials: Credentials) -> AsyncIterator[socket.socket]:
     with _listen(settings) as listener:
         worker, app = _load(Path(settings.model), settings, credentials)
-        http = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S))
+        http = PromptServer(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S))
         threads = [
             threading.Thread(target=worker.run, name="engine"),
             threading.Thread(target=http.run, kwargs={"sockets": [listener]}, name="http"),
@@ -82,14 +83,7 @@ async def _serving(settings: ServeSettings, credentials: Credentials) -> AsyncIt
         try:
             yield listener
         finally:
-            http.should_exit = True
+            http.end()
             worker.stop()
             for thread in threads:
                 await asyncio.to_thread(thread.join)
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none: signals belong to the test's own process."""
-        yield
