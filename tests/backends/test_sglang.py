@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deadlines import soon
+from deadlines import passed_once, soon
 from sglang_stand_in import (
     PROMPT,
     RESPONSE,
@@ -139,8 +139,9 @@ async def test_a_request_that_nobody_waits_for_is_aborted_by_its_own_id(model: P
     replies: dict[str, Any] = {"generate": [(0, b"")], "abort_request": [(200, b"")]}
     async with connected(model, tmp_path, **replies) as (backend, stand_in):
         sampling = SamplingSettings(max_tokens=30, stop_token_ids=(1,), seed=0)
-        with pytest.raises(TransientError, match="student/generate: no reply before the deadline"):
-            await backend.generate(PROMPT, sampling, deadline=soon(1.0))  # by when the server has it
+        async with passed_once(stand_in.silent):  # when the server has it
+            with pytest.raises(TransientError, match="student/generate: no reply before the deadline"):
+                await backend.generate(PROMPT, sampling, deadline=soon())
         stand_in.silent.clear()
         request = asyncio.create_task(backend.generate(PROMPT, sampling, deadline=soon()))
         await stand_in.silent.wait()

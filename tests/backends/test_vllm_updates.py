@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import structlog
-from deadlines import soon
+from deadlines import passed_once, soon
 from vllm_stand_in import (
     PROMPT,
     V0,
@@ -144,8 +144,9 @@ async def test_a_pause_that_is_not_answered_in_time_is_taken_back(connect: Conne
     async with connect() as (backend, stand_in):
         stand_in.hold = "/pause?mode=keep"
         snapshot = WeightSnapshot(directory=str(stand_in.model), version=V1)
-        with pytest.raises(DeadlineExceededError):
-            await backend.update_weights(snapshot, deadline=asyncio.get_running_loop().time() + 1.0)
+        async with passed_once(stand_in.held):
+            with pytest.raises(DeadlineExceededError):
+                await backend.update_weights(snapshot, deadline=soon())
         assert stand_in.calls == ["/pause?mode=keep", "/resume"]
         assert not stand_in.paused
 

@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import socket
+import socketserver
 import struct
 import subprocess
 import sys
@@ -56,6 +57,14 @@ from spot_async.telemetry.sinks import check_packages, open_sinks
 from spot_async.types import Sample, TrainReport, Verdict, WeightSnapshot, WeightVersion
 
 METRICS = {"rollout/accuracy": 0.25, "evaluation/avg@8": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prompt_ends():
+    """Python's servers look twice a second whether they are to end: here, a hundred times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
+        yield
 
 
 def config(**telemetry):
