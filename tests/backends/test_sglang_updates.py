@@ -64,7 +64,10 @@ async def update(
     """What an update asks of a server of that version, and what comes of it. Its deadline passes once the server is
     silent.
     """
-    async with connected(model, tmp_path, **{**CONTROL, **replies}) as (backend, stand_in), passed_once(stand_in.silent):
+    async with (
+        connected(model, tmp_path, **{**CONTROL, **replies}) as (backend, stand_in),
+        passed_once(stand_in.silent),
+    ):
         weights = SglangWeights(backend._server, WeightSettings(), ServerInfo(version=version), log_directory=tmp_path)
         try:
             await weights.update(WeightSnapshot(directory=str(model), version=V1), deadline=soon())

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from served_model import ENDLESS, KEY, ServedModel, completing
+from server_on_thread import serving
 
 VOCAB = 300
 SLOTS = 4
@@ -19,10 +20,27 @@ PROMPT = "w3 w14 w15"
 
 
 @pytest.fixture(scope="module")
-def server(random_model: Callable[..., Path], running_server: Any) -> Iterator[ServedModel]:
-    model = random_model(vocab_size=VOCAB, max_position_embeddings=20000)
+def model(random_model: Callable[..., Path]) -> Path:
+    return random_model(vocab_size=VOCAB, max_position_embeddings=20000)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[ServedModel]:
+    with serving(model, key=KEY, slots=SLOTS, max_waiting=WAITING) as url:
+        yield ServedModel(url, model)
+
+
+@pytest.fixture(scope="module")
+def process(model: Path, running_server: Any) -> Iterator[ServedModel]:
+    """The same as a user starts it."""
     with running_server(model, "--slots", str(SLOTS), "--max-waiting", str(WAITING), key=KEY) as url:
         yield ServedModel(url, model)
+
+
+@pytest.fixture(params=["server", pytest.param("process", marks=pytest.mark.long)])
+def either(request: pytest.FixtureRequest) -> ServedModel:
+    served: ServedModel = request.getfixturevalue(request.param)
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -52,22 +70,22 @@ async def hang_up(server: ServedModel, body: dict[str, Any]) -> None:
     await writer.wait_closed()
 
 
-async def test_a_client_that_hangs_up_gives_its_slots_back(server: ServedModel):
-    before = server.stats().tokens_generated
+async def test_a_client_that_hangs_up_gives_its_slots_back(either: ServedModel):
+    before = either.stats().tokens_generated
     body = {"prompt": PROMPT, "max_tokens": ENDLESS, "ignore_eos": True}
-    await hang_up(server, body)
-    found = server.until_idle()
+    await hang_up(either, body)
+    found = either.until_idle()
     assert found.tokens_generated - before < ENDLESS / 2
 
 
-async def test_more_than_the_server_can_take_is_told_to_come_back(server: ServedModel, client: openai.OpenAI, complete):
-    async with server.async_client() as many:
-        fields: dict[str, Any] = {"model": server.model.name, "prompt": PROMPT, "max_tokens": ENDLESS}
+async def test_more_than_the_server_can_take_is_told_to_come_back(either: ServedModel):
+    async with either.async_client() as many:
+        fields: dict[str, Any] = {"model": either.model.name, "prompt": PROMPT, "max_tokens": ENDLESS}
         more = {"ignore_eos": True}
         running = [
             asyncio.create_task(many.completions.create(**fields, extra_body=more)) for _ in range(SLOTS + WAITING)
         ]
-        await asyncio.to_thread(server.until, lambda found: found.active == SLOTS and found.waiting == WAITING)
+        await asyncio.to_thread(either.until, lambda found: found.active == SLOTS and found.waiting == WAITING)
         with pytest.raises(openai.InternalServerError, match="8 completions are being worked on") as refused:
             await many.completions.create(**fields)
         assert refused.value.status_code == 503
@@ -75,8 +93,9 @@ async def test_more_than_the_server_can_take_is_told_to_come_back(server: Served
         for each in running:
             each.cancel()
         await asyncio.wait(running)
-    await asyncio.to_thread(server.until_idle)
-    assert complete(max_tokens=2).usage.completion_tokens == 2
+    await asyncio.to_thread(either.until_idle)
+    with either.client() as client:
+        assert completing(either, client, PROMPT)(max_tokens=2).usage.completion_tokens == 2
 
 
 # -- what is refused --

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from prompt_server import PromptServer
@@ -57,9 +58,9 @@ def launch(server: LocalServer, settings: ProcessSettings) -> ServerOnThread:
 
 
 @contextlib.contextmanager
-def serving(model: Path, key: str | None = None) -> Iterator[str]:
+def serving(model: Path, key: str | None = None, **own: Any) -> Iterator[str]:
     """Serve a model on a port of its own, for tests that start no backend. The value is its address."""
-    settings = ServeSettings(model=str(model), port=0)
+    settings = ServeSettings(model=str(model), port=0, **own)
     with asyncio.Runner() as runner:
         server = _serving(settings, Credentials(api_key=key))
         listener = runner.run(server.__aenter__())
