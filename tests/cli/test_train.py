@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import trainer_on_thread
 from command import (
     QUICK,
     arguments,
@@ -28,17 +29,26 @@ from command import (
 from problem_files import FEW
 
 from spot_async.base.processes.resources import available_cores
+from spot_async.trainer.handle import TrainerProcess
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "running_sum"
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def ranks(request):
+    """Of the finished run: one on a thread of this process, or two trainer processes."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory, few_problems, servers_on_threads):
-    """Of two trainer processes. The drills below have servers that are processes, too."""
+def finished_run(ranks, tmp_path_factory, few_problems, servers_on_threads):
+    """The drills below have servers that are processes, too."""
     run = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPOT_ASYNC_TEST", "finished")
+        if ranks == 1:
+            patch.setattr(TrainerProcess, "_start", trainer_on_thread.start)
         done = invoke(
             patch,
             "train",
@@ -49,7 +59,7 @@ def finished_run(tmp_path_factory, few_problems, servers_on_threads):
             "evaluation.samples=2",
             "evaluation.eval_every=1",
             f"evaluation.problems={held_out(run.parent)}",
-            "training.ranks=2",
+            f"training.ranks={ranks}",
         )
     assert done.exit_code == 0, done.stderr
     assert_nothing_left("SPOT_ASYNC_TEST=finished", but=os.getpid())
@@ -59,10 +69,10 @@ def finished_run(tmp_path_factory, few_problems, servers_on_threads):
 CHECK = ("check", "configs/quickstart.yaml", "--no-servers", FEW, *QUICK[:-1])
 
 
-def test_check_says_before_what_a_run_keeps(finished_run, monkeypatch):
+def test_check_says_before_what_a_run_keeps(finished_run, ranks, monkeypatch):
     run, _ = finished_run
     shown = invoke(
-        monkeypatch, *CHECK, "run.directory=runs/new", "training.ranks=2",
+        monkeypatch, *CHECK, "run.directory=runs/new", f"training.ranks={ranks}",
         "evaluation=null", "--from", str(run), "--json",
     )  # fmt: skip
     assert shown.exit_code == 0, shown.stderr
@@ -130,7 +140,7 @@ def held_out(folder: Path) -> Path:
     return path
 
 
-def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
+def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run, ranks):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, out = finished_run
@@ -138,8 +148,9 @@ def test_a_run_ends_with_a_table_and_a_student_that_loads(finished_run):
     assert re.search(r"all +6( +[+-]?[\d.]+ ±[\d.]+){5}", out)
     assert re.search(r"2 iterations in \d+ s; prompts: 16 trained", out)
     log = (run / "logs" / "trainer.log").read_text()
-    assert re.search(r"^rank 0 computes on .*torch ", log, re.MULTILINE)
-    assert "attention: sdpa, one call for each document\n" in log
+    if ranks == 2:  # a thread has no log of its own
+        assert re.search(r"^rank 0 computes on .*torch ", log, re.MULTILINE)
+        assert "attention: sdpa, one call for each document\n" in log
     assert out.count("training with spot") == 2  # before each iteration, and not once more after the last evaluation
     trained = AutoModelForCausalLM.from_pretrained(run / "student").state_dict()
     initial = AutoModelForCausalLM.from_pretrained(EXAMPLE / "student").state_dict()
@@ -207,12 +218,12 @@ def test_evaluations_during_the_run_are_recorded_and_keep_the_best_student(finis
     assert "optimistic" in out
 
 
-def test_the_written_configuration_runs_again(finished_run, tmp_path, monkeypatch):
+def test_the_written_configuration_runs_again(finished_run, ranks, tmp_path, monkeypatch):
     run, _ = finished_run
     dry = invoke(monkeypatch, "train", str(run / "config.yaml"), f"run.directory={tmp_path / 'again'}", "--dry-run")
     assert dry.exit_code == 0, dry.stderr
     assert "<|user|>" in dry.output  # a rendered prompt
-    assert "2 rank(s)" in dry.output
+    assert f"{ranks} rank(s)" in dry.output
     assert not (tmp_path / "again").exists()
 
 

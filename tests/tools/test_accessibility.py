@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import shutil
-import subprocess
 import tarfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from browser import Page, browser
 from evaluation_files import written
 from rich.console import Console
 from run_files import make_run, metrics_row, spot_sample
@@ -29,32 +29,34 @@ axe = pytest.importorskip("axe_core_python")
 pytestmark = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 
 SCRIPT = Path(axe.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
-RUN = """<script>addEventListener("load", () => axe.run().then(({violations}) => {
-  const found = document.createElement("pre");
-  found.id = "found";
-  const places = each => each.nodes.map(node => node.html.slice(0, 200));
-  found.textContent = JSON.stringify(violations.map(each => [each.id, places(each)]));
-  document.body.replaceChildren(found);
-}));</script>"""
+FOUND = """axe.run().then(({violations}) => JSON.stringify(
+  violations.map(each => [each.id, each.nodes.map(node => node.html.slice(0, 200))])
+))"""
 
 
-@pytest.fixture
-def violations(tmp_path: Path) -> Callable[[str, int, bool], list[object]]:
-    """What axe-core finds in a page. The page's own policy would not let it run, so that is taken out."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    async with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
 
-    def found(page: str, width: int, dark: bool) -> list[object]:
-        file = tmp_path / "page.html"
-        bare = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page)
-        file.write_text(bare.replace("</body>", f"<script>{SCRIPT}</script>{RUN}</body>"), encoding="utf-8")
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-                   f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
-                   *(["--blink-settings=preferredColorScheme=0"] if dark else []), "--virtual-time-budget=60000",
-                   "--dump-dom", f"file://{file}"]  # fmt: skip
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
-        (said,) = re.findall(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)
-        return list(json.loads(html.unescape(said)))
 
-    return found
+def written_bare(page: str, file: Path) -> None:
+    """Write a page with axe-core in it. The page's own policy would not let that run, so it is taken out."""
+    bare = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page)
+    file.write_text(bare.replace("</body>", f"<script>{SCRIPT}</script></body>"), encoding="utf-8")
+
+
+async def violations(chromium: Page, file: Path, width: int, dark: bool) -> list[tuple[str, list[str]]]:
+    """What axe-core finds in a page."""
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    await chromium.call("Emulation.setEmulatedMedia", features=[scheme])
+    shape = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    await chromium.call("Emulation.setDeviceMetricsOverride", **shape)
+    await chromium.open(file)
+    await chromium.until(f"location.href === {file.as_uri()!r} && document.readyState === 'complete'")
+    is_shown = "`${innerWidth} ${matchMedia('(prefers-color-scheme: dark)').matches}`"
+    assert await chromium.value(is_shown) == f"{width} {str(dark).lower()}"
+    return list(json.loads(await chromium.value(FOUND)))
 
 
 def report(run: Path) -> str:
@@ -95,8 +97,18 @@ def forecast(run: Path) -> str:
 
 @pytest.mark.parametrize("page", [report, sample, listed, comparison, forecast])
 @pytest.mark.parametrize(("width", "dark"), [pytest.param(1280, False, marks=pytest.mark.long), (390, True)])
-def test_axe_finds_nothing(
-    violations: Callable[[str, int, bool], list[object]], page: Callable[[Path], str], width: int, dark: bool,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    assert violations(page(tmp_path / "run"), width, dark) == []
+@pytest.mark.asyncio(loop_scope="module")
+async def test_axe_finds_nothing(
+    chromium: Page, page: Callable[[Path], str], width: int, dark: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    written_bare(page(tmp_path / "run"), file)
+    assert await violations(chromium, file, width, dark) == []
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_axe_finds_what_is_wrong(chromium: Page, tmp_path: Path) -> None:
+    """After other pages in the same browser, too."""
+    file = tmp_path / "wrong.html"
+    written_bare(sample(tmp_path / "run").replace("</body>", '<img src="data:,"></body>'), file)
+    assert [rule for rule, _ in await violations(chromium, file, 390, dark=True)] == ["image-alt", "region"]
