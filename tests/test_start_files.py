@@ -55,7 +55,7 @@ def test_there_is_one_for_each_thing_that_people_come_for_and_it_is_short_enough
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=() if each in ("one-gpu", "remote-teacher") else pytest.mark.long) for each in FILES],
+    [pytest.param(each, marks=() if each == "one-gpu" else pytest.mark.long) for each in FILES],
 )
 def test_a_copy_of_it_can_start_and_fits_the_gpus_that_it_names(name, shown):
     code, output = shown(name)

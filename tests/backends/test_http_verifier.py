@@ -88,6 +88,11 @@ async def judging(judge: Judge, **settings: Any) -> AsyncIterator[HttpVerifier]:
             yield verifier
 
 
+@pytest.fixture(autouse=True)
+def _asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spot_async.base.retry.BASE_DELAY_S", 0.01)
+
+
 class Asked:
     """A stage of its own for one verifier, and what failed there."""
 

@@ -50,6 +50,12 @@ def server(tmp_path, make_command=serve, **launch):
 
 
 @pytest.fixture(autouse=True)
+def _asked_often(monkeypatch):
+    """Whether a server is ready: ours are within milliseconds."""
+    monkeypatch.setattr("spot_async.backends.shared.launch.ASK_INTERVAL_S", 0.02)
+
+
+@pytest.fixture(autouse=True)
 def _in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 

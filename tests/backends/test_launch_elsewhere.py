@@ -32,6 +32,12 @@ STUDENT = ROOT / "examples/running_sum/student"
 JOINED = ["sh", "-c", 'eval "$*"; exit $?', "-"]  # as ssh does: the words are joined and read again
 
 
+@pytest.fixture(autouse=True)
+def _asked_often(monkeypatch):
+    """Whether a server is ready: ours are within milliseconds."""
+    monkeypatch.setattr("spot_async.backends.shared.launch.ASK_INTERVAL_S", 0.02)
+
+
 @pytest.fixture(scope="module")
 def ssh(tmp_path_factory):
     with ssh_server(tmp_path_factory.mktemp("ssh"), free_port()) as client:

@@ -171,7 +171,7 @@ def check_once(path):
     assert [row.ordinal for row in rows] == list(range(ITERATIONS * BATCH + 1))
 
 
-@pytest.mark.parametrize("policy", [SpotPolicy, GrpoPolicy])
+@pytest.mark.parametrize("policy", [SpotPolicy, pytest.param(GrpoPolicy, marks=pytest.mark.long)])
 def test_a_strict_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(policy, tmp_path):
     made = make_policy(policy)
     needs_teacher = made.needs.teacher
@@ -190,7 +190,7 @@ def test_a_strict_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(
             assert teacher.asked <= asked.asked + (begun - 1) * EVERY * BATCH
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_asynchronous_run_that_was_killed_trains_every_prompt_once(max_staleness, tmp_path):
     for seed in range(6):
         rng = random.Random(f"{max_staleness} {seed}")

@@ -29,7 +29,7 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_crashes_lose_nothing_and_a_strict_run_keeps_its_bits(max_staleness: int) -> None:
     found = [
         crashing_run(seed, lambda: simulated_recipe("speculative_kd"), max_staleness=max_staleness) for seed in range(6)

@@ -52,7 +52,9 @@ OWN: dict[str, list[str]] = {  # keys by which more of the loss is seen
 # The same recipes with other selves as teachers. `running/test_following.py` has all kinds of selves.
 OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("sdft_averaged", "sdpo_live")]
 SHOWN = ("gkd", "guided_prefix", "kdrl", "mopd", "opsd", "sdpo", "teacher_average")  # one of each kind; others are long
-SELVES = ("sdft_live", *OTHERS)
+SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
+# Their lines are those of kdrl, opsd and exopd, weighted or clipped.
+ALIKE = ("paced", "pw_opsd", "reopold", "rlsd")
 
 
 def plain(name: str) -> str:
@@ -308,7 +310,9 @@ def test_four_iterations_train_at_staleness_2(run: Callable[[str], Path], name: 
     assert lags <= {"lag/0", "lag/1", "lag/2"}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *SELVES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.long) if each in ALIKE else each for each in NAMES] + [*SELVES]
+)
 def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
     run: Callable[[str], Path], models: dict[str, Any], rows_of: Callable[..., Response], name: str
 ) -> None:

@@ -118,7 +118,7 @@ def stepped(directory: Path, other: Path, shares: Any) -> tuple[float, dict[str,
     return loss.item(), gradient, after
 
 
-@pytest.mark.parametrize("kind", ["routed", "average"])
+@pytest.mark.parametrize("kind", ["routed", pytest.param("average", marks=pytest.mark.long)])
 def test_the_first_step_is_that_of_dense_rows_in_float64(run, routed, other, kind):
     if kind == "routed":
         directory, shares = routed, lambda sample: {"short" if sample["tier"] == "easy" else "long": 1.0}
