@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -71,9 +71,25 @@ async def backend(
             yield it
 
 
+class KeptReference:
+    """What was computed for one fault is not computed again for the next."""
+
+    kept: ClassVar[dict[tuple[bytes, bytes, float], Any]] = {}
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    async def logprobs(self, prompt_ids: Any, response_ids: Any, temperature: float = 1.0) -> Any:
+        asked = prompt_ids.tobytes(), response_ids.tobytes(), temperature
+        if asked not in self.kept:
+            self.kept[asked] = await self._reference.logprobs(prompt_ids, response_ids, temperature)
+        return self.kept[asked]
+
+
 async def failing(faulty: Any, model_directory: Path, scratch: Path, names: set[str]) -> set[str]:
     """The checks that fail."""
     subject = await make_subject(faulty, str(model_directory), scratch)
+    subject.reference = KeptReference(subject.reference)  # type: ignore[assignment] # until an update
     failed = set()
     for check in CHECKS.values():
         if check.name in names:
