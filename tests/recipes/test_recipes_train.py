@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ WHOLE = 48  # tokens of the vocabulary
 SMALL = [
     "max_staleness=2",
     "evaluation=null",
-    "training.iterations=4",
     "training.batch_size=8",
     "training.mini_batch_size=8",
     "training.warmup_iterations=0",
@@ -55,6 +55,8 @@ SHOWN = ("gkd", "guided_prefix", "kdrl", "mopd", "opsd", "sdpo", "teacher_averag
 SELVES = (pytest.param("sdft_live", marks=pytest.mark.long), *OTHERS)
 # Their lines are those of kdrl, opsd and exopd, weighted or clipped.
 ALIKE = ("paced", "pw_opsd", "reopold", "rlsd")
+# Their four iterations are trained in the long tests, and their lines are compared in the others.
+ALONE = {*NAMES} - {*SHOWN, *ALIKE}
 
 
 def plain(name: str) -> str:
@@ -69,10 +71,27 @@ class Response:
     sample: dict[str, Any]
     ids: Tensor  # (T,)
     student: Tensor  # of the weights in training, with a gradient
-    teacher: Tensor
-    informed: Tensor | None  # the frozen student behind problem and solution
-    shown: Tensor | None  # the frozen student behind a demonstration
-    behind: Callable[[str], Tensor]  # the frozen student behind another problem
+    solution: str
+    rows: Callable[[str, list[str]], Tensor]  # a frozen model's, behind these turns
+
+    @cached_property
+    def teacher(self) -> Tensor:
+        return self.rows("teacher", [self.sample["problem"]])
+
+    @cached_property
+    def informed(self) -> Tensor:
+        """The frozen student behind problem and solution."""
+        return self.behind(f"{self.sample['problem']} {self.solution}")
+
+    @cached_property
+    def shown(self) -> Tensor:
+        """The frozen student behind a demonstration."""
+        problem = self.sample["problem"]
+        return self.rows("student", [problem, self.solution, problem])
+
+    def behind(self, text: str) -> Tensor:
+        """The frozen student behind another problem."""
+        return self.rows("student", [text])
 
     def of(self, rows: Tensor) -> Tensor:
         """The log-probabilities (T,) of the response's own tokens."""
@@ -238,19 +257,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(
     data: Path, tmp_path_factory: pytest.TempPathFactory, servers_on_threads: None, trainer_on_thread: None
-) -> Iterator[Callable[[str], Path]]:
+) -> Iterator[Callable[..., Path]]:
     """The directory of a recipe's run: its own configuration, a few small batches, each run made once."""
-    made: dict[str, Path] = {}
+    made: dict[tuple[str, int], Path] = {}
 
-    def directory(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
+    def directory(name: str, iterations: int = 4) -> Path:
+        if (name, iterations) not in made:
+            made[name, iterations] = made_in = tmp_path_factory.mktemp(name)
             path = "data.train.path" if plain(name) == "sdft" else "data.train"
             groups = ["policy.samples=4", "training.batch_size=3", "training.mini_batch_size=3"]
             own = groups if name in ("kdrl", "paced", "rlsd") else OWN.get(plain(name), [])
-            given = [f"run.directory={made[name]}/run", f"{path}={data}", *SMALL, *own]
-            spot_async.run(RECIPES / f"{name}.yaml", given)
-        return made[name] / "run"
+            kept = [f"run.directory={made_in}/run", f"{path}={data}", f"training.iterations={iterations}"]
+            spot_async.run(RECIPES / f"{name}.yaml", [*kept, *SMALL, *own])
+        return made[name, iterations] / "run"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -278,16 +297,13 @@ def rows_of(data: Path, models: dict[str, Any]) -> Callable[[dict[str, Any]], Re
         return models[role](torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
     def response(sample: dict[str, Any]) -> Response:
-        problem, ids = sample["problem"], sample["response_ids"]
-        solution = solutions[sample["problem_id"]]
+        ids = sample["response_ids"]
         return Response(
             sample=sample,
             ids=torch.tensor(ids),
-            student=rows("student", [problem], ids),
-            teacher=rows("teacher", [problem], ids).detach(),
-            informed=rows("student", [f"{problem} {solution}"], ids).detach(),
-            shown=rows("student", [problem, solution, problem], ids).detach(),
-            behind=lambda text: rows("student", [text], ids).detach(),
+            student=rows("student", [sample["problem"]], ids),
+            solution=solutions[sample["problem_id"]],
+            rows=lambda role, turns: rows(role, turns, ids).detach(),
         )
 
     return response
@@ -314,10 +330,11 @@ def test_four_iterations_train_at_staleness_2(run: Callable[[str], Path], name: 
     "name", [pytest.param(each, marks=pytest.mark.long) if each in ALIKE else each for each in NAMES] + [*SELVES]
 )
 def test_the_first_loss_and_gradient_are_those_of_the_papers_line(
-    run: Callable[[str], Path], models: dict[str, Any], rows_of: Callable[..., Response], name: str
+    run: Callable[..., Path], models: dict[str, Any], rows_of: Callable[..., Response], name: str
 ) -> None:
-    first = [sample for sample in lines(run(name) / "samples.jsonl") if sample["iteration"] == 1]
-    trained = lines(run(name) / "metrics.jsonl")[0]
+    directory = run(name, iterations=1 if name in ALONE else 4)
+    first = [sample for sample in lines(directory / "samples.jsonl") if sample["iteration"] == 1]
+    trained = lines(directory / "metrics.jsonl")[0]
     groups = [list(map(rows_of, group)) for _, group in groupby(first, key=lambda sample: sample["problem_id"])]
     assert_telling(name, groups)
     losses = [globals()[plain(name)](one, group).mean() for group in groups for one in group]
