@@ -48,8 +48,8 @@ def opened_below(directory: Path) -> list[str]:
     return [each.name for each in opened if each.is_relative_to(directory / "weights")]
 
 
-async def ask(pool: ReplicaPool[Any], seed: int, max_tokens: int = 4) -> None:
-    sampling = SamplingSettings(max_tokens=max_tokens, stop_token_ids=(), seed=seed)
+async def ask(pool: ReplicaPool[Any], seed: int, tokens: int = 4) -> None:
+    sampling = SamplingSettings(max_tokens=tokens, stop_token_ids=(), seed=seed)
     async with await pool.lease(Errand("rollout", (seed,))) as backend:
         await backend.generate(np.array([5, 9, 2], np.int32), sampling, deadline=soon())
 
@@ -79,7 +79,7 @@ async def test_a_student_lost_again_and_again_leaves_no_object_no_open_file_and_
             replica = pool._replicas[0]
             replica.report(Trouble.ENDED, ProcessDiedError("student was killed"))
             with pytest.raises(TransientError):  # sent just before the loss was noticed
-                await ask(pool, step, max_tokens=150)  # the loss comes long before its last token
+                await ask(pool, step, tokens=1000)  # takes longer than that, on a busy machine too
             await ask(pool, step)  # waits until it is back
             assert (replica.life.state, replica.restarts) == (State.SERVING, step)
             opened.append(opened_below(tmp_path))
