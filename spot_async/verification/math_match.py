@@ -1,8 +1,8 @@
 r"""The verifier of evaluations and data checks: the normal forms first, then Math-Verify without its leniencies.
 
 Two answers of the same normal form are equal, as in training. Otherwise both are respelled as LaTeX (`np.arcsin(1/2)`,
-`x²≥4`), lists are compared element by element, and what is left goes to Math-Verify in the worker processes of
-`math_verify.py`. There it reads LaTeX only, to its end, and a set may be given as a relation (`3<x\le 4` for `(3,4]`).
+`x²≥4`), lists are compared element by element, and what is left goes to Math-Verify, all of it in the worker processes
+of `math_verify.py`. It reads LaTeX only, to its end, and a set may be given as a relation (`3<x\le 4` for `(3,4]`).
 
 Math-Verify drops what it cannot read and compares the rest. It takes `3\text{ million}`, `\neq 3` and `3_7` for 3, and
 a policy that is trained on such verdicts learns to write them. What is found here is wrong.
@@ -39,7 +39,6 @@ from spot_async.verification.normalization import (
 
 Ask = Callable[[str, str], bool]
 
-_LONGEST_HERE = 500  # characters that are respelled in this process
 _LONGEST_LIST = 20  # elements of which each is compared with each
 _ONE_CHARACTER = "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _SIGNS = str.maketrans(
@@ -168,32 +167,8 @@ class MathMatch(MathVerify):
         gold, verdict = strip_answer(problem.answer), Verdict.NO_ANSWER
         for answer in boxed_answers(response_text):
             if verdict in (Verdict.NO_ANSWER, Verdict.WRONG):
-                verdict = await self._compare(gold, answer, deadline)
+                verdict = await self._compare(gold, answer, deadline, "whole")
         return verdict
-
-    async def _compare(self, gold: str, answer: str, deadline: float) -> Verdict:
-        """Find out what Math-Verify must be asked, ask for all of that at once, and compare with its answers.
-
-        Long texts are compared as a whole where that can be killed: what respells short ones may take for ever.
-        """
-        if max(len(gold), len(answer)) > _LONGEST_HERE and not is_oversized(answer, gold):
-            equal = [True] if same_answer(gold, answer) else await self._ask([(gold, answer)], deadline, "whole")
-            return equal if isinstance(equal, Verdict) else Verdict.CORRECT if equal[0] else Verdict.WRONG
-        pairs: list[tuple[str, str | None]] = []
-
-        def collect(gold: str, answer: str) -> bool:
-            pairs.append((gold, answer))
-            return True
-
-        is_equal = same(gold, answer, collect, self._tolerance)
-        if not pairs:
-            return Verdict.CORRECT if is_equal else Verdict.WRONG
-        equal = await self._ask(pairs, deadline, "guarded")
-        if isinstance(equal, Verdict):
-            return equal
-        known = dict(zip(pairs, equal, strict=True))
-        is_equal = same(gold, answer, lambda *pair: known[pair], self._tolerance)
-        return Verdict.CORRECT if is_equal else Verdict.WRONG
 
 
 def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal(0)) -> bool:
@@ -369,13 +344,11 @@ def _same_lists(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal) -
     golds, answers = ([spelled[form] for form in each.elements()] for each in (forms - others, others - forms))
     if len(golds) > _LONGEST_LIST:
         return None
-    rows = [[same(each, other, ask, relative_tolerance) for other in answers] for each in golds]
-    left = list(range(len(rows)))
-    for row in rows:  # equality is transitive: the first answer that a gold equals may be its own
-        found = next((column for column in left if row[column]), None)
+    for each in golds:  # equality is transitive: the first answer that a gold equals may be its own
+        found = next((other for other in answers if same(each, other, ask, relative_tolerance)), None)
         if found is None:
             return False
-        left.remove(found)
+        answers.remove(found)
     return True
 
 

@@ -18,7 +18,6 @@ import math
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from decimal import Decimal
 from pathlib import Path
@@ -29,14 +28,20 @@ from pydantic import Field
 from spot_async.base.tasks import Opened
 from spot_async.config import NonNegativeFloat, PluginSettings, PositiveFloat, PositiveInt
 from spot_async.types import Problem, Verdict
-from spot_async.verification.normalization import extract_boxed, is_oversized, parse_number, strip_answer
+from spot_async.verification.normalization import (
+    extract_boxed,
+    is_oversized,
+    parse_number,
+    same_answer,
+    strip_answer,
+)
 from spot_async.verification.worker_pool import WorkerDiedError, WorkerPool
 
 _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 _MIB = 1 << 20
-How = Literal["plain", "guarded", "whole"]
+How = Literal["plain", "whole"]
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|sqrt|frac|pi|infty"
 _BARE_FUNCTION = re.compile(rf"(?<![A-Za-z\\])(?:{FUNCTIONS})(?![A-Za-z])")
 
@@ -67,7 +72,7 @@ class MathVerify(Opened):
         command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
         self._pool = pool or WorkerPool(command, size=settings.workers)
         self._tolerance = Decimal(str(settings.relative_tolerance))
-        self._outcomes: OrderedDict[tuple[str, tuple[tuple[str, str | None], ...]], list[bool]] = OrderedDict()
+        self._outcomes: OrderedDict[tuple[str, str | None, How], bool] = OrderedDict()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self._pool)
@@ -84,44 +89,44 @@ class MathVerify(Opened):
         answer = extract_boxed(response_text)
         if not answer:
             return Verdict.NO_ANSWER
-        gold = strip_answer(problem.answer)
-        if (is_equal := compare_strings(gold, answer, self._tolerance)) is not None:
-            return Verdict.CORRECT if is_equal else Verdict.WRONG
-        equal = await self._ask([(spell_exponent(gold), spell_exponent(answer))], deadline)
-        if isinstance(equal, Verdict):
-            return equal
-        return Verdict.CORRECT if equal[0] else Verdict.WRONG
+        return await self._compare(*map(spell_exponent, (strip_answer(problem.answer), answer)), deadline, "plain")
+
+    async def _compare(self, gold: str, answer: str, deadline: float, how: How) -> Verdict:
+        """Compare here what needs no parser, and all else where it can be killed."""
+        is_equal: bool | Verdict | None = compare_strings(gold, answer, self._tolerance)
+        if is_equal is None and how == "whole":
+            is_equal = same_answer(gold, answer) or None
+        if is_equal is None:
+            is_equal = await self._ask(gold, answer, deadline, how)
+        return is_equal if isinstance(is_equal, Verdict) else Verdict.CORRECT if is_equal else Verdict.WRONG
 
     async def reads(self, answer: str) -> bool:
         """Return whether Math-Verify reads an answer as the mathematics that it is.
 
         Otherwise only the same text is right: `-1./3`, or `sqrt{7}`, where it reads a product of letters.
         """
-        return not _BARE_FUNCTION.search(answer) and await self._ask([(answer, None)], math.inf, "guarded") != [False]
+        return not _BARE_FUNCTION.search(answer) and await self._ask(answer, None, math.inf, "whole") is not False
 
-    async def _ask(
-        self, pairs: Sequence[tuple[str, str | None]], deadline: float, how: How = "plain"
-    ) -> list[bool] | Verdict:
-        """Return whether each gold equals its answer, or the missing verdict. See `verify` for what it raises.
+    async def _ask(self, gold: str, answer: str | None, deadline: float, how: How) -> bool | Verdict:
+        """Return whether the gold equals the answer, or the missing verdict. See `verify` for what it raises.
 
         `how` they are compared: see math_verify_worker.py.
         """
-        asked = how, tuple(pairs)
+        asked = gold, answer, how
         if asked in self._outcomes:
             self._outcomes.move_to_end(asked)
             return self._outcomes[asked]
-        request = {"pairs": pairs, "how": how, "relative_tolerance": self.settings.relative_tolerance}
+        request = {"gold": gold, "answer": answer, "how": how, "relative_tolerance": self.settings.relative_tolerance}
         try:
             reply = await self._pool.ask(request, timeout_s=self.settings.timeout_s, deadline=deadline)
         except TimeoutError:
             return Verdict.TIMEOUT
         except WorkerDiedError:
             return Verdict.ERROR
-        equal: list[bool] = reply["equal"]
-        self._outcomes[asked] = equal
+        self._outcomes[asked] = is_equal = bool(reply["equal"])
         if len(self._outcomes) > self.settings.cache_entries:
             self._outcomes.popitem(last=False)
-        return equal
+        return is_equal
 
 
 def compare_strings(gold: str, answer: str, relative_tolerance: Decimal = Decimal(0)) -> bool | None:

@@ -1,9 +1,9 @@
 r"""A process that compares answers with Math-Verify. Started by `math_verify.py` as a script, never imported.
 
-It reads `{"pairs": [[gold, answer], ...], "how": ..., "relative_tolerance": ...}`, one JSON object per line, and
-writes `{"equal": [true, ...]}`. An answer that does not parse is not equal. `guarded` has Math-Verify read nothing but
-LaTeX, units included; a set may be a relation. `whole` does also what `math_match.py` does with short texts by itself.
-With null for the answer, the question is whether Math-Verify reads the gold as mathematics.
+It reads `{"gold": ..., "answer": ..., "how": ..., "relative_tolerance": ...}`, one JSON object per line, and writes
+`{"equal": true}`. An answer that does not parse is not equal. `plain` is Math-Verify itself; `whole`, `math_match.py`,
+and has Math-Verify read nothing but LaTeX, units included; a set may be a relation. With null for the answer, the
+question is whether Math-Verify reads the gold as mathematics.
 
 Math-Verify's own time limits are off, since they need SIGALRM and leave half-built caches. The parent kills the process
 instead. Running out of memory ends the process, and the parent takes that for missing evidence. If sympy swallows the
@@ -32,12 +32,14 @@ TINY = 1e-3
 _OR = re.compile(r"(?<![A-Za-z])or(?![A-Za-z])")
 
 
-def load_comparison() -> Callable[[dict[str, Any]], list[bool]]:
-    """Import Math-Verify and return what answers a request."""
+def load_comparison() -> Callable[[dict[str, Any]], bool]:
+    """Import Math-Verify and return what answers a request. What takes long to import counts for no request."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy.core.relational import Relational
+
+    from spot_async.verification.math_match import same
 
     whole = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last")
     only_latex = {"extraction_config": [LatexExtractionConfig(boxed_match_priority=0, normalization_config=whole)]}
@@ -114,14 +116,13 @@ def load_comparison() -> Callable[[dict[str, Any]], list[bool]]:
                 raise
             return False  # sympy and ANTLR raise nearly every type for text that is not mathematics
 
-    def answers(request: dict[str, Any]) -> list[bool]:
-        how, tolerance = request["how"], request["relative_tolerance"]
-        compare = partial(equal_or_unparsable, guarded=how != "plain", relative_tolerance=tolerance)
-        if how == "whole":
-            from spot_async.verification.math_match import same  # most workers need none of what this imports
-
-            return [same(gold, answer, compare, Decimal(str(tolerance))) for gold, answer in request["pairs"]]
-        return [compare(*pair) for pair in request["pairs"]]
+    def answers(request: dict[str, Any]) -> bool:
+        gold, answer, tolerance = request["gold"], request["answer"], request["relative_tolerance"]
+        is_whole = request["how"] == "whole"
+        compare = partial(equal_or_unparsable, guarded=is_whole, relative_tolerance=tolerance)
+        if is_whole and answer is not None:
+            return same(gold, answer, compare, Decimal(str(tolerance)))
+        return compare(gold, answer)
 
     return answers
 
@@ -135,6 +136,7 @@ def limit_memory(limit_bytes: int) -> None:
 
 def main() -> None:
     exit_with_parent()
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy only comes along: a thread for each core would take the memory
     limit_memory(int(sys.argv[1]))
     logging.disable(logging.CRITICAL)  # Math-Verify logs whole responses
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
