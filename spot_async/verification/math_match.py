@@ -16,8 +16,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
+from itertools import pairwise
 
-from spot_async.types import Problem, Verdict
 from spot_async.verification.math_verify import FUNCTIONS, MathVerify, numbers_equal
 from spot_async.verification.normalization import (
     APART,
@@ -28,6 +28,7 @@ from spot_async.verification.normalization import (
     boxed_answers,
     changes_value,
     clean_layout,
+    depths,
     is_oversized,
     normal_form,
     parse_number,
@@ -153,22 +154,15 @@ class MathMatch(MathVerify):
     class Settings(MathVerify.Settings):
         kind: str = "math"
 
+    _is_whole = True
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.plain = MathVerify(settings, self._pool)
 
-    async def verify(self, problem: Problem, response_text: str, *, deadline: float) -> Verdict:
-        """Judge the response's last box against `problem.answer`, as `MathVerify.verify` does.
-
-        If that is wrong, several boxes at the response's end may be it together.
-        """
-        if not problem.answer:
-            return Verdict.UNJUDGED
-        gold, verdict = strip_answer(problem.answer), Verdict.NO_ANSWER
-        for answer in boxed_answers(response_text):
-            if verdict in (Verdict.NO_ANSWER, Verdict.WRONG):
-                verdict = await self._compare(gold, answer, deadline, "whole")
-        return verdict
+    def _answers(self, response_text: str) -> tuple[str, ...]:
+        """Return its last box and, if that is wrong, several boxes at its end, which may be the answer together."""
+        return boxed_answers(response_text)
 
 
 def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal(0)) -> bool:
@@ -263,10 +257,8 @@ def _with_bound_letters_named(text: str) -> str:
     """Return a text whose bound letters have the same names as in any answer that differs from it in those alone."""
     number = 0
     while (match := _BOUND.search(text)) is not None:  # until no letter is bound: each becomes a private character
-        end, depth = match.end(), 1
-        while end < len(text) and depth >= 0 and not (depth == 0 and text[end] in "+-=,;<>"):
-            depth += (text[end] in "([{") - (text[end] in ")]}")
-            end += 1
+        places = enumerate(depths(text[match.end() :]), match.end())  # -1 is behind the brace of the bounds
+        end = next((at for at, depth in places if depth < -1 or (depth == -1 and text[at] in "+-=,;<>")), len(text))
         parts = _NO_LETTERS.split(text[match.start(1) : end])
         parts[::2] = [part.replace(match[1], chr(_PRIVATE + number)) for part in parts[::2]]
         text, number = text[: match.start(1)] + "".join(parts) + text[end:], number + 1
@@ -289,27 +281,18 @@ def _elements(text: str) -> tuple[str, list[str]]:
 
 
 def _is_balanced(text: str) -> bool:
-    """Return whether every bracket closes. An interval's may be of two kinds."""
-    depth = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return False
-    return depth == 0
+    """Return whether every bracket closes."""
+    return (found := [0, *depths(text)])[-1] == min(found) == 0
 
 
 def _split(text: str) -> list[str]:
     """Split at the commas that stand in no bracket, at semicolons and at `and` and `or`."""
     if parse_number(text) is not None:
         return [text]
-    parts, depth, start = [], 0, 0
     text = _SEPARATOR.sub(",", text)
-    for at, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append(text[start:at].strip())
-            start = at + 1
-    parts = [part for part in (*parts, text[start:].strip()) if part] or [text]
+    commas = [at for at, depth in enumerate(depths(text)) if depth == 0 and text[at] == ","]
+    every = (text[start + 1 : end].strip() for start, end in pairwise([-1, *commas, len(text)]))
+    parts = [part for part in every if part] or [text]
     return [
         part.replace(r"\pm", sign).replace(r"\mp", other)
         for part in parts

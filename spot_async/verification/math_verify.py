@@ -21,7 +21,6 @@ from collections import OrderedDict
 from contextlib import AsyncExitStack
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
@@ -41,7 +40,6 @@ _WORKER = Path(__file__).with_name("math_verify_worker.py")
 _EXPONENT = re.compile(r"([+-]?[0-9.,]+)[eE]([+-]?[0-9]{1,3})")
 _TOLERANCE = Decimal("1e-6")
 _MIB = 1 << 20
-How = Literal["plain", "whole"]
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|log|ln|exp|sqrt|frac|pi|infty"
 _BARE_FUNCTION = re.compile(rf"(?<![A-Za-z\\])(?:{FUNCTIONS})(?![A-Za-z])")
 
@@ -65,6 +63,8 @@ class MathVerify(Opened):
             "for Minerva; results are then not comparable with Math-Verify's. Default: Math-Verify's own 1e-6",
         )
 
+    _is_whole = False  # whether workers do all that `math_match.py` does, and not Math-Verify's part alone
+
     def __init__(self, settings: Settings, pool: WorkerPool | None = None) -> None:
         """Make a verifier that starts nothing yet. The `pool` of another one is not its to open."""
         self.settings = settings
@@ -72,7 +72,7 @@ class MathVerify(Opened):
         command = (sys.executable, "-P", str(_WORKER), str(settings.memory_limit_bytes))
         self._pool = pool or WorkerPool(command, size=settings.workers)
         self._tolerance = Decimal(str(settings.relative_tolerance))
-        self._outcomes: OrderedDict[tuple[str, str | None, How], bool] = OrderedDict()
+        self._outcomes: OrderedDict[tuple[str, str | None], bool] = OrderedDict()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self._pool)
@@ -86,18 +86,23 @@ class MathVerify(Opened):
         """
         if not problem.answer:
             return Verdict.UNJUDGED
-        answer = extract_boxed(response_text)
-        if not answer:
-            return Verdict.NO_ANSWER
-        return await self._compare(*map(spell_exponent, (strip_answer(problem.answer), answer)), deadline, "plain")
+        gold, verdict = strip_answer(problem.answer), Verdict.NO_ANSWER
+        for answer in self._answers(response_text):
+            if verdict in (Verdict.NO_ANSWER, Verdict.WRONG):
+                verdict = await self._compare(gold, answer, deadline)
+        return verdict
 
-    async def _compare(self, gold: str, answer: str, deadline: float, how: How) -> Verdict:
+    def _answers(self, response_text: str) -> tuple[str, ...]:
+        """Return what the response may mean as its answer: the next one counts if those before it are wrong."""
+        return tuple(filter(None, [extract_boxed(response_text)]))
+
+    async def _compare(self, gold: str, answer: str, deadline: float) -> Verdict:
         """Compare here what needs no parser, and all else where it can be killed."""
         is_equal: bool | Verdict | None = compare_strings(gold, answer, self._tolerance)
-        if is_equal is None and how == "whole":
-            is_equal = same_answer(gold, answer) or None
-        if is_equal is None:
-            is_equal = await self._ask(gold, answer, deadline, how)
+        if is_equal is None and not self._is_whole:
+            is_equal = await self._ask(spell_exponent(gold), spell_exponent(answer), deadline)
+        elif is_equal is None:
+            is_equal = same_answer(gold, answer) or await self._ask(gold, answer, deadline)
         return is_equal if isinstance(is_equal, Verdict) else Verdict.CORRECT if is_equal else Verdict.WRONG
 
     async def reads(self, answer: str) -> bool:
@@ -105,18 +110,16 @@ class MathVerify(Opened):
 
         Otherwise only the same text is right: `-1./3`, or `sqrt{7}`, where it reads a product of letters.
         """
-        return not _BARE_FUNCTION.search(answer) and await self._ask(answer, None, math.inf, "whole") is not False
+        return not _BARE_FUNCTION.search(answer) and await self._ask(answer, None, math.inf) is not False
 
-    async def _ask(self, gold: str, answer: str | None, deadline: float, how: How) -> bool | Verdict:
-        """Return whether the gold equals the answer, or the missing verdict. See `verify` for what it raises.
-
-        `how` they are compared: see math_verify_worker.py.
-        """
-        asked = gold, answer, how
+    async def _ask(self, gold: str, answer: str | None, deadline: float) -> bool | Verdict:
+        """Return whether the gold equals the answer, or the missing verdict. See `verify` for what it raises."""
+        asked = gold, answer
         if asked in self._outcomes:
             self._outcomes.move_to_end(asked)
             return self._outcomes[asked]
-        request = {"gold": gold, "answer": answer, "how": how, "relative_tolerance": self.settings.relative_tolerance}
+        whole, tolerance = self._is_whole or answer is None, self.settings.relative_tolerance
+        request = {"gold": gold, "answer": answer, "whole": whole, "relative_tolerance": tolerance}
         try:
             reply = await self._pool.ask(request, timeout_s=self.settings.timeout_s, deadline=deadline)
         except TimeoutError:

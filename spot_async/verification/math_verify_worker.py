@@ -1,9 +1,9 @@
 r"""A process that compares answers with Math-Verify. Started by `math_verify.py` as a script, never imported.
 
-It reads `{"gold": ..., "answer": ..., "how": ..., "relative_tolerance": ...}`, one JSON object per line, and writes
-`{"equal": true}`. An answer that does not parse is not equal. `plain` is Math-Verify itself; `whole`, `math_match.py`,
-and has Math-Verify read nothing but LaTeX, units included; a set may be a relation. With null for the answer, the
-question is whether Math-Verify reads the gold as mathematics.
+It reads `{"gold": ..., "answer": ..., "whole": ..., "relative_tolerance": ...}`, one JSON object per line, and writes
+`{"equal": true}`. An answer that does not parse is not equal. `whole` is all of `math_match.py`, and has Math-Verify
+read nothing but LaTeX, units included; a set may be a relation. With null for the answer, the question is whether
+Math-Verify reads the gold as mathematics.
 
 Math-Verify's own time limits are off, since they need SIGALRM and leave half-built caches. The parent kills the process
 instead. Running out of memory ends the process, and the parent takes that for missing evidence. If sympy swallows the
@@ -118,9 +118,8 @@ def load_comparison() -> Callable[[dict[str, Any]], bool]:
 
     def answers(request: dict[str, Any]) -> bool:
         gold, answer, tolerance = request["gold"], request["answer"], request["relative_tolerance"]
-        is_whole = request["how"] == "whole"
-        compare = partial(equal_or_unparsable, guarded=is_whole, relative_tolerance=tolerance)
-        if is_whole and answer is not None:
+        compare = partial(equal_or_unparsable, guarded=request["whole"], relative_tolerance=tolerance)
+        if request["whole"] and answer is not None:
             return same(gold, answer, compare, Decimal(str(tolerance)))
         return compare(gold, answer)
 

@@ -393,8 +393,9 @@ def is_oversized(answer: str, gold: str = "") -> bool:
     """Return whether an answer is too long or too deep to be that gold. Such an answer must not reach a parser."""
     if len(answer) > max(MAX_ANSWER_CHARS, _TIMES_THE_GOLD * len(gold)):
         return True
-    return _nesting(answer) > max(MAX_NESTING, _nesting(gold))
+    return max(depths(answer), default=0) > max([MAX_NESTING, *depths(gold)])
 
 
-def _nesting(text: str) -> int:
-    return max(itertools.accumulate((each in "{[(") - (each in "}])") for each in text), default=0)
+def depths(text: str) -> list[int]:
+    """Return how many brackets are open behind each character. They may be of two kinds, as an interval's are."""
+    return list(itertools.accumulate((each in "{[(") - (each in "}])") for each in text))

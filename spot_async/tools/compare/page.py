@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 
 from markupsafe import Markup
 
 from spot_async.base.text import visible
-from spot_async.run_directory.reading import evaluated_iteration
 from spot_async.telemetry.bottleneck import percent
 from spot_async.telemetry.totals import Rows
 from spot_async.tools.compare import tables
 from spot_async.tools.compare.reading import Evaluated
 from spot_async.tools.compare.statistics import Comparison
+from spot_async.tools.inspect.held_out import held_out
 from spot_async.tools.pages import svg
 from spot_async.tools.pages.page import Links, Plot, filled, points
 from spot_async.tools.pages.series import Format, Series, running_mean, seconds, short_number
@@ -35,12 +33,7 @@ CURVES: tuple[tuple[str, str, Format], ...] = (
 def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Sequence[str], links: Links = ()) -> str:
     """Return the page, with `links` to reports. A run without metrics, such as an evaluation's, has no curves."""
     headings = ["method", *(f"{column.benchmark} {column.metric}" for column in comparison.columns)]
-    ranked = zip(comparison.methods, tables.marks(comparison.values), comparison.values, strict=True)
-    rows = [
-        [visible(name), *(MARKS[mark].format(tables.percent(value)) for mark, value in zip(row, values, strict=True))]
-        for name, row, values in ranked
-    ]
-    whole = ("", headings, rows)
+    whole = ("", headings, [[visible(name), *cells] for name, *cells in tables.ranked_rows(comparison, MARKS)])
     return filled(
         "comparison.html",
         tables=[whole, *tables.difference_tables(comparison)],
@@ -53,8 +46,12 @@ def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Se
 def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
     """Return the curves that at least one run has, each run in a colour of its own."""
     drawn: list[tuple[str, str, Format, list[Series]]] = []
-    held_out = [_held_out(name, rows, colour) for colour, (name, rows) in enumerate(runs)]
-    drawn.append(("Accuracy on held-out problems", "Bars: one standard error over problems.", percent, held_out))
+    evaluated = [
+        Series(visible(name), found.criterion.points, colour, errors=found.criterion.errors)
+        for colour, (name, rows) in enumerate(runs)
+        if (found := held_out(rows, {}, None)) is not None
+    ]
+    drawn.append(("Accuracy on held-out problems", "Bars: one standard error over problems.", percent, evaluated))
     for metric, title, form in CURVES:
         means = [(name, running_mean(points(rows, metric))) for name, rows in runs]
         series = [Series(visible(name), found, colour) for colour, (name, found) in enumerate(means)]
@@ -64,12 +61,3 @@ def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
         for title, note, form, series in drawn
         if any(each.points for each in series)
     ]
-
-
-def _held_out(name: str, rows: Rows, colour: int) -> Series:
-    """Return a run's accuracy on held-out problems, by the iteration whose weights were measured."""
-    k = next((name for row in rows for name in row if re.fullmatch(r"evaluation/avg@\d+", name)), "")
-    found = [row for row in rows if k in row]
-    places = [(float(evaluated_iteration(int(row["iteration"]), row)), row[k]) for row in found]
-    errors = [row.get(f"{k}_standard_error", math.nan) for row in found]
-    return Series(visible(name), places, colour, errors=errors)

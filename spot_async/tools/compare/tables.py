@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -46,6 +46,15 @@ def rounded(shares: npt.ArrayLike) -> Float64Array:
     """
     scale = 10.0**DECIMALS
     return np.asarray(np.floor(100 * np.asarray(shares) * scale + 0.5 + 1e-6) / scale)
+
+
+def ranked_rows(comparison: Comparison, wrap: Mapping[str, str]) -> list[list[str]]:
+    """Return a row for each method: its name, then its values, each wrapped as its rank says."""
+    every = zip(comparison.methods, marks(comparison.values), comparison.values, strict=True)
+    return [
+        [name, *(wrap[mark].format(percent(value)) for mark, value in zip(row, values, strict=True))]
+        for name, row, values in every
+    ]
 
 
 def percent(share: float) -> str:
@@ -90,12 +99,8 @@ def markdown(
     comparison: Comparison, notes: Sequence[str], compute: tuple[Sequence[str], Sequence[Sequence[str]]]
 ) -> str:
     """Return the whole comparison as one document."""
-    wrap = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
     columns = [f"{column.metric} {column.benchmark}" for column in comparison.columns]
-    rows = [
-        [name, *(wrap[mark].format(percent(value)) for mark, value in zip(row, values, strict=True))]
-        for name, row, values in zip(comparison.methods, marks(comparison.values), comparison.values, strict=True)
-    ]
+    rows = ranked_rows(comparison, {"best": "**{}**", "second": "<u>{}</u>", "": "{}"})
     parts = [markdown_table(["method", *columns], rows), *notes]
     for title, headings, cells in difference_tables(comparison):
         parts += [f"## {title}", markdown_table(headings, cells)]
@@ -106,7 +111,6 @@ def markdown(
 
 def latex(comparison: Comparison, notes: Sequence[str]) -> str:
     r"""Return a `tabular` for `booktabs`, with the notes as comments above it."""
-    wrap = {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}
     each = len(comparison.benchmarks)
     spans = [(metric, 2 + number * each, 1 + (number + 1) * each) for number, metric in enumerate(comparison.metrics)]
     lines = [
@@ -120,8 +124,7 @@ def latex(comparison: Comparison, notes: Sequence[str]) -> str:
         "& " + " & ".join(column.benchmark.translate(_LATEX) for column in comparison.columns) + r" \\",
         r"\midrule",
     ]
-    for name, row, values in zip(comparison.methods, marks(comparison.values), comparison.values, strict=True):
-        cells = [wrap[mark].format(percent(value)) for mark, value in zip(row, values, strict=True)]
+    for name, *cells in ranked_rows(comparison, {"best": r"\textbf{{{}}}", "second": r"\underline{{{}}}", "": "{}"}):
         lines.append(" & ".join([name.translate(_LATEX), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 

@@ -6,7 +6,7 @@ A reason may quote a server, so it is cut, made visible and escaped.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -73,20 +73,21 @@ def troubles_at(rows: Rows) -> dict[float, str]:
 
 def failures_words(failed: Sequence[FailedAttempts], rows: Rows) -> Iterator[str]:
     """Yield how many attempts of each stage failed, and of what."""
-    kinds: dict[str, Counter[str]] = defaultdict(Counter)
-    for each in failed:
-        kinds[each.stage][each.brief] += each.count
-    for stage, counts in kinds.items():
+    for stage, counts in _by_stage(failed).items():
         yield visible(f"{stage}: {_share(stage, counts, rows)}, {kinds_words(counts)}")
 
 
 def failures_by_stage(failed: Sequence[FailedAttempts]) -> Mapping[str, str]:
     """Return what happened at each stage in words. Throttled attempts have a verdict of their own."""
+    others = (each for each in failed if each.failure != FailureClass.THROTTLED)
+    return {stage: kinds_words(counts) for stage, counts in _by_stage(others).items()}
+
+
+def _by_stage(failed: Iterable[FailedAttempts]) -> Mapping[str, Counter[str]]:
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for each in failed:
-        if each.failure != FailureClass.THROTTLED:
-            kinds[each.stage][each.brief] += each.count
-    return {stage: kinds_words(counts) for stage, counts in kinds.items()}
+        kinds[each.stage][each.brief] += each.count
+    return kinds
 
 
 def _share(stage: str, counts: Counter[int] | Counter[str], rows: Rows) -> str:

@@ -115,6 +115,12 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
             for t in range(length)
         )
 
+    def ramp(title: str, values: Sequence[float | None] | None, full: float) -> None:
+        """Add a colouring from 0 to `full`, if there are values."""
+        if values is not None:
+            levels = [max(0.0, min(1.0, (value or 0.0) / full)) for value in values]
+            found.append(Colouring("surprise", title, "0", f"{abs(full):g} or more", tokens(levels)))
+
     found: list[Colouring] = []
     scores, student, teacher, entropy = (per_token(sample, name) for name in PER_TOKEN)
     highest = max((score for score in scores or () if score is not None), default=0.0)
@@ -131,24 +137,11 @@ def colourings(sample: SampleRecord, texts: Sequence[str], policy: PolicySetting
         title = "Advantage: teacher minus student log-probability, nats"
         ends = f"−{ADVANTAGE_FULL_NATS:g} or less", f"+{ADVANTAGE_FULL_NATS:g} or more"
         found.append(Colouring("advantage", title, *ends, tokens(levels)))
-    elif student is not None:
-        title = "Surprise: negative log-probability under the student that sampled, nats"
-        levels = _shares([-(logprob or 0.0) for logprob in student], SURPRISE_FULL_NATS)
-        found.append(Colouring("surprise", title, "0", f"{SURPRISE_FULL_NATS:g} or more", tokens(levels)))
-    elif teacher is not None:
-        title = "Surprise: negative log-probability under the teacher, nats"
-        levels = _shares([-(logprob or 0.0) for logprob in teacher], SURPRISE_FULL_NATS)
-        found.append(Colouring("surprise", title, "0", f"{SURPRISE_FULL_NATS:g} or more", tokens(levels)))
-    if student is None and entropy is not None:
-        levels = _shares([value or 0.0 for value in entropy], ENTROPY_FULL_NATS)
-        found.append(
-            Colouring("surprise", "Teacher entropy, nats", "0", f"{ENTROPY_FULL_NATS:g} or more", tokens(levels))
-        )
+    else:
+        for who, logprobs in (("student that sampled", student), ("teacher", teacher)):
+            ramp(f"Surprise: negative log-probability under the {who}, nats", logprobs, -SURPRISE_FULL_NATS)
+    ramp("Teacher entropy, nats", entropy if student is None else None, ENTROPY_FULL_NATS)
     return found or [Colouring("surprise", "Nothing recorded per token", "", "", tokens([0.0] * length))]
-
-
-def _shares(values: Sequence[float], full: float) -> list[float]:
-    return [max(0.0, min(1.0, value / full)) for value in values]
 
 
 def remarks(sample: SampleRecord) -> list[str]:

@@ -138,11 +138,7 @@ def endless(templates: Sequence[Template], stages: Stages, prompts: Iterator[Pro
     `prompts` are further prompts of the run. In each round, each noted prompt is replaced by one of them, whose ordinal
     gives its requests other seeds and another session.
     """
-    draw = random.Random(seed)
-    by_prompt: dict[int, list[Template]] = {}
-    for template in templates:
-        by_prompt.setdefault(template.prompt.ordinal, []).append(template)
-    groups = list(by_prompt.values())
+    draw, groups = random.Random(seed), _by_prompt(templates)
     while True:
         draw.shuffle(groups)
         for group in groups:
@@ -162,18 +158,22 @@ def _request(template: Template, stages: Stages, drawn: Prompt) -> Request:
 
 def recorded_prompts(templates: Sequence[Template]) -> list[RecordedPrompt]:
     """Return the prompts, with the tokens that were generated for each; of written responses those that were scored."""
-    by_prompt: dict[int, list[Template]] = {}
-    for template in templates:
-        by_prompt.setdefault(template.prompt.ordinal, []).append(template)
     return [
         RecordedPrompt(
             responses,
             [template.tokens for template in own if template.stage in GENERATING and not template.begins],
             mean([template.prompt_tokens for template in own if template.stage == "score"] or [own[0].prompt_tokens]),
         )
-        for own in by_prompt.values()
+        for own in _by_prompt(templates)
         if (responses := [template.tokens for template in own if template.begins] or _scored(own))
     ]
+
+
+def _by_prompt(templates: Sequence[Template]) -> list[list[Template]]:
+    found: dict[int, list[Template]] = {}
+    for template in templates:
+        found.setdefault(template.prompt.ordinal, []).append(template)
+    return list(found.values())
 
 
 def _scored(templates: Sequence[Template]) -> list[int]:
