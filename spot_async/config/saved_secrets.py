@@ -49,12 +49,7 @@ def saved_secrets(tree: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 def _is_secret(key: str, value: Any, path: tuple[str, ...]) -> bool:
     """Return whether a key says that its values are secret."""
-    if (
-        value is None
-        or isinstance(value, bool | dict)
-        or value in ("", [])
-        or any(each in path for each in OF_VARIABLES)
-    ):
+    if value in (None, "", []) or isinstance(value, bool | dict) or not set(path).isdisjoint(OF_VARIABLES):
         return False
     if path[-1:] in [(each,) for each in NAMED_FREELY]:
         return is_secret_variable(key.replace("-", "_"), str(value))

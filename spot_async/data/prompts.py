@@ -41,9 +41,8 @@ DATE_WARNING = (
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}Answer:"
 AT_ONCE = 1024  # prompts that are rendered together: their ids are Python's numbers until all are there
 THINKING_END = "</think>"
-_THINKING = re.compile(f"<think>|{THINKING_END}")
 # As models spell it: <think>, <seed:think>, [THINK]. The group is empty where thinking begins.
-_THINKING_MARK = re.compile(r"[<\[](/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
+_THINKING = re.compile(r"[<\[](/?)(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
 # Variables of templates that do not know `enable_thinking`, with values for less thinking and for more.
 _OTHER_SWITCHES = {"thinking": (False, True), "reasoning_effort": ("low", "high"), "thinking_budget": (0, 512)}
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}here\N{OBJECT REPLACEMENT CHARACTER}"
@@ -153,7 +152,7 @@ class PromptRenderer:
     def thinking_doubts(self, problem: Problem) -> list[str]:
         """Return a line if `thinking` says one thing, and the template does another."""
         wanted, behind = self._template_config.thinking, self.generation_prompt(problem)
-        marks = _THINKING_MARK.findall(behind)
+        marks = _THINKING.findall(behind)
         begins = not marks[-1] if marks else None
         if wanted is None or begins is wanted:
             return []

@@ -128,11 +128,8 @@ def _question(problem: Problem, *, with_options: bool) -> str:
     return f"Question: {problem.text.strip()}{options}"
 
 
-LETTERS_ALONE = (
-    "boxed_match",
-    "math",
-    "math_verify",
-)  # verifiers that know no options, so that only the letter is right
+# Verifiers that know no options, so that only the letter is right.
+LETTERS_ALONE = ("boxed_match", "math", "math_verify")
 EXAMPLES = BenchmarkConfig.model_fields["example_count"].default  # the paper's
 
 

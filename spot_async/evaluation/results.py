@@ -21,9 +21,7 @@ from spot_async.evaluation.metrics import (
     Figures,
     MacroFigures,
     avg_at_k_per_problem,
-    finite,
     pass_at_k_per_problem,
-    standard_error,
 )
 from spot_async.evaluation.response_log import JudgedResponse
 from spot_async.run_directory.layout import software_versions
@@ -202,22 +200,18 @@ def paired_change(before: EvaluationResult, after: EvaluationResult, row: str) -
     The change is paired: it is taken problem by problem, on the same problems. For the mean over benchmarks it is their
     mean change.
     """
-    if before.is_single:
-        return _change(before.benchmarks[0], after.benchmarks[0], row)
-    pairs = list(zip(before.benchmarks, after.benchmarks, strict=True))
-    if row != MACRO:
-        return next(_change(one, other, ALL_TIERS) for one, other in pairs if one.name == row)
-    # Benchmarks count alike, however many problems they have.
-    changes = [_change(one, other, ALL_TIERS) for one, other in pairs if one.is_judged and one.in_macro]
-    estimates = [Estimate(value=change, standard_error=finite(error)) for change, error in changes]
-    mean = mean_of_independent(estimates)
+    pairs, tier = list(zip(before.benchmarks, after.benchmarks, strict=True)), row
+    if not before.is_single:  # benchmarks count alike, however many problems they have
+        names, tier = ([each.name for each in before._in_macro] if row == MACRO else [row]), ALL_TIERS
+        pairs = [(one, other) for one, other in pairs if one.name in names]
+    mean = mean_of_independent([_change(one, other, tier) for one, other in pairs])
     return mean.value, math.nan if mean.standard_error is None else mean.standard_error
 
 
-def _change(before: BenchmarkResult, after: BenchmarkResult, tier: str) -> tuple[float, float]:
+def _change(before: BenchmarkResult, after: BenchmarkResult, tier: str) -> Estimate:
     chosen = before.in_tier(tier)
     change = avg_at_k_per_problem(after.correct[chosen]) - avg_at_k_per_problem(before.correct[chosen])
-    return float(change.mean()), standard_error(change)
+    return Estimate.over_problems(change)
 
 
 def reported(pass_k: Sequence[int], samples: int) -> list[int]:

@@ -9,24 +9,18 @@ from __future__ import annotations
 from spot_async.base.tasks import Opened
 from spot_async.config import PluginSettings
 from spot_async.types import Problem, Verdict
-from spot_async.verification.normalization import boxed_answers, is_oversized, same_answer, strip_answer
+from spot_async.verification.normalization import boxed_answers, same_answer
 
 
 def boxed_match(gold: str, response_text: str) -> Verdict:
     """Return CORRECT or WRONG, or NO_ANSWER if there is no box or it is empty.
 
-    An oversized answer is only CORRECT if it is the gold word for word. Several boxes at the end may be a list.
+    Several boxes at the end may be a list.
     """
     answers = boxed_answers(response_text)
-    if any(_matches(gold, answer) for answer in answers):
+    if any(same_answer(gold, answer) for answer in answers):
         return Verdict.CORRECT
     return Verdict.WRONG if answers else Verdict.NO_ANSWER
-
-
-def _matches(gold: str, answer: str) -> bool:
-    if is_oversized(answer, gold):
-        return answer.split() == strip_answer(gold).split()
-    return same_answer(gold, answer)
 
 
 class BoxedMatch(Opened):

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from itertools import pairwise
 
-from spot_async.verification.math_verify import FUNCTIONS, MathVerify, numbers_equal
+from spot_async.verification.math_verify import FUNCTIONS, MathVerify, compare_strings, numbers_equal
 from spot_async.verification.normalization import (
     APART,
     COMMAND,
@@ -29,7 +29,6 @@ from spot_async.verification.normalization import (
     changes_value,
     clean_layout,
     depths,
-    is_oversized,
     normal_form,
     parse_number,
     same_answer,
@@ -114,6 +113,8 @@ _REPEATING = re.compile(
 _MIXED = re.compile(
     r"(?<![0-9A-Za-z.^_/])(?<![0-9] )([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+) ([0-9]+) ?/ ?([0-9]+)(?! ?[0-9/^]|\.[0-9])"
 )
+# A number with separators in an argument or above a slash: `\frac{1,000}{3}`, `1,000/3`. A set's braces are escaped.
+_GROUPED = re.compile(r"(?:\A|(?<=[^\\_]\{))[0-9]{1,3}(?:(?:,|\{,\}| )[0-9]{3})+(?:\.[0-9]+)?(?=[}/])")
 _DEGREES = re.compile(r"([0-9.]+) ?°(?! ?[0-9])")
 # An interval whose brackets may be turned away from what they leave out: `]0,1]` for `(0,1]`.
 _AROUND = r"[=,;(){}]|\\(?:cup|cap|in|setminus|times)(?![A-Za-z])|\\text ?\{[^{}]*\}"
@@ -167,10 +168,8 @@ class MathMatch(MathVerify):
 
 def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal(0)) -> bool:
     """Return whether two answers are equal. `ask` tells of two texts of which only Math-Verify knows it."""
-    if gold.split() == answer.split():
-        return True
-    if is_oversized(answer, gold):
-        return False
+    if (is_known := compare_strings(gold, answer, relative_tolerance)) is not None:
+        return is_known
     respelled = respell(gold), respell(answer)
     if same_answer(gold, answer) or same_answer(*respelled):
         return True
@@ -204,7 +203,7 @@ def same(gold: str, answer: str, ask: Ask, relative_tolerance: Decimal = Decimal
 def respell(answer: str) -> str:
     """Return an answer in LaTeX, without layout: from Unicode, HTML and Python, and with units in `\text`."""
     text = APART.sub(", ", html.unescape(answer).translate(_SIGNS))
-    text = clean_layout(text).replace("$", r"\$")
+    text = _GROUPED.sub(lambda match: re.sub("[^0-9.]", "", match[0]), clean_layout(text).replace("$", r"\$"))
     if (bold := _BOLD.fullmatch(text)) is not None and _is_balanced(bold[1]):
         text = bold[1]
     text = _REPEATING.sub(_as_fraction, _WITH_BASE.sub(_spell_base, text.strip()))

@@ -209,8 +209,11 @@ def same_answer(gold: str, answer: str) -> bool:
     r"""Return whether `answer` is `gold` in another spelling.
 
     One of the two may lack the variable or the unit. The answer's unit must then be known, because any words could
-    follow (`3\text{ million}`, `3\text{ is wrong}`). Two variables or two units must be the same.
+    follow (`3\text{ million}`, `3\text{ is wrong}`). Two variables or two units must be the same. An oversized answer
+    must be the gold word for word.
     """
+    if is_oversized(answer, gold):
+        return answer.split() == strip_answer(gold).split()
     wanted, given = normal_form(gold), normal_form(answer)
     if wanted.value != given.value or not variables_agree(wanted, given):
         return False

@@ -88,7 +88,12 @@ class WorkerPool:
     @asynccontextmanager
     async def _lease(self, deadline: float) -> AsyncIterator[_Worker]:
         """Lend a worker for one request; kill it unless the request ended well."""
-        async with self._slot(deadline):
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise DeadlineExceededError("no verification worker was free before the deadline: add workers") from None
+        try:
             worker = await self._ready_worker(deadline)
             try:
                 yield worker
@@ -96,16 +101,6 @@ class WorkerPool:
                 await self._kill(worker)
                 raise
             self._idle.append(worker)
-
-    @asynccontextmanager
-    async def _slot(self, deadline: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise DeadlineExceededError("no verification worker was free before the deadline: add workers") from None
-        try:
-            yield
         finally:
             self._slots.release()
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from spot_async.base import registry
 from spot_async.types import Problem, Verdict
-from spot_async.verification import MathMatch, boxed_match, extract_boxed
+from spot_async.verification import MathMatch, boxed_match, extract_boxed, math_match
 from spot_async.verification.math_match import same
 from spot_async.verification.multiple_choice import chosen_option
 from spot_async.verification.normalization import boxed_answers
@@ -266,6 +266,14 @@ RIGHT = {
         (r"\frac{7}{2}\%", r"3 1/2\%"),
         ("2.75", "2¾"),
         ("1,000.5", "1,000 1/2"),
+    ],
+    "grouped digits": [
+        (r"\frac{1000}{3}", r"\frac{1,000}{3}"),
+        (r"\frac{1,000}{3}", r"\frac{1000}{3}"),
+        (r"\frac{10000}{3}", "10,000/3"),
+        (r"\sqrt{1000}", r"\sqrt{1,000}"),
+        (r"(\frac{1000.5}{3},1)", r"(\frac{1\,000.5}{3},1)"),
+        (r"[\sqrt[3]{1234567},\infty)", r"[\sqrt[3]{1{,}234{,}567};\infty["),
     ],
     "brackets turned away": [
         ("(0,1)", "]0,1["),
@@ -587,6 +595,12 @@ WRONG = {
         ("(1 1/2, 2)", "(1/2, 2)"),
         (r"\sqrt{2 1/4}", r"\sqrt{21/4}"),
     ],
+    "grouped digits": [
+        (r"\frac{1000}{3}", r"\frac{1,00}{3}"),
+        (r"\frac{1}{3}", r"\frac{1,000}{3}"),
+        (r"\{1000\}", r"\{1,000\}"),
+        ("a_{1200}", "a_{1,200}"),
+    ],
     "brackets turned away": [
         ("(0,1)", "]0,1]"),
         ("[0,1]", "]0,1["),
@@ -656,6 +670,15 @@ async def verdict(judge: MathMatch, gold: str, response: str) -> Verdict:
 async def test_another_spelling_is_right(judge: MathMatch, name: str) -> None:
     missed = [pair for pair in RIGHT[name] if await verdict(judge, pair[0], boxed(pair[1])) is not Verdict.CORRECT]
     assert not missed
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_answer_is_respelled_where_it_cannot_be_killed(
+    judge: MathMatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(math_match, "respell", None)  # in this process; what respells is in a worker's
+    assert await verdict(judge, r"\frac{17}{3}", boxed("5 2/3")) is Verdict.CORRECT
+    assert await verdict(judge, r"\frac{17}{3}", boxed("5 1/3")) is Verdict.WRONG
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -45,16 +45,16 @@ def comparison_page(comparison: Comparison, runs: Sequence[Evaluated], notes: Se
 
 def curves(runs: Sequence[tuple[str, Rows]]) -> list[Plot]:
     """Return the curves that at least one run has, each run in a colour of its own."""
-    drawn: list[tuple[str, str, Format, list[Series]]] = []
     evaluated = [
         Series(visible(name), found.criterion.points, colour, errors=found.criterion.errors)
         for colour, (name, rows) in enumerate(runs)
         if (found := held_out(rows, {}, None)) is not None
     ]
+    drawn: list[tuple[str, str, Format, list[Series]]] = []
     drawn.append(("Accuracy on held-out problems", "Bars: one standard error over problems.", percent, evaluated))
     for metric, title, form in CURVES:
-        means = [(name, running_mean(points(rows, metric))) for name, rows in runs]
-        series = [Series(visible(name), found, colour) for colour, (name, found) in enumerate(means)]
+        every = enumerate(runs)
+        series = [Series(visible(name), running_mean(points(rows, metric)), colour) for colour, (name, rows) in every]
         drawn.append((title, "Running means.", form, series))
     return [
         Plot(title, note, svg.line_plot(series, format_y=form, smooth=False))

@@ -41,11 +41,6 @@ def check_output(output: Path) -> None:
             raise ConfigError(f"-o {output}: exists, and forecast did not write it; name another file") from None
 
 
-def write(found: ForecastFile, output: Path, page: str) -> None:
-    """Write the file and the page beside it. Raises DataError if one cannot be written."""
-    write_files({output: msgspec.json.encode(found) + b"\n", output.with_suffix(".html"): page.encode()}, "-o")
-
-
 def show(screen: Console, config: Config, measurement: Measurement, options: ForecastOptions, notes: list[str]) -> None:
     """Compute the forecast, show it, and write the file and the page. Raises DataError if they cannot be written."""
     prices = getattr(config.student.backend, "prices", None) or FREE
@@ -77,8 +72,8 @@ def show(screen: Console, config: Config, measurement: Measurement, options: For
     screen.print(Text(verdict.sentence, style=OUTCOME_STYLES[verdict.outcome]), soft_wrap=True)
     for line in (*verdict.reasons, *verdict.changes):
         screen.print(Text(f"* {line}"), soft_wrap=True)
-    write(found, options.output, forecast_page(found))
     page = options.output.with_suffix(".html")
+    write_files({options.output: msgspec.json.encode(found) + b"\n", page: forecast_page(found).encode()}, "-o")
     screen.print(Text(f"page: {page}; for programs: {options.output}"), soft_wrap=True)
 
 

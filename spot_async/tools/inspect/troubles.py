@@ -93,11 +93,8 @@ def _by_stage(failed: Iterable[FailedAttempts]) -> Mapping[str, Counter[str]]:
 def _share(stage: str, counts: Counter[int] | Counter[str], rows: Rows) -> str:
     """Return how many of a stage's attempts failed. Evaluations count no requests in `rows`, so they have no share."""
     failed, answered = counts.total(), total(rows, f"stage/{stage}/requests")
-    return (
-        f"{failed:,} of {failed + answered:,.0f} ({percent(failed / (failed + answered))})"
-        if answered
-        else f"{failed:,}"
-    )
+    share = f" of {failed + answered:,.0f} ({percent(failed / (failed + answered))})" if answered else ""
+    return f"{failed:,}{share}"
 
 
 def _table(failed: Sequence[FailedAttempts]) -> Markup:
