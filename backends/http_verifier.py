@@ -9,7 +9,6 @@ evidence, and never a reward.
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import AsyncExitStack
 from contextvars import Token
 from typing import Any, ClassVar
@@ -19,8 +18,8 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, RetryPolicy
-from spot_async.base.tasks import Opened, sent_again
+from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
+from spot_async.base.tasks import Opened
 from spot_async.config import PositiveInt
 from spot_async.spending.account import Account
 from spot_async.spending.prices import Size
@@ -29,6 +28,7 @@ from spot_async.types import Judgement, Problem, Verdict
 
 from .shared.connection import Address, proxy_for
 from .shared.http import HttpEndpoint, Route
+from .shared.remote import when_free
 from .shared.settings import EndpointSettings
 
 SECTION = "verifier"
@@ -109,13 +109,7 @@ class HttpVerifier(Opened):
         """Connect, and ask about a sum, so that a server that gives no judgements is known before a run begins."""
         deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
         await stack.enter_async_context(self._endpoint)
-        await sent_again(
-            lambda: self.verify(*ASKED_FIRST, deadline=deadline),
-            RetryPolicy(attempts=1),  # only where it asks for a pause
-            deadline,
-            jitter=random.random,
-            what="start",
-        )
+        await when_free(lambda: self.verify(*ASKED_FIRST, deadline=deadline), deadline)
 
     async def lease(self, errand: object) -> Lease:
         """Wait until the account's limits let another request leave: that is no part of its time."""

@@ -67,7 +67,6 @@ from .text_alignment import align, as_text
 
 DEFAULT_TOP_K = 64  # asked for if the endpoint allows it, because each one more tightens the entropy bounds
 NOISE_READINGS = 3  # at the same time
-SEEDED_TOKENS = 12
 UNAVAILABLE = 503
 HARMFUL_FIELDS = {  # measured with vLLM 0.32.0
     "skip_reading_prefix_cache": "vLLM ends when it scores a prompt that is in its cache",
@@ -207,34 +206,13 @@ class OpenAIBackend(RemoteBackend):
             every_position=dialect.token_id_prompts and not dialect.keyed_by_text,
             abort=False,  # nobody knows whether the server stops work on a request that nobody waits for
             sampled_token_ids=dialect.sampled_token_ids,
-            seeds=dialect.sampled_token_ids and await self._honours_seeds(np.array(ids, dtype=np.int32), deadline),
+            seeds=False,  # it may honour them or ignore them: the check of a run sees which
             logprob_noise_nats=self._noise_nats,
             score_temperature=dialect.score_temperature,
             generation_temperature=dialect.generation_temperature,
             server=dialect.description,
             unscored=dialect.unscored,
         )
-
-    async def _honours_seeds(self, ids: IntArray, deadline: float) -> bool:
-        """Return whether a seed decides the tokens. SGLang accepts seeds but ignores them unless told otherwise."""
-        ends = tuple(self._files.vocabulary.end_token_ids)
-
-        async def sample(seed: int) -> list[int]:
-            sampling = SamplingSettings(max_tokens=SEEDED_TOKENS, stop_token_ids=ends, seed=seed)
-            reply = await self._complete(ids, sampling, 0, deadline)
-            tokens: list[int] = reply.token_ids.tolist()
-            return tokens
-
-        try:
-            first, *others = await gather_answers(sample(seed) for seed in range(3))
-            again = await sample(0)
-        except (PermanentError, PoisonedReplyError):  # for example, it ends responses at another token
-            return False
-        except TransientError as error:
-            if not failed_at(error):
-                raise
-            return False
-        return first == again and any(other != first for other in others)
 
     async def _measure_noise(self, ids: IntArray, deadline: float) -> float:
         """Measure the noise, in nats, between scores of one text, asked alone and several times at once."""

@@ -7,7 +7,7 @@ It asks servers that are running already; it starts nothing and prints nothing. 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -48,13 +48,18 @@ class Diagnosis:
             raise ConfigError("\n".join(self.refusals))
 
 
-async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backend]) -> Diagnosis:
-    """Ask every server of a run, and return what was found. Raises a `RequestError` if one does not answer at all."""
+async def diagnose(
+    config: Config, plan: TrainPlan, backends: Mapping[str, Backend], answered: Callable[[], None] = lambda: None
+) -> Diagnosis:
+    """Ask every server of a run, and return what was found. Raises a `RequestError` if one does not answer at all.
+
+    `answered` is called with each answer.
+    """
     servers = {role: servers_of(role, backend) for role, backend in backends.items()}
     every = {name: backend for each in servers.values() for name, backend in each.items()}
     said = dict(zip(every, await gather(capabilities(backend) for backend in every.values()), strict=True))
     first = next(iter(servers["student"]))
-    asked = await _asked(config, plan, every[first], said[first])
+    asked = await _asked(config, plan, every[first], said[first], answered)
     agreements = {}
     for role, own in servers.items():
         async with _answering(backends[role]):
@@ -75,14 +80,13 @@ async def diagnose(config: Config, plan: TrainPlan, backends: Mapping[str, Backe
         for name, backend in each.items()
     ]
 
-    async def run(each: ServerDiagnosis) -> None:
+    async def do(each: ServerDiagnosis, ask: Callable[[], Awaitable[None]]) -> None:
         async with _answering(backends[each.role]):
-            await each.unless_full(each.run)
+            await each.unless_full(ask)
 
-    await gather_answers(map(run, diagnoses))
+    await gather_answers(do(each, each.run) for each in diagnoses)
     for each in diagnoses:  # one after the other, since servers that share processors would slow each other down
-        async with _answering(backends[each.role]):
-            await each.unless_full(each.time)
+        await do(each, each.time)
         if len(servers[each.role]) > 1:
             each.facts["servers_differ_nats"] = agreements[each.role].largest_nats
     warnings = await in_thread(plan_warnings, config, plan) + [
@@ -133,11 +137,12 @@ async def _measure_noise(
 
 
 async def compare_students(
+    config: Config,
     plan: TrainPlan,
     student: Backend,
     found: Capabilities,
     warn: Callable[[str], None],
-    config: Config | None = None,
+    answered: Callable[[], None] = lambda: None,
 ) -> Capabilities:
     """Return what the student's servers offer together, once they hold this run's weights.
 
@@ -149,7 +154,8 @@ async def compare_students(
         return found
     said = {name: msgspec.structs.replace(found, version=WeightVersion(0, 0)) for name in servers}
     first = next(iter(servers))
-    compared = await agreement("student", servers, said, await _asked(config, plan, servers[first], said[first]))
+    asked = await _asked(config, plan, servers[first], said[first], answered)
+    compared = await agreement("student", servers, said, asked)
     if compared.refusals:
         raise ConfigError("\n".join(compared.refusals))
     for warning in compared.warnings:
@@ -170,16 +176,20 @@ def _of_role(asked: Asked, plan: TrainPlan, role: str) -> Asked:
     return replace(asked, teacher_prompts=[prompt.read_by(name) for prompt in islice(plan.schedule, PROMPTS)])
 
 
-async def _asked(config: Config | None, plan: TrainPlan, student: Any, said: Capabilities) -> Asked:
+async def _asked(
+    config: Config, plan: TrainPlan, student: Any, said: Capabilities, answered: Callable[[], None] = lambda: None
+) -> Asked:
     """Return prompts of the run, each with a response of the student."""
-    first = list(islice(plan.schedule, PROMPTS))
-    prompts = [prompt.token_ids for prompt in first]
-    responses = [prompt[-RESPONSE_TOKENS:] for prompt in prompts]
-    asked = Asked(prompts, responses, plan.stop_token_ids, plan.common.limit)
-    if config is not None:
-        limits = {stage: getattr(config.stages, stage).attempt_timeout_s for stage in ("rollout", "score")}
-        limited = {stage: timeout_s for stage, timeout_s in limits.items() if timeout_s is not None}
-        asked = replace(asked, attempt_timeouts_s=limited)
+    prompts = [prompt.token_ids for prompt in islice(plan.schedule, PROMPTS)]
+    limits = {"rollout": config.stages.rollout.attempt_timeout_s, "score": config.stages.score.attempt_timeout_s}
+    asked = Asked(
+        prompts,
+        [prompt[-RESPONSE_TOKENS:] for prompt in prompts],
+        plan.stop_token_ids,
+        plan.common.limit,
+        attempt_timeouts_s={stage: timeout_s for stage, timeout_s in limits.items() if timeout_s is not None},
+        answered=answered,
+    )
     if not said.generation:
         return asked
     return replace(asked, responses=await discovery.responses(student, asked, RESPONSE_TOKENS))

@@ -53,6 +53,7 @@ class Asked:
     teacher_prompts: Sequence[IntArray] = ()  # what the teacher reads in place of each prompt; empty: the prompt
     timeout_s: float = 120.0
     attempt_timeouts_s: Mapping[str, float] = field(default_factory=dict)  # of stages whose attempts are limited
+    answered: Callable[[], None] = lambda: None  # is called with each answer
 
     async def answer(self, stage: str, request: Callable[[float], Awaitable[T]]) -> T:
         """Return the reply to a request, which is given its deadline. One that fails is sent again, as by the stage."""
@@ -68,7 +69,9 @@ class Asked:
                     if clock() >= until_s:
                         raise
 
-        return await sent_again(attempts, RETRY, until_s, jitter=random.random, what=f"check of {stage}")
+        reply = await sent_again(attempts, RETRY, until_s, jitter=random.random, what=f"check of {stage}")
+        self.answered()
+        return reply
 
     async def scores(
         self, scorer: Scorer, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int = 1, temperature: float = 1.0

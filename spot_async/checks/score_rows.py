@@ -95,18 +95,18 @@ async def check_score_rows(
     top_k: int,
     noise_nats: float,
     special: Container[int],
-    run_top_k: int | None = None,
+    run_top_k: int,
 ) -> RowFindings:
     """Score the texts of `asked`, and each again with one token replaced by another, none of the `special` ones.
 
-    Positions are masked as where the run asks, for its `run_top_k`; default: `top_k`, with which rows are compared.
+    Rows are compared with `top_k`. Positions are masked as where the run asks, for its `run_top_k`.
     `noise_nats` is the largest difference seen between two computations of a row. Raises a `RequestError` if a text
     cannot be scored.
     """
     found = RowFindings()
     texts = [_Text.of(prompt, response) for prompt, response in zip(asked.prompts, asked.responses, strict=True)]
     scores = [await text.scored(scorer, asked, top_k) for text in texts]
-    as_run = scores if run_top_k in (None, top_k) else [await text.scored(scorer, asked, run_top_k) for text in texts]
+    as_run = scores if run_top_k == top_k else [await text.scored(scorer, asked, run_top_k) for text in texts]
     of_responses = np.concatenate([each.known[text.response_from :] for text, each in zip(texts, as_run, strict=True)])
     if of_responses.size:
         found.masked = 1.0 - float(of_responses.mean())

@@ -172,8 +172,8 @@ class ServerDiagnosis:
     async def _check_rows(self, noise: Noise | None) -> None:
         """Refuse scores that are no log-probabilities of the given tokens, or of too few; warn if nobody can tell."""
         are_used = not self._is_teacher or self.plan.policy.needs.teacher_top_k > 0
-        run_top_k, every = self._run_top_k, self.said.every_position
-        top_k = min(self.said.max_top_k, max(run_top_k, TOP_K if every else 1))
+        run_top_k = self._run_top_k
+        top_k = max(run_top_k, min(TOP_K, self.said.max_top_k) if self.said.every_position else 1)
         checking = check_score_rows(
             self.backend,
             self.asked,
@@ -181,7 +181,7 @@ class ServerDiagnosis:
             top_k=top_k,
             noise_nats=0.0 if noise is None else noise.largest,
             special={*self._files.vocabulary.tokenizer.all_special_ids, *self.asked.stop_token_ids},
-            run_top_k=top_k if every else run_top_k,
+            run_top_k=top_k if self.said.every_position else run_top_k,
         )
         found = await self._ask("scores of two texts that differ in a token", checking, decides=are_used)
         self.facts["masked_share"] = None if found is None else found.masked

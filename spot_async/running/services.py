@@ -73,6 +73,7 @@ class StartListener(PeopleListener):
 
     starting: Callable[[Mapping[str, Backend]], None] = lambda backends: None  # by role, before the first is entered
     step: Callable[[str], None] = lambda name: None  # what is done with the services next
+    answered: Callable[[], None] = lambda: None  # a question of the checks is answered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +210,7 @@ async def _ask(
         return {role: await capabilities(each) for role, each in backends.items()}, None
     listener.step("checking the servers")
     servers = [each for pool in backends.values() if isinstance(pool, Replicated) for each in pool.backends.values()]
-    diagnosis = await watched(diagnose(*run, backends), [each.watch for each in servers])
+    diagnosis = await watched(diagnose(*run, backends, listener.answered), [each.watch for each in servers])
     return diagnosis.capabilities, diagnosis
 
 
@@ -240,7 +241,7 @@ async def _give_first_weights(
     if run is None:
         return found
     config, plan = run
-    compared = await compare_students(plan, student, found["student"], listener.warn, config)
+    compared = await compare_students(config, plan, student, found["student"], listener.warn, listener.answered)
     return {**found, "student": compared, **of_student(config, compared)}
 
 

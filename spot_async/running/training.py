@@ -187,6 +187,7 @@ class TrainingRun:
                 listener=StartListener(
                     starting=self._servers_starting,
                     step=lambda step: self._events.publish(StepBegan(step)),
+                    answered=self._watchdog.answered,
                     warn=self._screen.warn,
                     ready=self._screen.say,
                     waiting=self._screen.say,

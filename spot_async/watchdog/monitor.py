@@ -133,6 +133,10 @@ class Watchdog:
             case PromptEnded(outcome=PromptState.QUEUED):
                 self._commit(Commit.PROMPT_QUEUED, f"prompt {event.prompt.ordinal}", "train")
 
+    def answered(self) -> None:
+        """Begin the silence anew: a question of the start is answered. An endpoint may let few through a minute."""
+        self._progress.begin(PUMPS, self._loop.time())
+
     async def watch(self) -> None:
         """Run beside everything else. Raises `StalledError` once the silence is too long and the report is written."""
         raise StalledError(await self._stalled)

@@ -1,7 +1,7 @@
 """Says for how long a run has committed nothing, and for how long it may. Pure: it is passed the time.
 
 Signs of life, such as pings, retries and admitted prompts, are no commits: they can come for ever in a run that trains
-nothing.
+nothing. The questions of the start come to an end, so their answers end a silence.
 
 Everything that a run does has a deadline, which ends it with an error of its own. The watchdog comes after that:
 whoever is silent for longer has missed its own deadline, and nothing else will end the run.

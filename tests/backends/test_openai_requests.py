@@ -18,6 +18,7 @@ from deadlines import soon
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.openai.dialect import NEUTRAL
+from spot_async.checks.discovery import Asked, honours_seeds
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.models.files import read_model
 from spot_async.types import SamplingSettings
@@ -126,15 +127,15 @@ async def test_a_response_ends_at_its_stop_tokens_and_is_not_truncated_by_a_serv
     [
         (lambda body, asked: body.get("seed", 0) % 7 + 3, True),
         (lambda body, asked: asked % 7 + 3, False),  # as SGLang without --enable-deterministic-inference
-        (lambda body, asked: 3, False),  # says nothing of seeds
+        (lambda body, asked: 3, None),  # says nothing of seeds
     ],
 )
 async def test_seeds_are_said_to_be_honoured_where_they_were_seen_to_be(
-    endpoint: Any, third_token: Callable[[dict[str, Any], int], int], honoured: bool
+    endpoint: Any, third_token: Callable[[dict[str, Any], int], int], honoured: bool | None
 ) -> None:
     endpoint.respond = lambda body: [9, 8, third_token(body, len(endpoint.requests)), 1]
     async with connected(endpoint) as backend:
-        assert (await backend.capabilities(deadline=soon())).seeds is honoured
+        assert await honours_seeds(backend, Asked([PROMPT], [], (1,)), max_tokens=4) is honoured
 
 
 async def test_a_ping_costs_nothing_and_a_busy_endpoint_is_not_a_dead_one(endpoint: Any) -> None:

@@ -72,6 +72,7 @@ async def found_of(server: Any, *, noise_nats: float = 0.0, top_k: int = 16, **s
         top_k=top_k,
         noise_nats=noise_nats,
         special={0, 1, 2},
+        run_top_k=top_k,
     )
 
 

@@ -26,7 +26,7 @@ CASES = {
         "vllm_student",
         {
             *("score_tail", "position_scores", "candidates", "candidate_temperature", "candidate_version", "abort"),
-            *("refused_snapshot", "weight_update", "update_under_way"),
+            *("refused_snapshot", "weight_update", "update_under_way", "seeds"),
         },
     ),
     "sglang": ("sglang", "student", "sglang_student", {"score_tail", "seeds"}),

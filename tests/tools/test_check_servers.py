@@ -316,16 +316,17 @@ async def test_the_noise_of_16_bits_is_measured_on_the_runs_own_prompts(services
 
 @with_backends
 async def test_attached_students_are_compared_once_they_hold_this_runs_weights(services: Services) -> None:
-    plan = await asyncio.to_thread(plan_training, load_config(Path("configs/quickstart.yaml"), FEW))
+    config = load_config(Path("configs/quickstart.yaml"), FEW)
+    plan = await asyncio.to_thread(plan_training, config)
     student = services["student"]
     other = Shifted(student)
     pool: Any = Pool("student", student, other)
     offered = await Other(student, version=None).capabilities(deadline=asyncio.get_running_loop().time() + 60.0)
     warnings: list[str] = []
     with pytest.raises(ConfigError, match="student-2 gives log-probabilities up to 3 nats from those of student-1"):
-        await compare_students(plan, pool, offered, warnings.append)
+        await compare_students(config, plan, pool, offered, warnings.append)
     other.nats = 0.25
-    after = await compare_students(plan, pool, offered, warnings.append)
+    after = await compare_students(config, plan, pool, offered, warnings.append)
     assert after.logprob_noise_nats == pytest.approx(0.5, abs=1e-3)
     assert after.version is None
     assert len(warnings) == 1

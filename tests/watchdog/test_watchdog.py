@@ -14,6 +14,7 @@ from only_teacher import only
 from problem_files import FEW
 
 from spot_async.base.tasks import alongside, root_cause
+from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import plan_training
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, StalledError, ThrottledError
@@ -196,6 +197,27 @@ def test_slow_rollouts_and_long_training_steps_are_left_alone(tmp_path):
 def test_a_run_that_waits_as_an_endpoint_told_it_to_has_not_stalled(tmp_path):
     assert simulate(tmp_path, teacher=ThrottledTeacher()).state.iteration == 3
     assert not (tmp_path / "stall-report.txt").exists()
+
+
+def test_a_start_has_not_stalled_while_an_endpoint_answers_a_question_now_and_then(tmp_path):
+    async def start(questions, retry_after_s):
+        with Watchdog(LIMITS, tmp_path) as watchdog:
+            asked = Asked([], [], (), timeout_s=2 * TIMEOUT_S, answered=watchdog.answered)
+            async with alongside(watchdog.watch):
+                for _ in range(questions):
+                    refusals = iter([ThrottledError("429", retry_after_s=retry_after_s)])
+
+                    async def ask(deadline, refusals=refusals):
+                        for refusal in refusals:
+                            raise refusal
+
+                    await asked.answer("score", ask)
+            return asyncio.get_running_loop().time()
+
+    assert run_on_virtual_time(start(20, 100.0)) >= 2 * TIMEOUT_S
+    with pytest.raises(BaseExceptionGroup) as failures:
+        run_on_virtual_time(start(1, 1.5 * TIMEOUT_S))
+    assert isinstance(root_cause(failures.value), StalledError)
 
 
 def test_a_run_that_is_told_to_wait_again_and_again_ends_and_says_by_whom(tmp_path):
