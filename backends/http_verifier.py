@@ -18,7 +18,7 @@ import msgspec
 import pydantic
 from pydantic import Field
 
-from spot_async.base.retry import CAPABILITIES_TIMEOUT_S
+from spot_async.base.retry import QUESTION_TIMEOUT_S
 from spot_async.base.tasks import Opened
 from spot_async.config import PositiveInt
 from spot_async.spending.account import Account
@@ -107,7 +107,7 @@ class HttpVerifier(Opened):
 
     async def _open(self, stack: AsyncExitStack) -> None:
         """Connect, and ask about a sum, so that a server that gives no judgements is known before a run begins."""
-        deadline = asyncio.get_running_loop().time() + CAPABILITIES_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + QUESTION_TIMEOUT_S
         await stack.enter_async_context(self._endpoint)
         await when_free(lambda: self.verify(*ASKED_FIRST, deadline=deadline), deadline)
 

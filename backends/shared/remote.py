@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from spot_async.base.retry import RetryPolicy
+from spot_async.base.retry import QUESTION_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import Opened, sent_again
 from spot_async.config import backend_section
-from spot_async.errors import ConfigError, RequestError
+from spot_async.errors import ConfigError, FailureClass, RequestError
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import RateLimiter
@@ -87,18 +87,33 @@ class Server(Opened, abc.ABC):
         self._ready_path = ready_path
         self._launched: LaunchedServer | None = None
         self._is_starting = False
+        self._has_waited = False  # for its turn, or because the server throttled
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Inside, a request that the server throttles waits and is sent again, as a stage's would be."""
+        """Inside, a request that is throttled waits and is sent again, as a stage's would be.
+
+        From then on each has a deadline of its own, since the one for all of them may have passed meanwhile.
+        """
         self._is_starting = True
         try:
             yield
         finally:
             self._is_starting = False
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
-        return await (when_free(ask, deadline) if self._is_starting else ask())
+    async def _patiently(self, ask: Callable[[float], Awaitable[T]], deadline: float) -> T:
+        if not self._is_starting:
+            return await ask(deadline)
+        own_deadline = max(deadline, asyncio.get_running_loop().time() + QUESTION_TIMEOUT_S)
+
+        async def once() -> T:
+            try:
+                return await ask(own_deadline if self._has_waited else deadline)
+            except RequestError as error:
+                self._has_waited |= error.failure_class is FailureClass.THROTTLED
+                raise
+
+        return await when_free(once, own_deadline)
 
     @abc.abstractmethod
     def _launch(self, settings: ProcessSettings) -> LaunchedServer:
@@ -150,7 +165,7 @@ class Server(Opened, abc.ABC):
         return await (work if self._launched is None else self._launched.alongside(work))
 
     async def get(self, path: str, kind: type[T], *, deadline: float) -> T:
-        reply = await self._patiently(lambda: self.endpoint.get(path, deadline=deadline), deadline)
+        reply = await self._patiently(lambda deadline: self.endpoint.get(path, deadline=deadline), deadline)
         with self.endpoint.reading("GET", path, None, reply):
             return self._decoded(reply, kind)
 
@@ -246,7 +261,7 @@ class RemoteServer(Server):
     ) -> T:
         sent = msgspec.json.encode(body)
 
-        async def once() -> T:
+        async def once(deadline: float) -> T:
             with self.endpoint.turn() as turn:
                 ask = functools.partial(
                     self.endpoint.post, path, sent, content_type=JSON, deadline=deadline, resend=resend, turn=turn

@@ -17,6 +17,7 @@ MAX_DOUBLINGS = 16  # enough to reach the largest delay; without a limit the pow
 VERIFY_ATTEMPTS = 2  # missing evidence is asked for once more
 WEIGHT_UPDATE_TIMEOUT_S = 600.0  # to send weights to all servers of a role, to one that returns, and at the start
 CAPABILITIES_TIMEOUT_S = 60.0  # for a server to say what it offers
+QUESTION_TIMEOUT_S = 120.0  # for one question of the start; endpoints ask for pauses of up to a minute
 RETRY_AFTER_SPREAD = 0.1  # random share of the pause added to it, so that clients do not all return at once
 
 

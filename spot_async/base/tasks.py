@@ -199,9 +199,10 @@ async def sent_again(
             return await ask()
         except RequestError as error:
             failures[error.failure_class] += 1
-            delay_s = retry.delay_s(error, failures[error.failure_class], jitter())
+            left_s = deadline - asyncio.get_running_loop().time()
+            delay_s = retry.delay_s(error, failures[error.failure_class], jitter(), has_time=left_s > 0)
             asked_s = error.asked_s if isinstance(error, ThrottledError) else None
-            if delay_s is None or asyncio.get_running_loop().time() + max(delay_s, asked_s or 0.0) >= deadline:
+            if delay_s is None or max(delay_s, asked_s or 0.0) >= left_s:
                 raise
             structlog.get_logger().warning("retry", stage=what, attempt=failures.total(), error=str(error))
         await asyncio.sleep(delay_s)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from spot_async.base.retry import DEFAULT_ATTEMPTS, RetryPolicy
+from spot_async.base.retry import DEFAULT_ATTEMPTS, QUESTION_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import gather_answers, sent_again
 from spot_async.errors import DeadlineExceededError, PermanentError
 from spot_async.models.precision import NOISE_MARGIN
@@ -51,12 +51,26 @@ class Asked:
     # Sampling is limited to ids below this, since the responses are scored by models that may know no more.
     vocab_limit: int | None = None
     teacher_prompts: Sequence[IntArray] = ()  # what the teacher reads in place of each prompt; empty: the prompt
-    timeout_s: float = 120.0
+    timeout_s: float = QUESTION_TIMEOUT_S
     attempt_timeouts_s: Mapping[str, float] = field(default_factory=dict)  # of stages whose attempts are limited
     answered: Callable[[], None] = lambda: None  # is called with each answer
 
     async def answer(self, stage: str, request: Callable[[float], Awaitable[T]]) -> T:
-        """Return the reply to a request, which is given its deadline. One that fails is sent again, as by the stage."""
+        """Return the reply to a request, which is given its deadline. One that fails is sent again, as by the stage.
+
+        It has its time once it has its turn: as long as the account's limits let others go first, it waits.
+        """
+        while True:
+            try:
+                reply = await self._answer_in_time(stage, request)
+                break
+            except DeadlineExceededError as error:
+                if error.was_sent:
+                    raise
+        self.answered()
+        return reply
+
+    async def _answer_in_time(self, stage: str, request: Callable[[float], Awaitable[T]]) -> T:
         clock = asyncio.get_running_loop().time
         until_s = clock() + self.timeout_s
         attempt_s = min(self.timeout_s, self.attempt_timeouts_s.get(stage, self.timeout_s))
@@ -69,9 +83,7 @@ class Asked:
                     if clock() >= until_s:
                         raise
 
-        reply = await sent_again(attempts, RETRY, until_s, jitter=random.random, what=f"check of {stage}")
-        self.answered()
-        return reply
+        return await sent_again(attempts, RETRY, until_s, jitter=random.random, what=f"check of {stage}")
 
     async def scores(
         self, scorer: Scorer, prompt_ids: IntArray, response_ids: IntArray, *, top_k: int = 1, temperature: float = 1.0

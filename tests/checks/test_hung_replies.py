@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from spot_async.backends.shared.remote import Server
+from spot_async.base.retry import CAPABILITIES_TIMEOUT_S, QUESTION_TIMEOUT_S
 from spot_async.checks import diagnosis
 from spot_async.checks.discovery import Asked
 from spot_async.config.schema import ScoreStageConfig, StagesConfig
-from spot_async.errors import DeadlineExceededError
+from spot_async.errors import DeadlineExceededError, FailureClass, ThrottledError
+from spot_async.testing.virtual_time import run_on_virtual_time
 
 
 class Scores:
@@ -50,3 +54,54 @@ async def test_the_limits_are_those_of_the_run_s_stages():
     plan = SimpleNamespace(schedule=[], stop_token_ids=(), common=SimpleNamespace(limit=None))
     asked = await diagnosis._asked(config, plan, None, SimpleNamespace(generation=False))
     assert asked.attempt_timeouts_s == {"score": 7.0}
+
+
+def no_turn():
+    """As an account raises it, whose limits let others go first."""
+    late = DeadlineExceededError("no turn before the deadline")
+    late.was_sent, late.failure_class = False, FailureClass.THROTTLED
+    return late
+
+
+def test_a_question_waits_for_its_turn_however_many_are_asked_before_it():
+    asked = Asked([], [], ())
+
+    async def score(deadline):
+        turn_s, now_s = 10 * QUESTION_TIMEOUT_S, asyncio.get_running_loop().time()
+        await asyncio.sleep(min(deadline, turn_s) - now_s)
+        if deadline < turn_s:
+            raise no_turn()
+        return "scores"
+
+    assert run_on_virtual_time(asked.answer("score", score)) == "scores"
+
+
+class Quiet(Server):
+    """A server of which only `get` is asked."""
+
+    _launch = connection = None
+
+    def _decoded(self, reply, kind):
+        return reply
+
+
+@pytest.mark.parametrize("refusal", [ThrottledError("429", retry_after_s=61.0), no_turn()])
+def test_questions_after_one_that_was_throttled_have_time_of_their_own(refusal):
+    server, deadlines = Quiet("http://127.0.0.1:1", SimpleNamespace(role="teacher", name="teacher")), []
+
+    async def get(path, *, deadline):
+        deadlines.append(deadline)
+        if len(deadlines) == 1:
+            await asyncio.sleep(CAPABILITIES_TIMEOUT_S / 2)
+            raise refusal
+        await asyncio.sleep(20.0)
+        return path
+
+    async def start():
+        server.endpoint = SimpleNamespace(get=get, reading=lambda *request: nullcontext())
+        with server.starting():
+            return [await server.get(path, str, deadline=CAPABILITIES_TIMEOUT_S) for path in "abc"]
+
+    assert run_on_virtual_time(start()) == ["a", "b", "c"]
+    assert deadlines[0] == CAPABILITIES_TIMEOUT_S, "what is not throttled has the time of the start"
+    assert deadlines == sorted(deadlines)

@@ -208,9 +208,7 @@ async def test_samples_differ(subject: Subject) -> Finding:
 async def test_seeds(subject: Subject) -> Finding:
     """The same seed gives the same tokens, alone and among other requests, and another seed gives others."""
     if not subject.capabilities.seeds:
-        raise not_offered(
-            "nobody says that seeds are honoured: runs may not repeat, each seed is still its own sample"
-        )
+        raise not_offered("nobody says that seeds are honoured: runs may not repeat, each seed is still its own sample")
     prompt, seeds = subject.prompt(0), range(7000, 7008)
     alone = [await subject.generate(prompt, seed=seed) for seed in seeds]
     again = await subject.generate(prompt, seed=seeds[0])

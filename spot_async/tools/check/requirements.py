@@ -166,7 +166,7 @@ def evaluation_estimate(config: Config, benchmarks: Sequence[Benchmark]) -> str:
 
 NO_TOKENS = Usage(prompt_tokens=0)
 # What a server that scores and samples is asked before the first prompt, and the tokens that it generates for each.
-START_EXPECTED = 80, RESPONSE_TOKENS // 3
+START_EXPECTED = 75, RESPONSE_TOKENS // 3
 START_AT_MOST = 150, RESPONSE_TOKENS
 ASSUMED_SHARE = 0.5  # assumed length of a response, as a share of the longest
 SAMPLE_BYTES_PER_TOKEN = 80  # of samples.jsonl, as `run.samples_every` says
