@@ -24,7 +24,7 @@ from spot_async.checks.discovery import Asked
 from spot_async.checks.plan import TrainPlan, plan_warnings
 from spot_async.checks.server_diagnosis import RESPONSE_TOKENS, Fact, ServerDiagnosis, role_model
 from spot_async.config import Config, ModelConfig, teacher_name
-from spot_async.errors import ConfigError, RequestError
+from spot_async.errors import ConfigError, FailureClass, RequestError
 from spot_async.models.precision import SURE_NATS, logit_errors, noise_nats
 from spot_async.protocols import Backend, Generator, Scorer
 from spot_async.replicas.pool import ReplicaPool
@@ -130,7 +130,8 @@ async def _measure_noise(
             list(servers.values()), asked, top_k=top_k, max_tokens=RESPONSE_TOKENS, speaks=speaks
         )
     except RequestError as error:
-        found.warnings.append(f"{role}.backend: its noise could not be measured on the run's prompts: {error}")
+        lines = found.refusals if error.failure_class is FailureClass.THROTTLED else found.warnings
+        lines.append(f"{role}.backend: its noise could not be measured on the run's prompts: {error}")
         return
     if (errors := logit_errors(differences)).size:
         found.together = msgspec.structs.replace(together, logprob_noise_nats=noise_nats(errors))

@@ -122,12 +122,26 @@ def test_a_dry_run_shows_it_and_what_it_assumes(monkeypatch):
     assert "The budget of 0.01 EUR ends the run early" in shown.output
     config = load_config(ROOT / "configs" / "quickstart.yaml", [backend, *SMALL])
     (teacher,) = endpoints(config, plan_training(config), None)
-    between = sum(teacher.whole_money) / 2
+    between = sum(each.money for each in (*teacher.start, teacher.expected, teacher.at_most)) / 2
     backend = f"teacher.backend={json.dumps(PAID | {'budget': between})}"
     shown = CliRunner().invoke(app, ["train", "configs/quickstart.yaml", backend, *SMALL, "--dry-run"])
-    assert f"warning: The budget of {between:g} EUR may end the run early" in shown.output
+    assert f"warning: The budget of {between:.10g} EUR may end the run early" in shown.output
     start = " ".join(f"{each.money:,.4g}" for each in teacher.start)
     assert f"EUR, the start before it {start}" in " ".join(shown.output.split())
+
+
+def test_a_budget_of_tokens_that_start_and_run_may_spend_is_named():
+    config, plan = configured("policy=opd")
+    (found,) = endpoints(config, plan)
+    expected, most = (
+        sum(each.used.tokens for each in pair)
+        for pair in zip(found.start, (found.expected, found.at_most), strict=True)
+    )
+    for budget, ends in ((expected - 1, "ends"), (most - 1, "may end")):
+        found.account.token_budget = budget
+        assert found.early_ends == [f"The budget of {budget} tokens {ends} the run early"]
+    found.account.token_budget = most
+    assert found.early_ends == []
 
 
 def test_an_evaluation_says_what_it_asks_for_at_most_and_what_that_costs(tmp_path):

@@ -315,6 +315,14 @@ async def test_the_noise_of_16_bits_is_measured_on_the_runs_own_prompts(services
 
 
 @with_backends
+async def test_a_run_does_not_begin_with_noise_that_a_full_server_did_not_show(services: Services) -> None:
+    full = Throttles(services["teacher"], 1, 600.0)
+    full.said = {"dtype": "bfloat16", "logprob_noise_nats": 1.2, "generation": False}
+    (refusal,) = (await diagnosis_of(services, teacher=full)).refusals
+    assert refusal.startswith("teacher.backend: its noise could not be measured on the run's prompts: teacher/score")
+
+
+@with_backends
 async def test_attached_students_are_compared_once_they_hold_this_runs_weights(services: Services) -> None:
     config = load_config(Path("configs/quickstart.yaml"), FEW)
     plan = await asyncio.to_thread(plan_training, config)

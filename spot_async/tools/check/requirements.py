@@ -53,10 +53,16 @@ class RoleEstimate:
     start: tuple[Estimate, Estimate]  # before the first prompt, likewise: what backends and the checks ask
 
     @property
-    def whole_money(self) -> tuple[float, ...]:
-        """The money of start and run together, expected and at most; 0 without prices."""
-        both = zip(self.start, (self.expected, self.at_most), strict=True)
-        return tuple(sum(each.money or 0.0 for each in pair) for pair in both)
+    def early_ends(self) -> list[str]:
+        """A line for each budget that is less than start and run may take together."""
+        lines, account = [], self.account
+        expected, most = zip(self.start, (self.expected, self.at_most), strict=True)
+        of_money = account.budget, account.currency, lambda each: each.money or 0.0
+        for budget, unit, of in (of_money, (account.token_budget, "tokens", lambda each: each.used.tokens)):
+            if budget is not None and sum(map(of, most)) > budget:
+                ends = "ends" if sum(map(of, expected)) > budget else "may end"
+                lines.append(f"The budget of {budget:.10g} {unit} {ends} the run early")
+        return lines
 
 
 def estimate_endpoints(config: Config, plan: TrainPlan, expected_tokens: float) -> list[RoleEstimate]:

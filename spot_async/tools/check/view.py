@@ -84,12 +84,8 @@ def show_endpoints(screen: Console, found: Requirements) -> None:
     for each in found.endpoints:
         screen.print(endpoint_table(each))
         line = f"assumes {found.response_words}; nothing cached; no retries, and no single positions asked for again"
-        budget = each.account.budget
         screen.print(Text(line), soft_wrap=True)
-        expected, most = each.whole_money
-        if budget is not None and most > budget:
-            ends = "ends" if expected > budget else "may end"
-            show_warnings(screen, [f"The budget of {budget:g} {each.account.currency} {ends} the run early"])
+        show_warnings(screen, each.early_ends)
 
 
 def rank_table(rank: TrainerMemory, ranks: int) -> Table:
