@@ -25,7 +25,7 @@ import msgspec
 from spot_async.base.retry import QUESTION_TIMEOUT_S, RetryPolicy
 from spot_async.base.tasks import Opened, sent_again
 from spot_async.config import backend_section
-from spot_async.errors import ConfigError, FailureClass, RequestError
+from spot_async.errors import ConfigError, RequestError
 from spot_async.models.files import ModelFiles, read_model
 from spot_async.spending.prices import Size
 from spot_async.spending.rate_limit import RateLimiter
@@ -87,13 +87,12 @@ class Server(Opened, abc.ABC):
         self._ready_path = ready_path
         self._launched: LaunchedServer | None = None
         self._is_starting = False
-        self._has_waited = False  # for its turn, or because the server throttled
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """Inside, a request that is throttled waits and is sent again, as a stage's would be.
 
-        From then on each has a deadline of its own, since the one for all of them may have passed meanwhile.
+        Each has a deadline of its own, since waits, or a slow server, may take longer than the one for all of them.
         """
         self._is_starting = True
         try:
@@ -105,15 +104,7 @@ class Server(Opened, abc.ABC):
         if not self._is_starting:
             return await ask(deadline)
         own_deadline = max(deadline, asyncio.get_running_loop().time() + QUESTION_TIMEOUT_S)
-
-        async def once() -> T:
-            try:
-                return await ask(own_deadline if self._has_waited else deadline)
-            except RequestError as error:
-                self._has_waited |= error.failure_class is FailureClass.THROTTLED
-                raise
-
-        return await when_free(once, own_deadline)
+        return await when_free(lambda: ask(own_deadline), own_deadline)
 
     @abc.abstractmethod
     def _launch(self, settings: ProcessSettings) -> LaunchedServer:
