@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.asgi import make_asgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from spot_async.base.addresses import is_loopback
 from spot_async.base.connection_room import STRANGERS
@@ -71,12 +71,7 @@ def prometheus_endpoint(
     """
     sink, registry = _Sink(run.name, iterations, stages), CollectorRegistry()
     registry.register(sink)
-    metrics = make_asgi_app(registry)
-
-    async def scraped(scope: Scope, receive: Receive, send: Send) -> None:
-        await metrics(scope, _nothing, send)  # it would wait for a body
-
-    pages = Api("/", {"/metrics": ("GET", scraped), "/": ("GET", _Report(run))}, _refused)
+    pages = Api("/", {"/metrics": ("GET", make_asgi_app(registry)), "/": ("GET", _Report(run))}, _refused)
     access = Access(Credentials(), is_local=True, other_api=pages)
     if not is_loopback(host):
         access = replace(access, is_own=_is_own, own_names=f"an address or {socket.gethostname()}")
@@ -144,10 +139,6 @@ class _Sink:
                 count, words = getattr(stage.counters, failure), "attempts of requests that failed, by failure"
                 add(CounterMetricFamily, f"{PREFIX}failed_attempts", words, {**named, "failure": failure}, count)
         yield from families.values()
-
-
-async def _nothing() -> Message:
-    return {"type": "http.request"}
 
 
 def _refused(error: Refusal | SpotError) -> Response:

@@ -1,7 +1,7 @@
 """What our HTTP servers bear from a connection: how long it may wait, how much it may send, how many there may be.
 
-uvicorn bounds none of this. Whoever has not sent the head of a request, or does not take an answer, waits in a `Room`
-as at the nodes' gate, and `patience_s` at most.
+uvicorn bounds none of this. Whoever has not sent the whole of a request, or does not take an answer, waits in a `Room`
+as at the nodes' gate: `patience_s` at most for a head, and between two parts of a body.
 
 A body that nobody wants is dropped before its connection is closed. The system would else meet what still comes with a
 reset, and a client that sends first and reads afterwards would not see why it was refused.
@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spot_async.base.connection_room import Room
@@ -40,9 +40,9 @@ class HttpServer(uvicorn.Server):
 
         `more` is uvicorn's.
         """
-        protocol: Any = functools.partial(_Connection, room=Room[_Connection](places), patience_s=patience_s)
+        protocol: Any = functools.partial(_Connection, room=Room[_Connection](places))
         config = uvicorn.Config(
-            app,
+            _dropping_bodies(app),
             http=protocol,
             lifespan="off",
             ws="none",
@@ -70,33 +70,44 @@ def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
+def _dropping_bodies(app: ASGIApp) -> ASGIApp:
+    """Return the app with answers that end, and so may close the connection, once the request has come to its end."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        comes = all(name != b"expect" for name, _ in scope["headers"])  # else the client waits for leave to send more
+
+        async def received() -> Message:
+            nonlocal comes
+            message = await receive()
+            comes = message.get("more_body", False)
+            return message
+
+        async def sent(message: Message) -> None:
+            if comes and message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body"}
+                while comes:
+                    await received()
+            await send(message)
+
+        await app(scope, received, sent)
+
+    return answered
+
+
 class _Connection(HttpToolsProtocol):
-    def __init__(self, *given: Any, room: Room[_Connection], patience_s: int, **named: Any) -> None:
+    def __init__(self, *given: Any, room: Room[_Connection], **named: Any) -> None:
         super().__init__(*given, **named)
         self._room = room
-        self._patience_s = patience_s
         self._deadline: asyncio.TimerHandle | None = None
-        self._received_bytes = 0  # of this head, or of what follows it
-        self._closes = False  # once the rest of the request is dropped
-
-    @property
-    def _has_rest(self) -> bool:
-        """Whether more of the request's body may come."""
-        return self.cycle is not None and self.cycle.more_body
-
-    def close(self, transport: asyncio.Transport) -> None:
-        """Close as soon as the client may hear what it was told."""
-        waits_for_leave = self.expect_100_continue and not self._received_bytes
-        if self._has_rest and not waits_for_leave:
-            self._closes = True
-        else:
-            transport.close()
+        self._received_bytes = 0  # of a request
 
     def _weigh(self) -> None:
         """Begin or end to wait for the client, as things stand now."""
         self._stop_waiting()
-        if self.flow.write_paused or self.cycle is None or self.cycle.response_complete:
-            self._deadline = self.loop.call_later(self._patience_s, self.transport.abort)
+        asked = self.cycle
+        if asked is None or asked.more_body or asked.response_complete or self.flow.write_paused:
+            self._deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
             if (dropped := self._room.enter(self, self.client[0] if self.client else "")) is not None:
                 dropped.transport.abort()
 
@@ -105,8 +116,8 @@ class _Connection(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(_ClosedBy(self, transport))  # type: ignore[arg-type]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
         self._weigh()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -116,30 +127,20 @@ class _Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._received_bytes += len(data)
         super().data_received(data)
-        if self._received_bytes > (BODY_BYTES if self._has_rest else HEAD_BYTES):
+        asked = self.cycle
+        if self._received_bytes > (BODY_BYTES if asked is not None and asked.more_body else HEAD_BYTES):
             self.transport.abort()
-
-    def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:
-            self.cycle.more_body = False  # nothing more of it can be read
-        super().send_400_response(msg)
+        elif asked is not None and not asked.response_complete:  # a head gets no more time for what has come of it
+            self._weigh()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) == MOST_HEADERS:
             raise ValueError(f"more than {MOST_HEADERS} headers")  # answered 400
         super().on_header(name, value)
 
-    def on_headers_complete(self) -> None:
-        self._received_bytes = 0
-        super().on_headers_complete()
-        self._weigh()
-
     def on_message_complete(self) -> None:
         self._received_bytes = 0
         super().on_message_complete()
-        self.cycle.more_body = False  # also of a body that was dropped
-        if self._closes:
-            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -152,17 +153,3 @@ class _Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._weigh()
-
-
-class _ClosedBy:
-    """A transport that its protocol closes."""
-
-    def __init__(self, protocol: _Connection, transport: asyncio.Transport) -> None:
-        self._protocol = protocol
-        self._transport = transport
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def close(self) -> None:
-        self._protocol.close(self._transport)
