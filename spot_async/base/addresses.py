@@ -26,6 +26,14 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def is_no_page(host: str) -> bool:
+    """Return whether no web page can have this host by pointing its own name to this machine."""
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower() in {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+
 def host_of(authority: str) -> str:
     """Return the host of a `Host` header such as `localhost:8000` or `[::1]:8000`, with or without the port."""
     if authority.startswith("["):

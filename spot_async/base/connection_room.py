@@ -1,13 +1,23 @@
-"""The little room that a listener has for connections which have not shown yet what they want."""
+"""Listens, and has a little room for connections which have not shown yet what they want."""
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+BACKLOG = 4096
 STRANGERS = 16  # at a time, where few connections are expected
+
+
+def listening_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there, and nowhere else. Raises OSError, for example for a taken port."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    listener.setblocking(False)
+    return listener
 
 
 class Room(Generic[T]):

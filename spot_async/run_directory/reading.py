@@ -114,13 +114,16 @@ class SampleRecord(SampleSummary, kw_only=True):
     branches: Sequence[Branch] = ()
 
 
-class _Row(msgspec.Struct):
+class _Change(msgspec.Struct):
+    avg: float
+    avg_standard_error: float | None = None
+
+
+class _Row(_Change, kw_only=True):
     """The held-out figures of a tier or benchmark in `summary.json`."""
 
     problems: int
-    avg: float
     pass_share: float = msgspec.field(name="pass")
-    avg_standard_error: float | None = None
     pass_standard_error: float | None = None
     pass_k: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -128,11 +131,6 @@ class _Row(msgspec.Struct):
 class _Evaluated(msgspec.Struct):
     samples: int
     tiers: dict[str, _Row]
-
-
-class _Change(msgspec.Struct):
-    avg: float
-    avg_standard_error: float | None = None
 
 
 class _Spent(Spending):
@@ -161,9 +159,8 @@ class _Summary(msgspec.Struct):
 
     def __post_init__(self) -> None:
         """Raise ValueError unless a table can be made: each evaluation has the tiers of the others."""
-        tables = (*(each.tiers for each in (self.before, self.after) if each is not None), self.change)
-        tiers = [set(table) for table in tables if table]
-        if any(each != tiers[0] for each in tiers):
+        tables = (self.before and self.before.tiers, self.after and self.after.tiers, self.change)
+        if len({frozenset(table) for table in tables if table}) > 1:
             raise ValueError("before, after and change have other tiers")
 
 
@@ -243,10 +240,7 @@ class RunFiles:
     def summary(self) -> dict[str, Any] | None:
         """Return the figures at the end of the run; None if it has not come to its end."""
         path = self.path / "summary.json"
-        if not path.exists():
-            return None
-        shown: dict[str, Any] = msgspec.to_builtins(read_json(path, _Summary))
-        return read_json(path, dict[str, Any]) | shown
+        return msgspec.to_builtins(read_json(path, _Summary)) if path.exists() else None
 
     def is_going_on(self) -> bool:
         """Return whether a process of this machine is at work on the run."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spot_async.base.addresses import is_loopback
+from spot_async.base.connection_room import BACKLOG, listening_at
 from spot_async.base.processes.resources import (
     SERVER_COLLECTION_THRESHOLD,
     open_file_limit,
@@ -29,7 +30,7 @@ from spot_async.base.processes.resources import (
 from spot_async.errors import ConfigError, DataError
 from spot_async.models.small_files import refuse_foreign_files
 from spot_async.serving.api import API_KEY_VARIABLE, Credentials
-from spot_async.serving.http.connections import BACKLOG, HttpServer, tcp_listener
+from spot_async.serving.http.connections import HttpServer
 from spot_async.serving.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _listen(settings: ServeSettings) -> Iterator[socket.socket]:
     """Open the listening socket. This comes before loading the model, to find an address in use at once."""
     path = settings.uds
     try:
-        listener = _unix_listener(path) if path is not None else tcp_listener(settings.host, settings.port or 0)
+        listener = _unix_listener(path) if path is not None else listening_at(settings.host, settings.port or 0)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = "in use by another process: choose another" if taken else error.strerror or error

@@ -163,11 +163,10 @@ class ScoreCache:
         (made_by,) = connection.execute("PRAGMA application_id").fetchone()
         (found,) = connection.execute("PRAGMA user_version").fetchone()
         content = connection.execute("SELECT sql FROM sqlite_master WHERE name NOT GLOB 'sqlite_*'").fetchall()
-        is_plain = content in ([], [(TABLE,)])
-        if found not in (0, FORMAT) and (made_by == APPLICATION_ID or (made_by == 0 and is_plain)):
-            raise DataError(f"{self.role}.cache: {path} has format {found}, this version reads {FORMAT}")
-        if made_by not in (0, APPLICATION_ID) or not is_plain:
+        if made_by not in (0, APPLICATION_ID) or content not in ([], [(TABLE,)]):
             raise DataError(f"{self.role}.cache: {path} is no cache of spot-async, or was changed: give another file")
+        if found not in (0, FORMAT):
+            raise DataError(f"{self.role}.cache: {path} has format {found}, this version reads {FORMAT}")
         if not self.is_replay:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")

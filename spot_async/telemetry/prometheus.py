@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import html
-import ipaddress
 import math
 import os
 import re
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +26,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from spot_async.base.addresses import is_loopback
-from spot_async.base.connection_room import STRANGERS
-from spot_async.base.files import open_regular
+from spot_async.base.connection_room import STRANGERS, listening_at
+from spot_async.base.files import read_bounded
 from spot_async.base.processes.child import ChildProcess
 from spot_async.base.tasks import error_words
 from spot_async.errors import FailureClass, SpotError
 from spot_async.serving.api import Credentials
-from spot_async.serving.http.connections import HttpServer, tcp_listener
+from spot_async.serving.http.connections import HttpServer
 from spot_async.serving.http.requests import Access, Api, App, Refusal
 from spot_async.stages.stage import Stage
 from spot_async.telemetry.side_sink import MetricSink, split_row
@@ -72,13 +68,10 @@ def prometheus_endpoint(
     sink, registry = _Sink(run.name, iterations, stages), CollectorRegistry()
     registry.register(sink)
     pages = Api("/", {"/metrics": ("GET", make_asgi_app(registry)), "/": ("GET", _Report(run))}, _refused)
-    access = Access(Credentials(), is_local=True, other_api=pages)
-    if not is_loopback(host):
-        access = replace(access, is_own=_is_own, own_names=f"an address or {socket.gethostname()}")
-    app = App(access, pages)
+    app = App(Access(Credentials(), is_local=True, other_api=pages), pages)
     server = HttpServer(app, places=STRANGERS, patience_s=PATIENCE_S, log_config=None, log_level="critical")
     try:
-        listener = tcp_listener(host, port)
+        listener = listening_at(host, port)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # below 0: of names
         raise OSError(f"cannot listen on {host}: {reason}; choose another port") from None
@@ -165,14 +158,13 @@ class _Report:
         await self._page()(scope, receive, send)
 
     def _page(self) -> Response:
-        failed = f"the newest could not be made: {self._error}" if self._error else ""
+        path = self._run / "report.html"
         try:
-            with open_regular(self._run / "report.html") as file:
-                page, written_s = file.read(MOST_REPORT_BYTES), os.fstat(file.fileno()).st_mtime
+            page, written = read_bounded(path, MOST_REPORT_BYTES), time.localtime(path.stat().st_mtime)
         except OSError as error:
             return PlainTextResponse(f"there is no report yet: {self._error or error_words(error)}\n", 503)
-        written = f"written at {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(written_s))}"
-        line = html.escape("; ".join(filter(None, (written, failed))))
+        failed = self._error and f"; the newest could not be made: {self._error}"
+        line = html.escape(f"written at {time.strftime('%Y-%m-%d %H:%M:%S %Z', written)}{failed}")
         again = {"Refresh": f"{REPORT_EVERY_S:.0f}"}
         return HTMLResponse(page.replace(b"<main>", f"<main><p>{line}</p>".encode(), 1), headers=again)
 
@@ -180,7 +172,7 @@ class _Report:
         """Make it, and return why that failed: "" if it did not."""
         log = self._run / "logs" / "report.log"
         command = [sys.executable, "-P", "-m", "spot_async", "report", str(self._run)]
-        ours = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        ours = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         try:
             log.unlink(missing_ok=True)
             child = await ChildProcess.start_foreign("the report", command, log_path=log, environment=ours)
@@ -194,10 +186,3 @@ class _Report:
         except (OSError, SpotError) as error:
             return error_words(error)
         return child.describe_end(code) if code else ""
-
-
-def _is_own(host: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(host))
-    except ValueError:
-        return host.lower() in {socket.gethostname().lower(), socket.getfqdn().lower()}

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 import spot_async.serving.http.connections as connections_module
 import spot_async.serving.http.requests as bodies_module
 from spot_async.base import wire
+from spot_async.base.connection_room import listening_at
 from spot_async.errors import ThrottledError
 from spot_async.models.vocabulary import load_tokenizer
 from spot_async.serving import api
@@ -34,7 +35,7 @@ from spot_async.serving.engine.engine import Engine
 from spot_async.serving.engine.model import load_model
 from spot_async.serving.engine.worker import EngineWorker
 from spot_async.serving.http.app import build_app
-from spot_async.serving.http.connections import HEAD_BYTES, MOST_HEADERS, HttpServer, tcp_listener
+from spot_async.serving.http.connections import HEAD_BYTES, MOST_HEADERS, HttpServer
 from spot_async.serving.http.replies import TOGETHER_S, Replies
 from spot_async.serving.http.requests import MAX_BYTES, MIB, Bodies, Refusal
 from spot_async.serving.openai.app import MAX_BYTES as MAX_JSON_BYTES
@@ -133,7 +134,7 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(open_app: A
 async def serving(app: ASGIApp, *, places: int = 16) -> AsyncIterator[int]:
     """Serve an app on a port of loopback, which is yielded."""
     server = HttpServer(app, places=places, patience_s=600, log_config=None, log_level="critical")
-    listener = tcp_listener("127.0.0.1", 0)
+    listener = listening_at("127.0.0.1", 0)
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(server.serve([listener]))
         try:

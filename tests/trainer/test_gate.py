@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import spot_async.trainer.nodes.gate as gate_module
 from spot_async.base import wire
-from spot_async.base.connection_room import STRANGERS, Room
+from spot_async.base.connection_room import STRANGERS, Room, listening_at
 from spot_async.trainer.nodes.authentication import CHALLENGE_BYTES, Purpose, Seals, Secret
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError
-from spot_async.trainer.nodes.gate import Gate, Strangers, UnknownSecretError, knock, listening_at
+from spot_async.trainer.nodes.gate import Gate, Strangers, UnknownSecretError, knock
 from spot_async.trainer.nodes.messages import Hello
 from spot_async.trainer.nodes.store_tunnel import bring_to_store, reserve_port, tunnel
 

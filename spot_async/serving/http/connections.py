@@ -19,19 +19,12 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from spot_async.base.connection_room import Room
+from spot_async.base.connection_room import BACKLOG, Room
 from spot_async.base.processes.resources import is_out_of_files
 
-BACKLOG = 4096
 GRACEFUL_S = 1
 HEAD_BYTES, MOST_HEADERS = 1 << 16, 1000  # of a request; chunks may bring more headers behind its body
 BODY_BYTES = 1 << 27  # of a request, with all that frames it: read or dropped
-
-
-def tcp_listener(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there. Raises OSError, for example for a taken port."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 class HttpServer(uvicorn.Server):

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,7 +26,6 @@ from spot_async.base.tasks import while_alive
 from spot_async.errors import DeadlineExceededError, SpotError
 from spot_async.serving import api
 from spot_async.serving.engine.worker import EngineWorker
-from spot_async.serving.http.requests import ClientGone
 
 TOGETHER_S = 0.1  # a reply waits this long for others to be sent with it; the last one does not wait
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`. If the client hangs up first, cancel it and raise `ClientGone`.
+    """Return the result of `work`. If the client hangs up first, cancel it and raise `ClientDisconnect`.
 
     The request's body must have been read from `receive` already.
     """
@@ -44,7 +44,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 async def _raise_when_gone(receive: Receive) -> NoReturn:
     while (await receive())["type"] != "http.disconnect":
         pass
-    raise ClientGone
+    raise ClientDisconnect
 
 
 class Replies(Response):
@@ -62,7 +62,7 @@ class Replies(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         futures = [self._worker.submit(request) for request in self._requests]
         try:
-            with contextlib.suppress(ClientGone):
+            with contextlib.suppress(ClientDisconnect):
                 await while_connected(receive, self._answer(futures, send))
         finally:
             for future in futures:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from spot_async.base.addresses import host_of, is_loopback
+from spot_async.base.addresses import host_of, is_no_page
 from spot_async.errors import PermanentError, RequestTooLargeError, ServerRestartedError, SpotError, ThrottledError
 from spot_async.serving import api
 from spot_async.serving.api import Credentials
@@ -70,17 +71,16 @@ class Access:
     """The rules of one server."""
 
     credentials: Credentials
-    is_local: bool  # `Host` must be a name of this machine, as where it listens on loopback or a Unix socket
+    is_local: bool  # `Host` must be an address or a name of this machine
     other_api: Api | None = None
     instance: str = ""  # names this process
-    is_own: Callable[[str], bool] = is_loopback  # whether a host is a name of this machine
-    own_names: str = "localhost or 127.0.0.1"
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
         """Return why a request is refused; None if it is not. `headers` are by their names in lower case."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self.is_local and host and not self.is_own(host_of(host)):
-            return Refusal(403, f"Host: {host} is another machine's name: ask for {self.own_names}")
+        if self.is_local and host and not is_no_page(host_of(host)):
+            own = socket.gethostname()
+            return Refusal(403, f"Host: {host} is another machine's name: ask for localhost, an address or {own}")
         if origin is not None and not (host and origin.partition("://")[2] == host):
             return Refusal(403, f"Origin: {origin}: requests of web pages are not answered")
         key = self.credentials.api_key
@@ -105,10 +105,6 @@ class Access:
         return self.other_api if self.other_api is not None and path.startswith(self.other_api.prefix) else None
 
 
-class ClientGone(Exception):
-    """The client hung up: there is nobody left to answer."""
-
-
 class App:
     """A server's ASGI application: who may ask, which endpoint answers, and what becomes of its errors."""
 
@@ -131,7 +127,7 @@ class App:
             if isinstance(error, RequestTooLargeError):
                 response.headers["Connection"] = "close"
             await response(scope, receive, send)
-        except (ClientGone, ClientDisconnect):
+        except ClientDisconnect:
             return  # there is nobody left to answer
 
 

@@ -65,14 +65,6 @@ class Strangers:
         return f"{counted(self._count, 'connection')} without the run's secret, last from {visible(self._last)}"
 
 
-def listening_at(address: str, port: int) -> socket.socket:
-    """Return a socket that listens there, and nowhere else. Raises OSError, for example for a taken port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
-    listener.setblocking(False)
-    return listener
-
-
 class Gate:
     """Listens on node 0 for its run."""
 

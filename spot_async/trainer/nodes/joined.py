@@ -12,13 +12,14 @@ from typing import Self
 
 import structlog
 
+from spot_async.base.connection_room import listening_at
 from spot_async.base.text import counted
 from spot_async.config import Config
 from spot_async.errors import ConfigError, ProcessDiedError, TrainerError
 from spot_async.trainer.messages import WAS_KILLED
 from spot_async.trainer.nodes.authentication import Purpose, Seals
 from spot_async.trainer.nodes.connection import Connection, LostConnectionError, reachable_address
-from spot_async.trainer.nodes.gate import Gate, listening_at
+from spot_async.trainer.nodes.gate import Gate
 from spot_async.trainer.nodes.messages import (
     Begin,
     Ended,
