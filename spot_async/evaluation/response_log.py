@@ -160,6 +160,7 @@ class ResponseLog:
         """`name` is the complete file's, such as `evaluation.jsonl`."""
         self._directory = directory
         self._name, self._partial = name, f"{name}.partial"
+        self._path = directory.path / self._partial
         self.identity = identity
         self._unsynced = 0
 
@@ -168,25 +169,24 @@ class ResponseLog:
 
         Raises DataError if they belong to another model or other settings.
         """
-        path = self._directory.path / self._partial
-        found = read_partial(path)
+        found = self.check()
         if found.identity is None:
-            path.unlink(missing_ok=True)
+            self.discard_partial()
             self._directory.append(self._partial, [self.identity])
         else:
-            check_same(found.identity, self.identity, str(path))
-            os.truncate(path, found.whole_bytes)
+            os.truncate(self._path, found.whole_bytes)
         # Reversed, so that the first of two responses with the same key counts.
         return {response.key: response for response in reversed(found.responses)}
 
-    def check(self) -> None:
-        """Raise DataError if the file is damaged, or belongs to another model or other settings.
+    def check(self) -> PartialFile:
+        """Return what the file holds. Raises DataError if it is damaged, or of another model or other settings.
 
         `open` would raise the same, but only after servers have started.
         """
-        path = self._directory.path / self._partial
-        if (found := read_partial(path).identity) is not None:
-            check_same(found, self.identity, str(path))
+        found = read_partial(self._path)
+        if found.identity is not None:
+            check_same(found.identity, self.identity, str(self._path))
+        return found
 
     async def append(self, response: JudgedResponse) -> None:
         """Write one more response. It outlives a kill at once, and a power failure after the next SYNC_EVERY."""
@@ -204,11 +204,10 @@ class ResponseLog:
 
     def discard_partial(self) -> None:
         """Delete the partial file. Called once everything that follows from the responses is written."""
-        (self._directory.path / self._partial).unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
     def _sync(self) -> None:
-        path = self._directory.path / self._partial
-        with writing(path), path.open("rb") as file:
+        with writing(self._path), self._path.open("rb") as file:
             os.fsync(file.fileno())
 
 

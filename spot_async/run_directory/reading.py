@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from spot_async.base.files import decode_json, lines_of, open_regular, read_json, reading
+from spot_async.base.files import MAX_LINE_BYTES, decode_json, lines_of, open_regular, read_json, reading
 from spot_async.config import ROLES
 from spot_async.config.loading import read_plain
 from spot_async.errors import ConfigError, DataError
@@ -431,16 +431,15 @@ def _lines(
     """
     if not path.exists():
         return
-    decoder = msgspec.json.Decoder(kind)
     offset = start
     with reading(path):
         for number, line in enumerate(itertools.takewhile(goes_on, lines_of(path, start)), start=1):
             where = f"{path}:{number}" if start == 0 else f"{path}, byte {offset}"
             try:
-                yield offset, len(line), decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                value = decode_json(line, kind, where, MAX_LINE_BYTES)  # which bounds the values too
+            except DataError:
                 if line.endswith(b"\n"):
-                    raise DataError(f"{where}: {error}") from None
-            except RecursionError:
-                raise DataError(f"{where}: lists or objects stand too deep within each other") from None
+                    raise
+            else:
+                yield offset, len(line), value
             offset += len(line)
