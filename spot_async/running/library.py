@@ -65,13 +65,7 @@ async def run_async(config: ConfigSource, overrides: Sequence[str] = (), *, prog
     One run at a time: a second one in the same process is refused (`SpotError`), since log files belong to the process.
     """
     with _alone():
-        settings, name = await asyncio.to_thread(_resolve, config, overrides)  # imports plug-ins
-        settings = await asyncio.to_thread(with_downloads, settings, print if progress else None)
-        plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
-        path = RunDirectory.choose_path(settings, name)
-        await asyncio.to_thread(check_room, path, settings, plan)
-        directory = await in_thread(RunDirectory.create, path, settings)
-        return await _train(settings, plan, directory, progress=progress)
+        return await _run(config, overrides, progress)
 
 
 async def resume_async(
@@ -102,6 +96,16 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         _one_run.release()
+
+
+async def _run(config: ConfigSource, overrides: Sequence[str], progress: bool) -> TrainOutcome:
+    settings, name = await asyncio.to_thread(_resolve, config, overrides)  # imports plug-ins
+    settings = await asyncio.to_thread(with_downloads, settings, print if progress else None)
+    plan = await asyncio.to_thread(plan_training, settings)  # reads models and problems
+    path = RunDirectory.choose_path(settings, name)
+    await asyncio.to_thread(check_room, path, settings, plan)
+    directory = await in_thread(RunDirectory.create, path, settings)
+    return await _train(settings, plan, directory, progress=progress)
 
 
 async def _train(
