@@ -13,10 +13,19 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+SMALLEST = 1e-30  # what float32 can still divide by
+
+
+def _not_almost_zero(value: float) -> float:
+    if value < SMALLEST:
+        raise ValueError(f"{value:g} is as good as 0: at least {SMALLEST:g}")
+    return value
+
+
 PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), pydantic.AfterValidator(_not_almost_zero)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Probability = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(gt=0, le=1), pydantic.AfterValidator(_not_almost_zero)]
 
 
 def spelled(pattern: str, words: str) -> pydantic.AfterValidator:

@@ -65,6 +65,8 @@ def test_a_plug_in_may_be_a_class_derived_from_one_of_ours(config_path, tmp_path
         ("training.lora.targets=[q_proj, lm_head]", "lm_head: no adapter for the embedding or the output layer"),
         ("training.lora.targets=embed_tokens", "embed_tokens: no adapter for the embedding or the output layer"),
         ("training.packing=maybe", "training.packing: input should be 'auto' or a valid boolean, but got 'maybe'"),
+        ("sampling.temperature=1e-320", "sampling.temperature: 9.99989e-321 is as good as 0: at least 1e-30"),
+        ("sampling.top_p=1e-320", "sampling.top_p: 9.99989e-321 is as good as 0: at least 1e-30"),
         (
             "training.recompute_layers=-1",
             "training.recompute_layers: input should be a valid boolean or greater than 0, but got -1",
