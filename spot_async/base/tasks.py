@@ -200,7 +200,8 @@ async def sent_again(
         except RequestError as error:
             failures[error.failure_class] += 1
             left_s = deadline - asyncio.get_running_loop().time()
-            delay_s = retry.delay_s(error, failures[error.failure_class], jitter(), has_time=left_s > 0)
+            waited = not error.was_sent and left_s > 0  # for its turn, which may still come
+            delay_s = retry.delay_s(error, failures[error.failure_class], jitter(), has_time=waited)
             asked_s = error.asked_s if isinstance(error, ThrottledError) else None
             if delay_s is None or max(delay_s, asked_s or 0.0) >= left_s:
                 raise

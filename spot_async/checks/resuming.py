@@ -74,6 +74,7 @@ LATER: tuple[tuple[str, Any], ...] = (
     ("teacher.temperature", None),
     ("policy.skip_answer", False),
     ("policy.route", None),
+    ("policy.baseline", 0.0),
     *((f"data.train.{key}", None) for key in ("share", "category", "verifier", "instruction")),
 )
 _OF_SET = re.compile(r"^data\.train\.(?:\d+\.)?(?=verifier\.)")
