@@ -600,7 +600,7 @@ class Paid:
     "throttled",
     [
         ("--throttled", "2", "4"),  # while the endpoint's dialect is found
-        ("--throttled", "28", "43", "--retry-after-s", "0.01"),  # while its scores are checked, many at once
+        ("--throttled", "22", "37", "--retry-after-s", "0.01"),  # while its scores are checked, many at once
     ],
 )
 @with_backends
