@@ -160,9 +160,8 @@ def main() -> None:
     parser.add_argument("--requests-per-minute", type=float, default=1e9)
     parser.add_argument("--tokens-per-minute", type=float, default=1e12)
     parser.add_argument("--latency-s", type=float, default=0.0)
-    parser.add_argument(
-        "--throttled", type=int, nargs=2, default=(0, 0), help="the first of these requests, and the last"
-    )
+    parser.add_argument("--throttled", type=int, nargs=2, default=(0, -1), help="the first of these requests, the last")
+    parser.add_argument("--throttled-every", type=int, default=1, help="2: every other one of them")
     parser.add_argument("--retry-after-s", type=float)
     asked = parser.parse_args()
     first, last = asked.throttled
@@ -171,7 +170,7 @@ def main() -> None:
         asked.requests_per_minute,
         asked.tokens_per_minute,
         asked.latency_s,
-        range(first, last + 1 if last else 0),
+        range(first, last + 1, asked.throttled_every),
         asked.retry_after_s,
     )
     routes = [
