@@ -107,7 +107,7 @@ async def test_a_forked_child_is_as_one_that_was_started(begin, tmp_path, monkey
     """Words, environment, cores, session, input, directory, signals, open files, log, and the end that is told."""
     monkeypatch.setenv("A_VARIABLE", "of ours")
     keys = {
-        "environment": {"SPOT_ASYNC_KEY": "its own", "OMP_NUM_THREADS": "2"},
+        "environment": {"SPOT_ASYNC_KEY": "its own", "OMP_NUM_THREADS": "2", "PYTHONSAFEPATH": "1"},  # as a server's
         "cores": [max(os.sched_getaffinity(0))],
     }
     ways = [("code", "0"), ("code", "3"), ("words",), ("raise",), ("signal", "9"), ("signal", "15")]

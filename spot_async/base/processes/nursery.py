@@ -160,7 +160,8 @@ class Nursery:
         """
         interpreter, *option, module = argv[:3]
         is_ours = interpreter == sys.executable and option == ["-m"] and module in self._programs
-        if self._orders is None or not is_ours or not all(map(_OF_CHILDREN.fullmatch, own)):
+        further = dict(own.items() - SAFE_PATH.items())  # the nursery began with that one
+        if self._orders is None or not is_ours or not all(map(_OF_CHILDREN.fullmatch, further)):
             return None
         cores = {guard.CORES_VARIABLE: ",".join(map(str, sorted(available_cores())))}  # the nursery began with all
         order = msgspec.json.encode(Order(module, argv[3:], {**cores, **environment}))
