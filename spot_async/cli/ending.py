@@ -119,22 +119,26 @@ def run_until_stopped(
             unheard_s.clear()
 
         def arrive(number: int, frame: FrameType | None) -> None:
-            """Pass a signal on to the loop. One that comes long after another that was not heard finds it blocked."""
+            """See whether the loop acts on signals. One that comes long after another unheard one finds it blocked."""
             now_s = time.monotonic()
             if unheard_s and now_s - unheard_s[0] >= BLOCKED_S and number != signal.SIGHUP:
                 leave_at_once(f"stopped at once by {signal.Signals(number).name}", 128 + number, directory)
             unheard_s.append(now_s)
-            loop.call_soon_threadsafe(hear, signal.Signals(number))
 
         # Also where SIGINT was ignored, as a shell script does for a command in the background: whoever sends it to
         # this process means it. But nohup ignores SIGHUP, and that must stay.
         hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         numbers = [signal.SIGINT, *SAVING, *([signal.SIGHUP] if hears_hangup else [])]
-        before = {number: signal.signal(number, arrive) for number in numbers}
+        before = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            # The loop's own handler wakes it, also if the signal comes as it begins to wait, or to another thread.
+            loop.add_signal_handler(number, hear, number)
+            signal.signal(number, arrive)
         try:
             return await run
         finally:
             for number, handler in before.items():
+                loop.remove_signal_handler(number)
                 signal.signal(number, handler or signal.SIG_DFL)
 
     tune_gc(prompts=prompts)
