@@ -14,10 +14,11 @@ import numpy as np
 import pydantic
 import pytest
 from aiohttp import web
-from deadlines import soon
+from deadlines import passed_once, soon
 
 from spot_async.backends.openai.backend import OpenAIBackend
 from spot_async.backends.openai.dialect import NEUTRAL
+from spot_async.base.retry import QUESTION_TIMEOUT_S
 from spot_async.checks.discovery import Asked, honours_seeds
 from spot_async.errors import ConfigError, PermanentError, ThrottledError
 from spot_async.models.files import read_model
@@ -38,6 +39,7 @@ class Endpoint:
         self.refused: Sequence[str] = ("prompt_logprobs", "echo")
         self.least: Mapping[str, float] = {}  # of values that are not refused
         self.throttled = 0  # of so many requests
+        self.throttling = asyncio.Event()
         self.completions = True
         self.reads_ids = True
         self.response, self.finish_reason = [9, 8, 1], "stop"
@@ -47,6 +49,7 @@ class Endpoint:
     async def answer(self, request: web.Request) -> web.Response:
         if self.throttled:
             self.throttled -= 1
+            self.throttling.set()
             return web.json_response({"error": "slow down"}, status=429, headers={"Retry-After": "0"})
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "m"}]}, status=self.status)
@@ -196,9 +199,11 @@ async def test_a_start_waits_for_an_endpoint_that_is_busy_but_not_for_ever(endpo
     async with connected(endpoint) as backend:
         assert (await backend.capabilities(deadline=soon())).sampled_token_ids
     endpoint.throttled = 1000
-    async with connected(endpoint) as backend:
+    endpoint.throttling.clear()
+    async with connected(endpoint) as backend, passed_once(endpoint.throttling, QUESTION_TIMEOUT_S + 1.0):
         with pytest.raises(ThrottledError, match="slow down"):
-            await backend.capabilities(deadline=asyncio.get_running_loop().time() + 2.0)
+            await backend.capabilities(deadline=soon())
+    assert endpoint.throttled, "it was given up"
 
 
 @pytest.mark.parametrize("response", [[9, 8], [9, 8, 7]])

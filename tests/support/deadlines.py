@@ -13,14 +13,14 @@ def soon(seconds: float = 60.0) -> float:
 
 
 @contextlib.asynccontextmanager
-async def passed_once(reached: asyncio.Event) -> AsyncIterator[None]:
-    """Let the deadlines of `soon` pass when an event comes, however long that takes, and not by waiting."""
+async def passed_once(reached: asyncio.Event, seconds: float = 61.0) -> AsyncIterator[None]:
+    """Let the deadlines of `soon`, or further ones, pass when an event comes, not by waiting."""
     loop = asyncio.get_running_loop()
     clock = loop.time
 
     async def pass_on() -> None:
         await reached.wait()
-        loop.time = lambda: clock() + 61.0  # type: ignore[method-assign] # until the test ends, and its loop
+        loop.time = lambda: clock() + seconds  # type: ignore[method-assign] # until the test ends, and its loop
 
     passing = asyncio.create_task(pass_on())
     try:
