@@ -1,20 +1,28 @@
 """Measures the house: what there is of lines, modules, wide functions, circles, commands, keys and pages.
 
-`python tests/support/house.py` prints the table that CONTRIBUTING.md has, for the tree that it lies in.
+`python tests/support/house.py` prints it beside the ceilings of `tests/ceilings.toml`, for the tree that it lies in.
+With `--lower` it lowers each ceiling to what there is.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from ceilings import read_ceilings
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("spot_async", "backends", "policies")
 SMALL_LINES = 100
 WIDE_PARAMETERS = 8
+LONG_LINES = 50  # of a function
+MEASURED_BESIDE = ("tests", "benchmarks", "experiments")
 MODULE_OF = {"backends": "spot_async.backends", "policies": "spot_async.policies"}  # where a folder is installed
 
 
@@ -35,6 +43,16 @@ def wide_functions(paths: list[Path]) -> Iterator[tuple[Path, str, int]]:
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 count = len([each for each in given if each.arg not in ("self", "cls")])
                 if count >= WIDE_PARAMETERS:
+                    yield path, node.name, count
+
+
+def long_functions(paths: list[Path]) -> Iterator[tuple[Path, str, int]]:
+    """Yield the functions with many lines, docstring included: file, name, number."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or 0) - node.lineno + 1
+                if count > LONG_LINES:
                     yield path, node.name, count
 
 
@@ -120,26 +138,57 @@ def keys(page: Path) -> int:
     return found
 
 
+def rooms(root: Path = ROOT) -> dict[str, int]:
+    """Return the lines of each room, which is a folder of the product."""
+    found: Counter[str] = Counter()
+    for path in product_files(root):
+        found[path.parent.relative_to(root).as_posix()] += lines([path])
+    return dict(sorted(found.items()))
+
+
 def measured(root: Path = ROOT) -> dict[str, int]:
+    """Return what is counted besides the lines of the product's rooms."""
     paths = product_files(root)
-    rooms = [path for path in paths if path.name != "__init__.py"]
+    modules = [path for path in paths if path.name != "__init__.py"]
     pages = sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
     return {
-        "product lines": lines(paths),
         "modules, `__init__` included": len(paths),
-        f"modules under {SMALL_LINES} lines, without `__init__`": sum(lines([each]) < SMALL_LINES for each in rooms),
+        f"modules under {SMALL_LINES} lines, without `__init__`": sum(lines([each]) < SMALL_LINES for each in modules),
+        f"functions past {LONG_LINES} lines": len(list(long_functions(paths))),
         f"functions with {WIDE_PARAMETERS} parameters and more": len(list(wide_functions(paths))),
         "circles of imports": len(circles(import_graph(root))),
         "commands": len(commands()),
         "configuration keys": keys(root / "docs" / "configuration.md"),
         "pages": len(pages),
         "lines of pages": lines(pages),
-        "lines of tests": lines(sorted((root / "tests").rglob("*.py"))),
+        **{f"lines of {name}": lines(sorted((root / name).rglob("*.py"))) for name in MEASURED_BESIDE},
     }
 
 
+def lower(path: Path, sizes: Mapping[str, int]) -> None:
+    """Lower each ceiling of the file that is above what there is."""
+
+    def lowered(line: re.Match[str]) -> str:
+        return f'"{line[1]}" = {min(int(line[2]), sizes.get(line[1], 0))}'
+
+    path.write_text(re.sub(r'^"([^"]+)" = (\d+)$', lowered, path.read_text(), flags=re.MULTILINE))
+
+
 def main() -> None:
-    sys.stdout.writelines(f"| {name} | {count:,} |\n" for name, count in measured().items())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lower", action="store_true", help="lower the ceilings to what there is")
+    given = parser.parse_args()
+    of_rooms, others = rooms(), measured()
+    path = ROOT / "tests" / "ceilings.toml"
+    if given.lower:
+        lower(path, {**of_rooms, **others})
+    found = read_ceilings(path.read_text())
+    sys.stdout.write(f"{'room':<56}{'size':>8}{'ceiling':>9}\n")
+    for table, ceilings in ((of_rooms, found.rooms), (others, found.others)):
+        for name in sorted({*table, *ceilings}):
+            sys.stdout.write(f"{name:<56}{table.get(name, 0):>8,}{ceilings.get(name, 0):>9,}\n")
+        if table is of_rooms:
+            sys.stdout.write(f"{'product':<56}{sum(table.values()):>8,}{sum(ceilings.values()):>9,}\n\n")
 
 
 if __name__ == "__main__":
