@@ -31,7 +31,7 @@ $(VENV)/dev: pyproject.toml constraints.txt
 	touch $(VENV)/core $@
 
 # Asked for together, they are installed one after the other, also by `make -j`.
-ifneq ($(filter-out quickstart,$(MAKECMDGOALS)),)
+ifneq ($(filter-out quickstart $(VENV)/core,$(MAKECMDGOALS)),)
 $(VENV)/core: $(VENV)/dev
 endif
 
