@@ -155,7 +155,7 @@ def _of_exception(request: str, error: BaseException, has_answered: bool, access
             case aiohttp.ServerDisconnectedError() if access.scheme == "http" and not has_answered:
                 return TransientError(f"{message} without an answer: is it https, not http?")
             case socket.gaierror() if cause.errno in NO_SUCH_HOST and not has_answered:
-                return PermanentError(f"{message}: there is no such host")
+                return PermanentError(f"{message}: there is no such host: correct {access.section}.url")
     for cause in causes:
         if isinstance(cause, aiohttp.ClientConnectorError) and not isinstance(cause, aiohttp.ClientSSLError):
             reason = _reason(cause.os_error)

@@ -119,6 +119,9 @@ def test_an_address_where_nothing_listens_is_said_in_plain_words() -> None:
     assert str(first) == str(later) == "teacher/x: nothing answers at 10.0.0.5:8000: Connection refused"
     assert isinstance(first, errors.UnreachableError)
     assert not isinstance(later, errors.UnreachableError)  # it may come back
+    nobody = aiohttp.ClientConnectorDNSError(KEY, socket.gaierror(socket.EAI_NONAME, ""))
+    said = str(classify("teacher/x", nobody, has_answered=False, access=HTTP))
+    assert said.endswith("there is no such host: correct teacher.backend.url")
 
 
 @pytest.mark.parametrize(
