@@ -118,6 +118,12 @@ def flushed() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that failed is sent again after a twenty-fifth of the delay."""
+    monkeypatch.setattr("spot_async.base.retry.BASE_DELAY_S", 0.01)
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Directories of small random Qwen3 models and a tokenizer of whole words, `w0` to the last of the vocabulary."""

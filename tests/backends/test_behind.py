@@ -95,6 +95,7 @@ async def test_one_server_is_one_and_one_that_says_nothing_is_unknown(model, tmp
     assert (await found(model, tmp_path, [None])).servers is None
 
 
+@pytest.mark.usefixtures("asked_again_soon")
 async def test_a_server_that_throttles_each_question_once_is_asked_again(model, tmp_path):
     assert (await found(model, tmp_path, ["1.5"], throttled=1)).servers == 1
 

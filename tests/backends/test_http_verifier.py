@@ -37,6 +37,7 @@ from spot_async.stages.stage import Stage, StageLimits
 from spot_async.types import ChatTurn, Judgement, Problem, Verdict
 from spot_async.verification import BoxedMatch
 
+pytestmark = pytest.mark.usefixtures("asked_again_soon")
 KEY = "sk-a-key-that-nobody-may-read"
 PROBLEM = Problem(id="p7", text="Write a haiku.", answer="", category="poems", tier="hard")
 FINE = b'{"verdict": "correct"}'
@@ -86,11 +87,6 @@ async def judging(judge: Judge, **settings: Any) -> AsyncIterator[HttpVerifier]:
     with contextlib.closing(server):
         async with HttpVerifier(HttpVerifier.Settings(url=url, **settings)) as verifier:
             yield verifier
-
-
-@pytest.fixture(autouse=True)
-def _asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spot_async.base.retry.BASE_DELAY_S", 0.01)
 
 
 class Asked:

@@ -79,7 +79,7 @@ async def without_end(writer: asyncio.StreamWriter) -> None:
     "answer",
     [
         inflating(256 * MIB, "gzip"),
-        inflating(256 * MIB, "deflate"),
+        pytest.param(inflating(256 * MIB, "deflate"), marks=pytest.mark.long),
         inflating(256 * MIB, "raw deflate"),
         inflating(MIB, "gzip", "gzip"),
         without_end,

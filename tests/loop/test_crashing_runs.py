@@ -26,15 +26,16 @@ from spot_async.telemetry.run_log import SpendingLog
 SEEDS = range(300)
 
 
-# The first five shards have one method each.
+# Five shards in a row have one method each.
 LONG, NIGHTLY = [pytest.mark.long], [pytest.mark.long, pytest.mark.nightly]
-OTHERS = [pytest.param(each, marks=LONG if each < 5 else NIGHTLY) for each in range(1, 15)]
+SHARDS = 30
+OTHERS = [pytest.param(each, marks=LONG if each % 15 < 5 else NIGHTLY) for each in range(1, SHARDS)]
 
 
 @pytest.mark.parametrize("shard", [0, *OTHERS])
 def test_nothing_is_lost_or_done_twice_however_often_a_run_crashes(shard):
     """A failure is shown with the faults that it needs, and as the line that replays it."""
-    assert [how for seed in SEEDS[shard::15] if (how := explained(seed))] == []
+    assert [how for seed in SEEDS[shard::SHARDS] if (how := explained(seed))] == []
 
 
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.long)])

@@ -39,6 +39,7 @@ def cause(run):
     return error
 
 
+@pytest.mark.long  # the invariants of test_faulty_runs hold the same in every run
 def test_a_thousand_prompts_are_trained_once_in_admission_order_from_the_live_weights():
     run = made(iterations=10, batch_size=100).finish()
     assert [each.prompt_ordinal for each in run.trained] == list(range(1000))

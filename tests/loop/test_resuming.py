@@ -200,7 +200,7 @@ def test_an_asynchronous_run_that_was_killed_trains_every_prompt_once(max_stalen
         check_once(path)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_run_that_was_asked_to_stop_loses_no_step(max_staleness, tmp_path):
     policy = make_policy(SpotPolicy)
     expected, _ = whole_run(tmp_path / "whole", policy, max_staleness, (), Teacher())

@@ -91,7 +91,11 @@ def test_a_self_without_a_context_of_its_own_is_warned_of_and_one_with_it_is_not
 
 @pytest.mark.parametrize(
     ("lora", "max_staleness"),
-    [(None, 0), (LORA, 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((None, 2), (LORA, 0)))],
+    [
+        pytest.param(None, 0, marks=pytest.mark.long),
+        (LORA, 2),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((None, 2), (LORA, 0))),
+    ],
 )
 def test_the_pull_of_the_live_self_on_the_students_own_servers_is_nothing(
     tmp_path, servers_on_threads, trainer_on_thread, max_staleness, lora

@@ -88,8 +88,15 @@ async def served(
         }
 
 
-@SIDES
-@pytest.mark.parametrize("method", ["opd", "eopd", "spot", "grpo", "kd"])
+@pytest.mark.parametrize(
+    ("method", "wide"),
+    [
+        *(("spot", side) for side in ("student", "teacher")),
+        *(("opd", "teacher"), ("grpo", "student"), ("kd", "student")),
+        *(pytest.param(method, "student", marks=pytest.mark.long) for method in ("opd", "eopd")),
+        *(pytest.param(method, "teacher", marks=pytest.mark.long) for method in ("eopd", "grpo", "kd")),
+    ],
+)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_method_supervises_a_padded_pair(
     method: str, wide: str, padded: dict[str, Path], plan_of: Any, served: dict[Path, LocalBackend]

@@ -197,7 +197,7 @@ def test_a_process_that_serves_a_wide_model_multiplies_a_row_alike_in_every_comp
     subprocess.run([sys.executable, "-c", ROWS_OF_A_PRODUCT, str(directory)], env=plain, check=True)
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_scores_and_candidates_have_the_same_bits_in_every_company(fast: bool) -> None:
     model = served(fast)
     requests = rollouts(120)

@@ -45,7 +45,7 @@ FEW: list[str] = []  # the setting that names few problems
 
 
 @pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch: pytest.MonkeyPatch, few_problems: Path) -> None:
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch, few_problems: Path, asked_again_soon: None) -> None:
     FEW[:] = [f"data.train={few_problems}"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")

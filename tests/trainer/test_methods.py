@@ -191,8 +191,20 @@ POLICIES: dict[str, Callable[[PolicyContext], Any]] = {
 }
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
-@pytest.mark.parametrize("kind", POLICIES)
+# Aggregation is the trainer's: two of the others show it.
+LONG = [
+    pytest.param(kind, "sequence_mean", marks=pytest.mark.long) for kind in ("grpo", "spot", "spot with a baseline")
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "aggregation"),
+    [
+        *((kind, "token_mean") for kind in POLICIES),
+        *((kind, "sequence_mean") for kind in ("opd", "eopd", "kd", "spot without guidance")),
+        *LONG,
+    ],
+)
 async def test_first_loss_and_gradient_of_each_method_equal_a_dense_reference(
     folders: tuple[Path, Path],
     make_trainer: Callable[..., StudentTrainer],

@@ -77,7 +77,10 @@ def batches(mixed_batch: Callable[[], list[Supervision]]) -> list[Batch]:
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.long)], ids=["all weights", "adapters"])
-@pytest.mark.parametrize(("sharding", "offload"), OFFLOADS)
+@pytest.mark.parametrize(
+    ("sharding", "offload"),
+    [pytest.param(*each, marks=[pytest.mark.long] * (each == ("fsdp2", "optimizer"))) for each in OFFLOADS],
+)
 def test_an_offloaded_run_is_the_plain_one_and_checkpoints_go_either_way(
     student: Path,
     make_trainer: Callable[..., StudentTrainer],
