@@ -21,15 +21,9 @@ from spot_async.base.tasks import root_cause
 from spot_async.cli import files, runs, servers
 from spot_async.cli.arguments import ConfiguredCommand
 from spot_async.cli.ending import exit_code, fail, screen, stderr
+from spot_async.config.suggestions import other_name
 from spot_async.errors import ConfigError, SpotError
 from spot_async.telemetry.screen import show_nearest_characters
-
-# Commands of earlier versions, and what does their work now.
-RETIRED = {
-    "plan": "spot-async check CONFIG --no-servers",
-    "data": "spot-async check FILE",
-    "conformance": "pytest -p spot_async.testing.conformance.plugin --pyargs spot_async.testing.conformance",
-}
 
 
 class Commands(TyperGroup):
@@ -42,8 +36,8 @@ class Commands(TyperGroup):
                 meant = f"train --{given}"
             elif given.endswith((".yaml", ".yml")):
                 meant = f"train {given}"
-            elif given in RETIRED:
-                raise ConfigError(f"{given}: is now `{RETIRED[given]}`")
+            elif (renamed := other_name(given, "commands_before")) is not None:
+                raise ConfigError(f"{given}: is now `{renamed.here}`")
             else:
                 return super().resolve_command(ctx, args)
             raise ConfigError(f"{given}: no such command; did you mean `spot-async {meant}`?")
@@ -95,7 +89,6 @@ app.command(
     options_metavar="MODEL_DIR [--uds PATH | --port N] [OPTIONS]",
 )(servers.serve)
 app.command(cls=ConfiguredCommand, help=flowing(servers.check))(servers.check)
-app.command("doctor", hidden=True, cls=ConfiguredCommand)(servers.check)  # its name of earlier versions
 app.command(cls=ConfiguredCommand, help=flowing(servers.tune))(servers.tune)
 app.command(cls=ConfiguredCommand, help=flowing(servers.forecast))(servers.forecast)
 app.command(cls=ConfiguredCommand, help=flowing(files.simulate))(files.simulate)

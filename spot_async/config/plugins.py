@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, PrivateAttr, SerializeAsAny, ValidationEr
 
 from spot_async.base import registry
 from spot_async.config.base import Section, plain_json
-from spot_async.config.suggestions import other_trainers
+from spot_async.config.suggestions import other_name
 from spot_async.config.training import LoraConfig
 
 if TYPE_CHECKING:
@@ -231,8 +231,8 @@ def _resolver(group: registry.Group, default: str | None = None, *, optional: bo
         if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
             raise ValueError(f"needs a `kind`, one of: {', '.join(registry.names(group))}")
         kind = value["kind"]
-        if kind not in registry.names(group) and (says := other_trainers().answer(kind.lower(), group)) is not None:
-            raise ValueError(f"{registry.unknown(group, kind)}; {says}")
+        if kind not in registry.names(group) and (meant := other_name(kind.lower(), group)) is not None:
+            raise ValueError(f"{registry.unknown(group, kind)}; {meant.answer}")
         schema = registry.load(group, kind).Settings
         if not issubclass(schema, base):
             raise ValueError(f"kind={kind}: its Settings are no spot_async.{base.__name__}: derive them from that")

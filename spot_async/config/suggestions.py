@@ -1,7 +1,7 @@
-"""Suggests the key that was meant by one that does not exist.
+"""Suggests what was meant by a key, an option, a kind or a command that does not exist.
 
-It may be misspelt, belong to another section, or be another trainer's name for the same thing. For some features the
-answer is that they are not built yet, or were removed.
+It may be misspelt, belong to another section, be another trainer's name for the same thing, or one that was ours. For
+some features the answer is that they are not built yet, or were removed.
 """
 
 from __future__ import annotations
@@ -15,49 +15,37 @@ from pathlib import Path
 import msgspec
 from pydantic import BaseModel
 
-from spot_async.base import registry
 from spot_async.base.secrets import looks_secret, names_secret
 
-TABLE = Path(__file__).with_name("other_trainers.yaml")
+TABLE = Path(__file__).with_name("other_names.yaml")
+KEYS = ("keys", "keys_before")
 PLACES_SHOWN = 3
 CLOSE = 0.75  # of names that are likely misspelt; less alike ones mislead
 SAME_START = 5  # letters, as in `trainer` for `training`
 
 
 class OtherName(msgspec.Struct, frozen=True):
-    """A key of ours, and its names in other trainers."""
+    """Names that are none here, and what to say of them: the name here, or an answer where no one name is."""
 
-    here: str
     other: Sequence[str]
+    here: str = ""
     note: str = ""  # what is different about ours
+    says: str = ""
 
-
-class Answer(msgspec.Struct, frozen=True):
-    """What to say of keys or kinds of other trainers that have no one counterpart here."""
-
-    other: Sequence[str]
-    says: str
-
-
-class OtherTrainers(msgspec.Struct, frozen=True):
-    """What people who come from other trainers write. `TABLE` holds it."""
-
-    keys: Sequence[OtherName]
-    answers: Sequence[Answer]
-    kinds: Mapping[registry.Group, Sequence[Answer]]
-
-    def key(self, name: str) -> OtherName | None:
-        return next((each for each in self.keys if name in each.other), None)
-
-    def answer(self, name: str, group: registry.Group | None = None) -> str | None:
-        """Return what to say of a key, or of a kind of a group's plug-ins."""
-        answers = self.answers if group is None else self.kinds[group]
-        return next((each.says for each in answers if name in each.other), None)
+    @property
+    def answer(self) -> str:
+        return self.says or f"here it is `{self.here}`" + (f" ({self.note})" if self.note else "")
 
 
 @functools.cache
-def other_trainers() -> OtherTrainers:
-    return msgspec.yaml.decode(TABLE.read_bytes(), type=OtherTrainers)
+def other_names() -> Mapping[str, Sequence[OtherName]]:
+    """Return what `TABLE` holds, by what the names are of: `keys`, kinds of `policies`, ..."""
+    return msgspec.yaml.decode(TABLE.read_bytes(), type=dict[str, list[OtherName]])
+
+
+def other_name(name: str, *of: str) -> OtherName | None:
+    """Return what there is here in place of a name."""
+    return next((each for group in of for each in other_names()[group] if name in each.other), None)
 
 
 def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
@@ -65,10 +53,8 @@ def unknown_key(name: str, known: Sequence[str], root: type[BaseModel]) -> str:
 
     It suggests what was most likely meant: a key of this section, or of any other below `root`.
     """
-    if (says := other_trainers().answer(name)) is not None:
-        return f"unknown key; {says}"
-    if (meant := other_trainers().key(name)) is not None:
-        return f"unknown key; here it is `{meant.here}`" + (f" ({meant.note})" if meant.note else "")
+    if (meant := other_name(name, *KEYS)) is not None:
+        return f"unknown key; {meant.answer}"
     section = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if not section and (places := [path for path in paths(root) if path.rpartition(".")[2] == name]):
         listed = " or ".join(f"`{path}`" for path in places[:PLACES_SHOWN])
@@ -83,11 +69,10 @@ def unknown_option(option: str, value: str, root: type[BaseModel]) -> str:
     name = option.lstrip("-").replace("-", "_")
     if name in ("config", "config_file"):
         return f"{option}: no such option; the file is given without one: {value or 'CONFIG'}"
-    if (says := other_trainers().answer(name)) is not None:
-        return f"{option}: no such option; {says}"
-    keys = [path for path in paths(root) if path.rpartition(".")[2] == name]
-    if (meant := other_trainers().key(name)) is not None:
-        keys = [meant.here]
+    meant = other_name(name, *KEYS)
+    if meant is not None and meant.says:
+        return f"{option}: no such option; {meant.says}"
+    keys = [meant.here] if meant else [path for path in paths(root) if path.rpartition(".")[2] == name]
     if name.partition(".")[0] in root.model_fields:
         keys = [name]
     shown = "..." if not value or names_secret(name) or looks_secret(value) else value

@@ -11,6 +11,7 @@ import pydantic
 from pydantic import Field
 
 from spot_async.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from spot_async.config.suggestions import other_name
 
 LossAggregation = Literal["sequence_mean", "token_mean"]
 IMPORTANCE_CAP = 2.0  # of runs with staleness
@@ -18,27 +19,6 @@ IMPORTANCE_CAP = 2.0  # of runs with staleness
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 TARGETS: Mapping[str, tuple[str, ...]] = {"attention": ATTENTION, "mlp": MLP, "all": (*ATTENTION, *MLP)}
-_DORA = "DoRA is not there: vLLM and SGLang refuse it, and sharded ranks would merge it wrongly"
-_MODULES = "whole layers are not trained beside an adapter: SGLang ends on such a file, or answers with other numbers"
-_EMBEDDINGS = (
-    "no adapter for the embedding or the output layer: merging is wrong where they are tied, and vLLM fails when it "
-    "scores prompts"
-)
-# Names of PEFT's that ask for what is not there, with the reason.
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("dora", "use_dora"), _DORA),
-    "modules_to_save": _MODULES,
-    **dict.fromkeys(("embeddings", "embed_tokens", "lm_head", "output_layer"), _EMBEDDINGS),
-    **dict.fromkeys(("dropout", "lora_dropout"), "no dropout: what is trained must be what has sampled"),
-    "bias": "biases stay as they are: servers take none with an adapter",
-}
-OTHER_NAMES: Mapping[str, str] = {
-    "r": "rank",
-    "lora_rank": "rank",
-    "lora_alpha": "alpha",
-    "target_modules": "targets",
-    "use_rslora": "rank_stabilised",
-}
 
 
 class KeptCheckpoints(Section):
@@ -72,10 +52,9 @@ class LoraConfig(Section):
         targets = tree.get("targets")
         names = targets if isinstance(targets, list) else [targets]
         for name in [*tree, *(each for each in names if isinstance(each, str))]:
-            if name in REFUSED:
-                raise ValueError(f"{name}: {REFUSED[name]}")
-            if name in OTHER_NAMES and name in tree:
-                raise ValueError(f"{name}: here it is `{OTHER_NAMES[name]}`")
+            meant = other_name(name, "training.lora")
+            if meant is not None and (meant.says or name in tree):
+                raise ValueError(f"{name}: {meant.answer}")
         return tree
 
 

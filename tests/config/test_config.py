@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from spot_async.base import registry
-from spot_async.config import Config
+from spot_async.config import Config, LoraConfig
 from spot_async.config.loading import doubled_backslashes, dump_yaml, load_config, read_tree
-from spot_async.config.suggestions import other_trainers, paths
+from spot_async.config.suggestions import KEYS, other_names, paths
 from spot_async.errors import ConfigError
 
 MINIMAL = """
@@ -237,13 +237,14 @@ def test_the_queue_holds_the_batches_that_staleness_lets_be_under_way(config_pat
     )
 
 
-def test_names_of_other_trainers_lead_to_keys_that_exist():
+def test_names_of_others_and_of_before_lead_to_keys_that_exist():
     launch = (
         registry.load("backends", "vllm").Settings.model_validate({"kind": "vllm", "launch": {"python": "p"}}).launch
     )
     known = {*paths(Config), *(f"policy.{name}" for name in registry.load("policies", "grpo").Settings.model_fields)}
     known |= {f"student.backend.launch.{name}" for name in type(launch).model_fields}
-    assert {each.here for each in other_trainers().keys} <= known
+    assert {each.here for of in KEYS for each in other_names()[of] if each.here} <= known
+    assert {each.here for each in other_names()["training.lora"] if each.here} <= {*LoraConfig.model_fields}
 
 
 def test_of_a_newer_file_nothing_but_its_version_is_complained_about(config_path):

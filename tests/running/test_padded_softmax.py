@@ -163,7 +163,7 @@ def test_check_says_how_many_rows_are_left_out_and_asks_no_model_about_an_id_tha
     padded: dict[str, Path], few_problems: Path, servers_on_threads: None
 ) -> None:
     overrides = [f"data.train={few_problems}", f"student.model={padded['student']}"]
-    shown = CliRunner().invoke(app, ["doctor", "configs/running_sum/spot.yaml", *overrides, "--json"])
+    shown = CliRunner().invoke(app, ["check", "configs/running_sum/spot.yaml", *overrides, "--json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.output)
     assert {role: facts["vocab_rows_left_out"] for role, facts in found["roles"].items()} == {

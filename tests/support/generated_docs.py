@@ -2,7 +2,7 @@
 
 Everything on the first page comes from `config/schema.py` and from the plug-ins that spot-async itself registers: keys,
 types, defaults, and meanings, which are the fields' descriptions. Other trainers' names for them come from
-`config/other_trainers.yaml`. A test compares both pages with what this writes.
+`config/other_names.yaml`. A test compares both pages with what this writes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -20,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from spot_async.base import registry
 from spot_async.config import Config, PluginSettings, Section
-from spot_async.config.suggestions import other_trainers
+from spot_async.config.suggestions import OtherName, other_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 GROUP_OF_KEY: dict[str, registry.Group] = {"backend": "backends", "policy": "policies", "verifier": "verifiers"}
@@ -63,7 +62,7 @@ over a file with another method drops that method's keys.
 OTHER_NAMES = """\
 ## Names of keys
 
-<!-- Generated: edit spot_async/config/other_trainers.yaml, then `make docs`. -->
+<!-- Generated: edit spot_async/config/other_names.yaml, then `make docs`. -->
 
 Where one of these keys is given, the error says the same. So it is with a `kind`, in the second table.
 
@@ -71,17 +70,19 @@ Where one of these keys is given, the error says the same. So it is with a `kind
 
 
 def coming_from() -> str:
-    """Return docs/coming-from.md with its last part as `config/other_trainers.yaml` has it."""
+    """Return docs/coming-from.md with its last part as `config/other_names.yaml` has it."""
     written = (DOCS / "coming-from.md").read_text(encoding="utf-8")
-    found = other_trainers()
-    renamed = [(each.other, f"`{each.here}`" + (f", {each.note}" if each.note else "")) for each in found.keys]
-    answered = [(each.other, each.says) for each in found.answers]
-    kinds = [(each.other, each.says) for each in chain(*found.kinds.values())]
+    found = other_names()
+    kinds = [each for group in KEYS_OF_GROUP for each in found[group]]
     tables = [
-        _table([(", ".join(f"`{name}`" for name in names), here) for names, here in rows], (header, "here"))
-        for header, rows in (("key", [*renamed, *answered]), ("kind", kinds))
+        _table([(", ".join(f"`{name}`" for name in each.other), _here(each)) for each in rows], (header, "here"))
+        for header, rows in (("key", found["keys"]), ("kind", kinds))
     ]
     return written.partition(OTHER_NAMES)[0] + OTHER_NAMES + "\n".join(tables)
+
+
+def _here(row: OtherName) -> str:
+    return row.says or f"`{row.here}`" + (f", {row.note}" if row.note else "")
 
 
 def page() -> str:
