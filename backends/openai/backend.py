@@ -101,11 +101,9 @@ class OpenAIBackend(RemoteBackend):
         @pydantic.model_validator(mode="before")
         @classmethod
         def _starts_nothing(cls, given: Any) -> Any:
-            if not isinstance(given, dict):
-                return given
-            if given.get("launch") is not None:
+            if isinstance(given, dict) and "launch" in given:
                 raise ValueError("launch: kind openai starts no server: give the url of one that runs, or another kind")
-            return {key: value for key, value in given.items() if key != "launch"}  # null in older saved configurations
+            return given
 
     def __init__(self, settings: Settings, *, role: str, model: str, run_directory: Path) -> None:
         self._settings = settings

@@ -149,10 +149,18 @@ def read_json(path: Path, kind: type[T], *, newest_format: int | None = None, ot
     return decode_json(data, kind, where)
 
 
-def check_format(path: Path, found: object, most: int) -> None:
-    """Raise DataError if the format that was found is above the newest that this program can read."""
+def check_format(path: Path, found: object, most: int, *, continues: bool = False) -> None:
+    """Raise DataError if the format that was found is above the newest that this program can read.
+
+    What a run `continues` with must have that format.
+    """
     if isinstance(found, int) and found > most:
         raise DataError(f"{path} has format {found}, newer than this spot-async can read ({most}): install a newer one")
+    if continues and found != most:
+        raise DataError(
+            f"{path} has format {found}, and this spot-async continues runs of format {most} only: finish the run with "
+            "the version that began it, or begin a new one"
+        )
 
 
 def refuse_pointer(path: Path) -> None:

@@ -61,22 +61,6 @@ FREE = (
         )
     ),
 )
-# Keys that came later, with the values that mean what runs did without them.
-LATER: tuple[tuple[str, Any], ...] = (
-    ("training.lora", None),
-    ("training.normalize_advantages", False),
-    ("prompt.teacher", None),
-    ("teachers", {}),
-    ("teacher.weight", 1.0),
-    ("teacher.follows", None),
-    ("teacher.served_by", "teacher"),
-    ("teacher.prompt", None),
-    ("teacher.temperature", None),
-    ("policy.skip_answer", False),
-    ("policy.route", None),
-    ("policy.baseline", 0.0),
-    *((f"data.train.{key}", None) for key in ("share", "category", "verifier", "instruction")),
-)
 _OF_SET = re.compile(r"^data\.train\.(?:\d+\.)?(?=verifier\.)")
 FREE_OF_A_STAGE = ("concurrency", "timeout_s", "attempt_timeout_s", "attempts")
 
@@ -97,10 +81,9 @@ def digest_of_prompts(plan: TrainPlan) -> str:
 
 
 def _parts(prompt: Prompt | PromptSource) -> list[Any]:
-    problem, own = prompt.problem, [] if prompt.teacher_ids is None else [prompt.teacher_ids.tolist()]
-    own += [{name: ids.tolist() for name, ids in prompt.own_ids.items()}] if prompt.own_ids else []
-    written = [] if problem.response is None else [problem.response]
-    return [problem.id, problem.answer, prompt.token_ids.tolist(), *own, *written]
+    problem, teacher_ids = prompt.problem, None if prompt.teacher_ids is None else prompt.teacher_ids.tolist()
+    own_ids = {name: ids.tolist() for name, ids in prompt.own_ids.items()}
+    return [problem.id, problem.answer, prompt.token_ids.tolist(), teacher_ids, own_ids, problem.response]
 
 
 def check_same_numbers(before: Config, now: Config) -> None:
@@ -132,7 +115,7 @@ def _deciding(config: Config) -> Mapping[str, Any]:
     tree = config.model_dump(mode="json")
     if isinstance(sets := tree["data"]["train"], list):
         tree["data"]["train"] = dict(enumerate(sets))
-    return {key: value for key, value in leaves(tree) if not _is_free(key) and (key, value) not in LATER}
+    return {key: value for key, value in leaves(tree) if not _is_free(key)}
 
 
 def _is_free(key: str) -> bool:

@@ -44,6 +44,7 @@ import numpy as np
 
 from spot_async.base.files import (
     as_json,
+    check_format,
     decode_json,
     flush_to_disk,
     lines_of,
@@ -62,7 +63,7 @@ from spot_async.run_directory.run_weights import RunWeights
 
 DECIMALS = 6  # of numbers in arrays, which people read
 MAX_HOLDER_BYTES = 1024  # of the line that names who has the lock
-RUN_FORMAT = 1  # raised when a run directory's files can no longer be read as before
+RUN_FORMAT = 2  # raised when a run of before can no longer be continued
 
 # Files of a training run that has no results yet. spending.jsonl is not one: what was paid for counts as a result.
 OF_A_START = {"run.json", "config.yaml", ".lock", "logs", "trainer.json", "weights", "trace.json", "stall-report.txt",
@@ -135,10 +136,10 @@ class _RunFile(msgspec.Struct):
 
     format: int
     spot_async: str = msgspec.field(default_factory=lambda: importlib.metadata.version("spot-async"))
-    command: Purpose | None = None  # the command that made the directory; None where older programs did not say
-    versions: dict[str, str] = msgspec.field(default_factory=software_versions)  # {} where older programs made it
+    command: Purpose | None = None  # that made the directory
+    versions: dict[str, str] = msgspec.field(default_factory=software_versions)
     cores: int | None = None  # how many the command could use; the report's advice depends on it
-    cpu: str | None = None  # that the trainer computed on last; None on GPUs, and where older programs did not say
+    cpu: str | None = None  # that the trainer computed on last; None on GPUs
 
 
 class _RowOfIteration(msgspec.Struct):
@@ -257,28 +258,27 @@ class RunDirectory:
             return ""
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
-        """Return the run directory at `path`. Raises DataError if it is none, or newer than this program."""
+    def open(cls, path: Path, *, continues: bool = False) -> RunDirectory:
+        """Return the run directory at `path`. Raises DataError if it is none, or newer than this program.
+
+        One whose run `continues` must be of this format.
+        """
         try:
             found = decode_json(read_bounded(path / "run.json"), _RunFile, "run.json")
         except (OSError, DataError):
             raise DataError(f"{path} is no run directory: it has no readable run.json") from None
-        if found.format > RUN_FORMAT:
-            raise DataError(
-                f"{path} has format {found.format}, newer than this spot-async can read ({RUN_FORMAT}): install a "
-                "newer one"
-            )
+        check_format(path, found.format, RUN_FORMAT, continues=continues)
         return cls(path.resolve(), found.command, found.cores, found.spot_async)
 
     @classmethod
-    def open_own(cls, path: Path) -> RunDirectory:
+    def open_own(cls, path: Path, *, continues: bool = True) -> RunDirectory:
         """Return the run directory at `path` to continue in it: its configuration is run, and its state is trusted.
 
         Raises DataError too if another user could change it, or files in it that decide.
         """
         names = {*OF_A_START, *APPENDED, "checkpoints", "student", "best"}
         refuse_foreign_writers([path, *(path / name for name in names), *path.glob("evaluation*")])
-        return cls.open(path)
+        return cls.open(path, continues=continues)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -121,8 +121,6 @@ class Ledger:
             connection.execute("pragma synchronous = normal")
             connection.executescript(TABLES)
             connection.execute("insert or ignore into about values ('format', ?)", (FORMAT,))
-            # Format 2 is read as it is. It may not stay 2: an older program would train new targets without baselines.
-            connection.execute("update about set value = ? where name = 'format' and value = 2", (FORMAT,))
             (found,) = connection.execute("select value from about where name = 'format'").fetchone()
         except sqlite3.Error as error:
             connection.close()
@@ -131,11 +129,7 @@ class Ledger:
             raise DataError(f"{path}: cannot be read: {error}") from None
         if found != FORMAT:
             connection.close()
-            check_format(path, found, FORMAT)
-            raise DataError(
-                f"{path} has format {found}, and this spot-async continues runs of format {FORMAT} only: finish the "
-                "run with the version that began it, or begin a new one"
-            )
+            check_format(path, found, FORMAT, continues=True)
         return cls(connection, path, metered(accounts or {}))
 
     @classmethod

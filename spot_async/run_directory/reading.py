@@ -194,7 +194,7 @@ class RunFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._directory = directory = RunDirectory.open(path)
-        self.cores = directory.cores  # how many the run could use; None where an older program did not say
+        self.cores = directory.cores  # how many the run could use; None where that is not known
         self.is_evaluation = directory.purpose == "eval"
 
     def config(self) -> dict[str, Any]:

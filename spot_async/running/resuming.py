@@ -79,7 +79,7 @@ def _seam(path: Path, before: Config, config: Config, plan: TrainPlan, step: int
     try:
         last = TrainerSettings.load(str(path / "trainer.json"))
         training, iterations = last.training, last.iterations
-    except (OSError, ValueError):  # lost, or of another version
+    except (OSError, ValueError):  # lost or damaged
         training = before.training
         epochs = (training.epochs or 1) * (plan.schedule.per_epoch // training.batch_size)
         iterations = training.iterations or epochs
@@ -113,7 +113,7 @@ class Beginnings:
         begun = manifest.beginning(checkpoint, keys=keys, data=data)
         if checkpoint is None:
             return Beginning(begun)
-        with suppress(OSError, ValueError):  # trainer.json is lost, or of another version
+        with suppress(OSError, ValueError):  # trainer.json is lost or damaged
             earlier = TrainerSettings.load(str(self._directory.path / "trainer.json"))
             remove_abandoned(earlier.weights_directory.parent)  # a killed process may have left some elsewhere
         beginning = self._go_back(begun, checkpoint)

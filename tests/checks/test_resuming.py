@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spot_async.checks.resuming import check_same_numbers, check_same_prompts, digest_of_keys, digest_of_prompts
+from spot_async.checks.resuming import check_same_numbers, check_same_prompts, digest_of_prompts
 from spot_async.config.loading import load_config
 from spot_async.errors import ConfigError, DataError
 from spot_async.types import Problem, Prompt
@@ -22,14 +22,6 @@ def plan(*token_ids, reads_clock=False, response=None, teacher_ids=None):
     problem = Problem(id="p", text="1+1", answer="2", response=response)
     prompt = Prompt(ordinal=0, problem=problem, token_ids=np.array(token_ids), teacher_ids=teacher_ids)
     return SimpleNamespace(schedule=Schedule([prompt]), reads_clock=reads_clock)
-
-
-def test_a_run_that_began_before_a_key_was_there_goes_on(tmp_path):
-    """The digest is in the checkpoints of runs that began with commit f9218a3."""
-    (tmp_path / "config.yaml").write_text(
-        "policy: {kind: spot}\nstudent: {model: a}\nteacher: {model: b}\ndata: {train: c}\ntraining: {iterations: 4}\n"
-    )
-    assert digest_of_keys(load_config(tmp_path / "config.yaml", ())) == "2f84dea9984822870c5a27d86f1682a9"
 
 
 def test_changed_prompts_are_refused_and_a_date_in_them_is_named():

@@ -125,16 +125,6 @@ def test_a_second_process_other_formats_and_a_damaged_file_are_one_line_each(tmp
         Ledger.open(tmp_path / "no such directory")
 
 
-def test_a_run_that_began_without_baselines_goes_on_and_its_ledger_is_then_no_older_programs(tmp_path):
-    with closing(Ledger.open(tmp_path)) as ledger:
-        ledger.admit(0, "p0")
-        ledger.finish(0, [sample(0)])
-        ledger._connection.execute("update about set value = 2")
-    with closing(Ledger.open(tmp_path)) as ledger:
-        assert states(ledger) == {0: "queued"}
-        assert ledger._connection.execute("select value from about").fetchall() == [(3,)]
-
-
 def test_a_write_that_fails_is_one_line(ledger):
     ledger.close()
     with pytest.raises(StorageError, match=r"cannot write .*ledger.sqlite: "):

@@ -55,6 +55,6 @@ def test_a_run_that_continues_on_another_cpu_says_so_once(run):
         assert LINE not in train("--resume", str(run), f"training.iterations={iterations + 1}")  # the same CPU again
     assert (run / "logs" / "run.jsonl").read_text().count(LINE) == 2
 
-    written(run, cpu=None)  # as older programs made it
+    written(run, cpu=None)  # as on GPUs
     assert LINE not in train("--resume", str(run), "training.iterations=6")
     assert written(run) == made

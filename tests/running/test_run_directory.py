@@ -17,6 +17,7 @@ from spot_async.evaluation.results import BenchmarkResult, EvaluationResult
 from spot_async.loop.events import Evaluated
 from spot_async.models.weight_files import delete_weights, in_use
 from spot_async.run_directory.layout import RunDirectory, name_of, name_of_run
+from spot_async.run_directory.reading import RunFiles
 from spot_async.run_directory.run_weights import RunWeights
 from spot_async.telemetry.evaluations import BestCheckpoint, EvaluationHistory
 from spot_async.types import Verdict, WeightSnapshot, WeightVersion
@@ -181,10 +182,17 @@ def test_the_criterion_decides_what_is_best(run, criterion, best):
     assert history.best == best
 
 
+def test_a_run_of_before_is_read_and_not_continued(run):
+    (run.path / "run.json").write_text('{"format": 1}')
+    assert RunFiles(run.path).metrics() == []
+    with pytest.raises(DataError, match=r"has format 1, and .* continues runs of format 2 only: finish the run with"):
+        RunDirectory.open_own(run.path)
+
+
 def test_a_run_directory_is_recognised_and_a_newer_or_foreign_one_refused_in_one_line(run, tmp_path):
     assert RunDirectory.open(run.path).path == run.path
-    (run.path / "run.json").write_text(json.dumps({"format": 2, "new": "things"}))
-    with pytest.raises(DataError, match=r"has format 2, newer than this spot-async can read \(1\)"):
+    (run.path / "run.json").write_text(json.dumps({"format": 3, "new": "things"}))
+    with pytest.raises(DataError, match=r"has format 3, newer than this spot-async can read \(2\)"):
         RunDirectory.open(run.path)
     for text in (b"[1]", b"{}", b"no json", b'{"format":1,"command":"\xff"}'):
         (run.path / "run.json").write_bytes(text)

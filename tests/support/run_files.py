@@ -67,7 +67,7 @@ def metrics_row(iteration):
 
 def make_run(path, samples=(), rows=(), summary=None):
     path.mkdir()
-    (path / "run.json").write_text('{"format": 1, "command": "train"}')
+    (path / "run.json").write_text('{"format": 2, "command": "train"}')
     (path / "config.yaml").write_text(CONFIG)
     (path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
